@@ -1,0 +1,274 @@
+"""Trajectory: the only thing that crosses rooms, and TrajectoryBatch, its ragged column form.
+
+A trajectory is token ids, never text: ``prompt_ids`` are tokenised once, and ``response_ids`` are the ids that the
+engine sampled with the ids of tool results and template glue between them.  What the engine sampled is what the
+learner trains on.
+
+``TrajectoryBatch`` lays many trajectories end to end: a response column is one array of length T (all responses
+concatenated) with ``sequence_ids`` saying whose each token is.  No padding exists anywhere in the project, and every
+function in ``algorithms/`` speaks this layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory ended. Every trajectory has exactly one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_LIMIT = "tool_limit"
+    ABORTED = "aborted"
+
+
+@dataclass
+class ToolCall:
+    """One tool call as it happened: ``status`` is ok, error, timeout, parse_error, unknown_tool or bad_arguments."""
+
+    name: str
+    arguments: str
+    status: str
+    seconds: float
+    output_truncated: bool = False
+    output_tokens: int = 0
+
+
+@dataclass
+class Trajectory:
+    """One prompt and one response (several turns), token for token.
+
+    All response arrays have length R; see docs/architecture.md for the table. ``rollout_log_probs`` hold
+    log pi_rollout of the sampled token under the distribution that was sampled, 0 where ``loss_mask`` is false.
+    """
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_log_probs: npt.NDArray[np.float32]
+    turn_ids: npt.NDArray[np.int16]
+    weight_versions: IntArray
+    group_id: int
+    index: int
+    finish_reason: FinishReason
+    reward: float = float("nan")
+    reward_info: dict[str, Any] = field(default_factory=dict)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """What the prompt's row carried: data_source, ground_truth, index, ..."""
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.asarray(self.prompt_ids, dtype=np.int32)
+        self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
+        self.loss_mask = np.asarray(self.loss_mask, dtype=np.bool_)
+        self.rollout_log_probs = np.asarray(self.rollout_log_probs, dtype=np.float32)
+        self.turn_ids = np.asarray(self.turn_ids, dtype=np.int16)
+        self.weight_versions = np.asarray(self.weight_versions, dtype=np.int32)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError where the columns do not line up."""
+        length = len(self.response_ids)
+        for name in ("loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"trajectory {self.group_id}/{self.index}: {name} has {len(getattr(self, name))} "
+                                 f"entries for {length} response tokens")
+        if len(self.prompt_ids) == 0:
+            raise ValueError(f"trajectory {self.group_id}/{self.index} has an empty prompt")
+        outside = ~self.loss_mask
+        if np.any(self.rollout_log_probs[outside]) or np.any(self.turn_ids[outside] != -1):
+            raise ValueError(f"trajectory {self.group_id}/{self.index}: tool tokens must have log-prob 0 and turn -1")
+
+    @property
+    def num_turns(self) -> int:
+        """Messages after the prompt: assistant turns plus tool results, as verl counts them."""
+        assistant = int(self.turn_ids.max()) + 1 if len(self.turn_ids) else 0
+        return assistant + len(self.tool_calls)
+
+
+@dataclass
+class TrajectoryBatch:
+    """N trajectories as ragged columns.
+
+    Shapes: prompt_ids int32 [sum P], prompt_lengths int32 [N], response_ids int32 [T] with T = sum R,
+    response_lengths int32 [N], the other response columns [T], group_ids and indices int32 [N], rewards float32 [N].
+    ``columns`` holds what later rooms add along the response ([T]): old_log_probs, ref_log_probs, entropy,
+    advantages, returns, values, importance_weights, loss_weights.
+    """
+
+    prompt_ids: IntArray
+    prompt_lengths: IntArray
+    response_ids: IntArray
+    response_lengths: IntArray
+    loss_mask: npt.NDArray[np.bool_]
+    rollout_log_probs: npt.NDArray[np.float32]
+    turn_ids: npt.NDArray[np.int16]
+    weight_versions: IntArray
+    group_ids: IntArray
+    indices: IntArray
+    rewards: npt.NDArray[np.float32]
+    columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def total_lengths(self) -> IntArray:
+        """int32 [N]: prompt plus response."""
+        return (self.prompt_lengths + self.response_lengths).astype(np.int32)
+
+    @property
+    def sequence_ids(self) -> npt.NDArray[np.int64]:
+        """int64 [T]: the row each response token belongs to."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.response_lengths)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrajectoryBatch:
+        def cat(name: str, dtype: Any) -> Any:
+            parts = [getattr(t, name) for t in trajectories]
+            return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+        return cls(
+            prompt_ids=cat("prompt_ids", np.int32),
+            prompt_lengths=np.array([len(t.prompt_ids) for t in trajectories], np.int32),
+            response_ids=cat("response_ids", np.int32),
+            response_lengths=np.array([len(t.response_ids) for t in trajectories], np.int32),
+            loss_mask=cat("loss_mask", np.bool_),
+            rollout_log_probs=cat("rollout_log_probs", np.float32),
+            turn_ids=cat("turn_ids", np.int16),
+            weight_versions=cat("weight_versions", np.int32),
+            group_ids=np.array([t.group_id for t in trajectories], np.int32),
+            indices=np.array([t.index for t in trajectories], np.int32),
+            rewards=np.array([t.reward for t in trajectories], np.float32),
+        )
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
+        """The batch of ``rows``, in that order, with every column."""
+        rows = np.asarray(rows, dtype=np.int64)
+        prompt_take = _ranges(self.prompt_lengths, rows)
+        take = _ranges(self.response_lengths, rows)
+        return TrajectoryBatch(
+            prompt_ids=self.prompt_ids[prompt_take],
+            prompt_lengths=self.prompt_lengths[rows],
+            response_ids=self.response_ids[take],
+            response_lengths=self.response_lengths[rows],
+            loss_mask=self.loss_mask[take],
+            rollout_log_probs=self.rollout_log_probs[take],
+            turn_ids=self.turn_ids[take],
+            weight_versions=self.weight_versions[take],
+            group_ids=self.group_ids[rows],
+            indices=self.indices[rows],
+            rewards=self.rewards[rows],
+            columns={name: column[take] for name, column in self.columns.items()},
+        )
+
+    def with_columns(self, **columns: Any) -> TrajectoryBatch:
+        """A batch that shares this one's arrays and also has ``columns`` (each [T], stored as float32)."""
+        added = {}
+        for name, column in columns.items():
+            array = np.asarray(column, dtype=np.float32)
+            if array.shape != (self.num_response_tokens,):
+                raise ValueError(f"column {name} has shape {array.shape}, expected ({self.num_response_tokens},)")
+            added[name] = array
+        return TrajectoryBatch(
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name != "columns"},
+            columns={**self.columns, **added},
+        )
+
+
+def _ranges(lengths: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions, in an end-to-end layout of ``lengths``, of the elements of ``rows`` in order."""
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1][rows]
+    counts = lengths[rows].astype(np.int64)
+    shifts = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)])[:-1], counts)
+    return np.arange(counts.sum(), dtype=np.int64) + shifts
+
+
+def write_trajectories(
+    trajectories: Sequence[Trajectory], path: str | Path, texts: Sequence[tuple[str, str]] | None = None
+) -> None:
+    """Write one parquet file (to a temporary name, fsynced, renamed). ``texts`` adds decoded prompt and response."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: dict[str, list[Any]] = {name: [] for name in _PARQUET_COLUMNS}
+    for t in trajectories:
+        for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
+            rows[name].append(getattr(t, name))
+        rows["group_id"].append(t.group_id)
+        rows["index"].append(t.index)
+        rows["finish_reason"].append(t.finish_reason.value)
+        rows["reward"].append(t.reward)
+        for name in ("reward_info", "extra_info"):
+            rows[name].append(json.dumps(getattr(t, name), default=str))
+        rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
+    schema = [(name, kind()) for name, kind in _PARQUET_COLUMNS.items()]
+    if texts is not None:
+        rows["prompt"], rows["response"] = [t[0] for t in texts], [t[1] for t in texts]
+        schema += [("prompt", pa.string()), ("response", pa.string())]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as handle:
+        pq.write_table(pa.table(rows, schema=pa.schema(schema)), handle, compression="zstd")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+
+
+def read_trajectories(path: str | Path) -> list[Trajectory]:
+    """Read what ``write_trajectories`` wrote."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path, columns=list(_PARQUET_COLUMNS))
+    trajectories = []
+    for row in table.to_pylist():
+        row["finish_reason"] = FinishReason(row["finish_reason"])
+        row["reward_info"], row["extra_info"] = json.loads(row["reward_info"]), json.loads(row["extra_info"])
+        row["tool_calls"] = [ToolCall(**call) for call in json.loads(row["tool_calls"])]
+        trajectories.append(Trajectory(**row))
+    return trajectories
+
+
+def _arrow(name: str) -> Any:
+    def build() -> Any:
+        import pyarrow as pa
+
+        if name.startswith("list:"):
+            return pa.list_(getattr(pa, name[5:])())
+        return getattr(pa, name)()
+
+    return build
+
+
+_PARQUET_COLUMNS = {
+    "prompt_ids": _arrow("list:int32"),
+    "response_ids": _arrow("list:int32"),
+    "loss_mask": _arrow("list:bool_"),
+    "rollout_log_probs": _arrow("list:float32"),
+    "turn_ids": _arrow("list:int16"),
+    "weight_versions": _arrow("list:int32"),
+    "group_id": _arrow("int64"),
+    "index": _arrow("int64"),
+    "finish_reason": _arrow("string"),
+    "reward": _arrow("float64"),
+    "reward_info": _arrow("string"),
+    "tool_calls": _arrow("string"),
+    "extra_info": _arrow("string"),
+}
