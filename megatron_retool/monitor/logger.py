@@ -1,0 +1,169 @@
+"""Where metrics go: metrics.jsonl (always the record), TensorBoard, the console, and wandb where it is installed.
+
+One call, ``MetricLogger.log(step, metrics)``, writes one JSON object per step. A resumed run appends; rows of steps
+that the run is about to repeat are dropped first, so that the file has one row per step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+
+CONSOLE_METRICS = (
+    "critic/score/mean",
+    "rollout/acc/mean",
+    "num_turns/mean",
+    "tool/success_rate",
+    "response_length/mean",
+    "actor/pg_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "rollout_corr/log_prob_abs_diff",
+    "rollout_corr/masked_fraction",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/step",
+)
+
+
+class MetricLogger:
+    """Writes every step's metrics to the chosen places.
+
+    Args:
+        run_dir: runs/<experiment_name>; metrics.jsonl and tensorboard/ are made in it.
+        loggers: any of console, jsonl, tensorboard, wandb.
+        first_step: rows of metrics.jsonl from this step on are removed (the run repeats those steps after a resume).
+        console: where the step table is printed.
+
+    Raises:
+        ValueError: an unknown logger.
+        RuntimeError: wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        loggers: list[str],
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        unknown = sorted(set(loggers) - set(LOGGERS))
+        if unknown:
+            raise ValueError(f"trainer.loggers: unknown logger {unknown[0]!r}; known are {', '.join(LOGGERS)}")
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.console = console or Console()
+        self._print = "console" in loggers
+        self._rows_printed = 0
+        self._jsonl = None
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if "jsonl" in loggers:
+            path = self.run_dir / "metrics.jsonl"
+            drop_rows_from(path, first_step)
+            self._jsonl = open(path, "a", encoding="utf-8")
+        if "tensorboard" in loggers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step)
+        if "wandb" in loggers:
+            try:
+                import wandb
+            except ImportError as error:
+                raise RuntimeError("trainer.loggers names wandb, which is not installed: pip install wandb") from error
+            self._wandb = wandb.init(
+                project="megatron-retool", name=self.run_dir.name, dir=str(self.run_dir), config=dict(config or {})
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step. Values that are not finite are kept as null in the file, so that it stays valid JSON."""
+        values = {name: float(value) for name, value in metrics.items()}
+        if self._jsonl is not None:
+            row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+            self._jsonl.write(json.dumps(row) + "\n")
+            self._jsonl.flush()
+            os.fsync(self._jsonl.fileno())
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+        if self._print:
+            self._print_row(step, values)
+
+    def _print_row(self, step: int, values: dict[str, float]) -> None:
+        shown = [name for name in CONSOLE_METRICS if name in values]
+        if not shown:
+            parts = (f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in values.items())
+            self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True)
+            return
+        with_header = self._rows_printed % 20 == 0
+        table = Table(show_header=with_header, box=None, padding=(0, 1), header_style="bold")
+        table.add_column("step", justify="right", min_width=5)
+        for name in shown:
+            heading = name.removesuffix("/mean").rsplit("/", 1)[-1].replace("_", " ")
+            table.add_column(heading, justify="right", min_width=max(7, *(len(w) for w in heading.split())))
+        table.add_row(str(step), *(_short(values[name]) for name in shown))
+        self.console.print(table)
+        self._rows_printed += 1
+
+    def close(self) -> None:
+        if self._jsonl is not None:
+            self._jsonl.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> MetricLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl in order. A last line cut off by a crash is left out."""
+    rows = []
+    path = Path(path)
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+def drop_rows_from(path: Path, step: int) -> None:
+    """Rewrite metrics.jsonl without the rows of ``step`` and later, and without a half-written last line."""
+    if not path.exists():
+        return
+    kept = [row for row in read_metrics(path) if row["step"] < step]
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w", encoding="utf-8") as handle:
+        handle.writelines(json.dumps(row) + "\n" for row in kept)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+
+
+def _short(value: float) -> str:
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}"
