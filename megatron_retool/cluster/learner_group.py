@@ -1,0 +1,122 @@
+"""The learner's processes as Ray actors: one actor per rank, all called with the same arguments (SPMD)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megatron_retool.cluster.placement import Placement
+from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
+from megatron_retool.config import Config
+from megatron_retool.trajectory import TrajectoryBatch
+
+
+class LearnerWorker:
+    """One rank. Megatron is imported here and nowhere else in the cluster room."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        redirect_output(config.run_dir.absolute() / "logs" / f"learner_rank{rank}.log")
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and port on this node for torch.distributed."""
+        return node_address(), free_port()
+
+    def setup(self, master: tuple[str, int], total_optimizer_steps: int) -> None:
+        """Join the process group and build model, optimizer and scheduler."""
+        os.environ.update(
+            MASTER_ADDR=master[0],
+            MASTER_PORT=str(master[1]),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.config.learner.world_size),
+            LOCAL_RANK="0",  # Ray shows each actor its own GPUs alone
+        )
+        from megatron_retool.learner.learner import Learner
+
+        self.learner = Learner(
+            self.config,
+            optimizer=self.config.learner.optimizer,
+            total_optimizer_steps=total_optimizer_steps,
+            hf_dir=self.config.model.path,
+            mcore_dir=self.config.model.mcore_path,
+            with_reference=bool(self.config.algorithm.kl_in_loss or self.config.algorithm.kl_in_reward),
+        )
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the Learner; only rank 0's answer leaves the process."""
+        result = getattr(self.learner, method)(*args, **kwargs)
+        return result if self.rank == 0 else None
+
+    def sync_weights(self, engines: list[str], version: int) -> dict[str, float] | None:
+        """Send the current weights to every engine; see sglang_rollout.weight_sync."""
+        from sglang_rollout.weight_sync import push_weights
+
+        buckets = self.learner.export_weights(self.config.weight_sync.bucket_bytes)
+        if self.rank != 0:
+            for _ in buckets:  # every rank takes part in the gathers
+                pass
+            return None
+        return push_weights(buckets, engines, version, self.config)
+
+
+class LearnerGroup:
+    """All ranks of the learner, driven from one process. Every method is awaitable and raises the rank's own error."""
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self.config = config
+        threads = str(config.learner.threads)
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        remote = ray.remote(LearnerWorker)
+        self.workers = [
+            remote.options(
+                **placement.learner_options(rank), runtime_env={"env_vars": environment}, max_concurrency=1
+            ).remote(config, rank)
+            for rank in range(config.learner.world_size)
+        ]
+
+    async def setup(self, total_optimizer_steps: int) -> None:
+        master = await self.workers[0].rendezvous.remote()
+        await self._all("setup", master, total_optimizer_steps)
+
+    async def log_probs(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, Any]:
+        return await self._call("log_probs", ray.put(batch), **kwargs)
+
+    async def update(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
+        return await self._call("update", ray.put(batch), **kwargs)
+
+    async def save(self, directory: Path) -> None:
+        await self._call("save", str(directory.absolute()))
+
+    async def load(self, directory: Path) -> None:
+        await self._call("load", str(directory.absolute()))
+
+    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
+        return (await self._all("sync_weights", engines, version))[0]
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Any other method of the Learner, on every rank; rank 0's answer."""
+        return await self._call(method, *args, **kwargs)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        # An ObjectRef is resolved by Ray only as a direct argument, which these are.
+        return (await self._all("call", method, *args, **kwargs))[0]
+
+    async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """One call on every rank. The first failure is raised at once: the other ranks may be stuck in a collective."""
+        tasks = [asyncio.ensure_future(_await(getattr(w, method).remote(*args, **kwargs))) for w in self.workers]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if task.exception() is not None:
+                for other in pending:
+                    other.cancel()
+                raise task.exception()  # type: ignore[misc]
+        return [task.result() for task in tasks]
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

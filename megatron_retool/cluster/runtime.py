@@ -1,0 +1,75 @@
+"""Ray, started or joined, and the small things every actor of this project does when it starts.
+
+On one machine ``ray.init(address="local")`` starts a private cluster that dies with the driver. Under Slurm the batch
+script has started Ray on every node and ``cluster.ray_address=auto`` joins it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from megatron_retool.config import Config
+
+# Ray only does bookkeeping with CPUs here; processes are placed by GPUs, or on a host without GPUs not at all.
+_LOGICAL_CPUS = 256
+
+
+@contextmanager
+def ray_runtime(config: Config) -> Iterator[None]:
+    """A running Ray for the length of the block; a private one is shut down at its end."""
+    # Ray's agents probe a metrics endpoint and print retries when it is off; nothing here reads it.
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if config.cluster.ray_address == "local":
+        ray.init(
+            address="local",
+            num_cpus=_LOGICAL_CPUS,
+            include_dashboard=False,
+            object_store_memory=_object_store_bytes(),
+            **options,
+        )
+    else:
+        ray.init(address=config.cluster.ray_address, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _object_store_bytes() -> int:
+    """A quarter of shared memory, at most 8 GiB: batches are small beside weights, and weights do not pass here."""
+    shared = os.statvfs("/dev/shm")
+    return max(80 * 2**20, min(8 * 2**30, shared.f_frsize * shared.f_bavail // 4))
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's stdout and stderr, C libraries' included, to ``path`` (appending)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def node_address() -> str:
+    """This node's address as other nodes see it."""
+    return ray.util.get_node_ip_address()
+
+
+def free_port() -> int:
+    """A port that is free now on this node."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
