@@ -1,0 +1,102 @@
+"""Formulas of the step metrics, under the names that verl's dashboards use. Pure functions of trajectories and numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
+
+
+def _spread(prefix: str, values: npt.NDArray[Any]) -> dict[str, float]:
+    if len(values) == 0:
+        return {}
+    return {
+        f"{prefix}/mean": float(values.mean()),
+        f"{prefix}/max": float(values.max()),
+        f"{prefix}/min": float(values.min()),
+    }
+
+
+def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """critic/score, critic/advantages, response_length and prompt_length of the trained batch.
+
+    clip_ratio is the share of sequences at the limit.
+    """
+    metrics = _spread("critic/score", batch.rewards)
+    if "advantages" in batch.columns:
+        metrics |= _spread("critic/advantages", batch.columns["advantages"][batch.loss_mask])
+    for name, lengths, limit in (
+        ("response_length", batch.response_lengths, max_response_length),
+        ("prompt_length", batch.prompt_lengths, max_prompt_length),
+    ):
+        metrics |= _spread(name, lengths)
+        if len(lengths):
+            metrics[f"{name}/clip_ratio"] = float((lengths >= limit).mean())
+    return metrics
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What the policy did, over every trajectory generated in the step, kept for training or not.
+
+    rollout/score and rollout/acc are unbiased by dynamic sampling, which critic/score is not. tool/* follow the
+    statuses of ToolCall; a parse error is a call that never reached a tool. tool/use_rate is the share of
+    trajectories with at least one call.
+    """
+    if not trajectories:
+        return {}
+    calls = [call for t in trajectories for call in t.tool_calls]
+    executed = [call for call in calls if call.status in ("ok", "error", "timeout")]
+    total = max(len(calls), 1)
+    metrics = _spread("num_turns", np.array([t.num_turns for t in trajectories]))
+    metrics |= {
+        "rollout/score/mean": float(np.mean([t.reward for t in trajectories])),
+        "rollout/acc/mean": float(np.mean([float(t.reward_info.get("acc", t.reward > 0)) for t in trajectories])),
+        "rollout/trajectories": float(len(trajectories)),
+        "tool/calls": len(calls) / len(trajectories),
+        "tool/use_rate": float(np.mean([bool(t.tool_calls) for t in trajectories])),
+        "tool/success_rate": sum(call.status == "ok" for call in calls) / total,
+        "tool/timeout_rate": sum(call.status == "timeout" for call in calls) / total,
+        "tool/parse_error_rate": sum(call.status == "parse_error" for call in calls) / total,
+        "tool/seconds_mean": float(np.mean([call.seconds for call in executed])) if executed else 0.0,
+    }
+    for reason in FinishReason:
+        metrics[f"rollout/finish_reason/{reason.value}"] = float(
+            np.mean([t.finish_reason is reason for t in trajectories])
+        )
+    return metrics
+
+
+class StepTimer:
+    """Seconds by phase of one step, as timing_s/<phase>. Phases of the same name add up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+def performance_metrics(total_tokens: int, seconds: float, learner_ranks: int) -> dict[str, float]:
+    """perf/total_num_tokens, perf/time_per_step and perf/throughput (tokens per second and learner rank)."""
+    import psutil
+
+    return {
+        "perf/total_num_tokens": float(total_tokens),
+        "perf/time_per_step": seconds,
+        "perf/throughput": total_tokens / seconds / learner_ranks,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+    }

@@ -1,0 +1,119 @@
+"""A run's place on disk and how it is taken up again.
+
+A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint),
+prompt_source.json (data position), trainer_state.json (step, counters) and COMPLETE, which is written last. It is
+built under a temporary name and renamed, so a directory without COMPLETE is never taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.config import Config, ConfigError
+
+_STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    @property
+    def learner(self) -> Path:
+        return self.path / "learner"
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the checkpoint."""
+        data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        return data
+
+
+def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """All complete checkpoints of a run, oldest first."""
+    found = []
+    for path in (run_dir / "checkpoints").glob("global_step_*"):
+        match = _STEP_DIRECTORY.fullmatch(path.name)
+        if match and (path / "COMPLETE").exists():
+            found.append(Checkpoint(path, int(match[1])))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_resume_point(config: Config) -> Checkpoint | None:
+    """The checkpoint to continue from under ``trainer.resume_mode``; None means from the start.
+
+    Raises:
+        ConfigError: resume_path names something that is not a complete checkpoint.
+    """
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return None
+    if mode == "auto":
+        found = complete_checkpoints(config.run_dir)
+        return found[-1] if found else None
+    path = Path(config.trainer.resume_from_path or "")
+    match = _STEP_DIRECTORY.fullmatch(path.name)
+    if match is None or not (path / "COMPLETE").exists():
+        raise ConfigError(
+            f"trainer.resume_from_path={path}: not a complete checkpoint; give a directory global_step_N that holds "
+            "a file COMPLETE"
+        )
+    return Checkpoint(path, int(match[1]))
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move an earlier run of the same name out of the way; returns where it went. Nothing is deleted."""
+    if not any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        return None
+    target = run_dir.with_name(f"{run_dir.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    os.rename(run_dir, target)
+    return target
+
+
+def checkpoint_workspace(run_dir: Path, step: int) -> Path:
+    """An empty directory to build the checkpoint of ``step`` in."""
+    path = run_dir / "checkpoints" / f".global_step_{step}.partial"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit_checkpoint(workspace: Path, step: int, files: dict[str, dict[str, Any]]) -> Checkpoint:
+    """Write the JSON ``files`` and COMPLETE into the workspace, fsync, and give it its final name."""
+    for name, content in files.items():
+        _write_synced(workspace / name, json.dumps(content, indent=1))
+    _write_synced(workspace / "COMPLETE", "")
+    final = workspace.with_name(f"global_step_{step}")
+    if final.exists():  # an earlier attempt at the same step, taken again after a resume
+        shutil.rmtree(final)
+    os.replace(workspace, final)
+    directory = os.open(final.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+    return Checkpoint(final, step)
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints, and leftovers of interrupted saves."""
+    for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for checkpoint in complete_checkpoints(run_dir)[:-keep] if keep > 0 else []:
+        # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
+        (checkpoint.path / "COMPLETE").unlink()
+        shutil.rmtree(checkpoint.path)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
