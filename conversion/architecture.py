@@ -100,7 +100,7 @@ class Architecture:
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UnsupportedArchitecture(f"{directory} has no config.json: not a Hugging Face model directory") from None
+            raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
         except ValueError as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
         try:
