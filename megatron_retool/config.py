@@ -380,6 +380,8 @@ class SFTConfig:
 class DemoConfig:
     """What make-demo writes: a small model and the integer problems it learns to solve with a code interpreter."""
 
+    enable: bool = False
+    """The pipeline command makes the demo's data and model, fine-tunes and converts it before it trains."""
     directory: str = "runs/demo_data"
     hidden_size: int = 128
     num_layers: int = 3

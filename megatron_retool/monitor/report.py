@@ -1,0 +1,149 @@
+"""The run's curves as PNG files and one index.html, from what the run left on disk (metrics.jsonl)."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.monitor.logger import read_metrics
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One picture: a title, and (metric name, legend) pairs drawn over the step."""
+
+    name: str
+    title: str
+    series: Sequence[tuple[str, str]]
+    log_scale: bool = False
+
+
+def _figures(metrics: set[str]) -> list[Figure]:
+    sources = sorted({name.split("/acc/")[0] for name in metrics if name.startswith("val-core/") and "/acc/" in name})
+    figures = []
+    overall = [(n, n.split("/acc/")[1]) for n in sorted(metrics) if n.startswith("val-core/all/acc/") and "std" not in n]
+    if overall:
+        figures.append(Figure("validation_accuracy", "Held-out accuracy", overall))
+    by_source = [
+        (name, source.removeprefix("val-core/"))
+        for source in sources
+        if source != "val-core/all"
+        for name in sorted(metrics)
+        if name.startswith(f"{source}/acc/mean@")
+    ]
+    if by_source:
+        figures.append(Figure("validation_by_source", "Held-out accuracy by data source (mean@k)", by_source))
+    figures += [
+        Figure("accuracy", "Accuracy of generated responses", [("rollout/acc/mean", "all generated")]),
+        Figure("score", "Score", [("rollout/score/mean", "all generated"), ("critic/score/mean", "trained on")]),
+        Figure(
+            "tools",
+            "Tool use",
+            [
+                ("tool/use_rate", "responses with a call"),
+                ("tool/success_rate", "calls that succeed"),
+                ("tool/parse_error_rate", "calls that do not parse"),
+            ],
+        ),
+        Figure("turns", "Turns", [("num_turns/mean", "mean"), ("num_turns/max", "max")]),
+        Figure("length", "Response length (tokens)", [("response_length/mean", "mean"), ("response_length/max", "max")]),
+        Figure("entropy", "Entropy (nats)", [("actor/entropy", "entropy")]),
+        Figure("gradient", "Gradient norm", [("actor/grad_norm", "norm")]),
+        Figure("clip", "Clipped tokens", [("actor/pg_clipfrac", "upper"), ("actor/pg_clipfrac_lower", "dual clip")]),
+        Figure(
+            "mismatch",
+            "Training and rollout probabilities",
+            [("rollout_corr/log_prob_abs_diff", "mean |Δ log p|"), ("rollout_corr/k3_kl", "k3 KL")],
+            log_scale=True,
+        ),
+        Figure("masked", "Tokens masked by the correction", [("rollout_corr/masked_fraction", "fraction")]),
+        Figure(
+            "time",
+            "Seconds of a step",
+            [
+                (f"timing_s/{phase}", phase)
+                for phase in ("step", "gen", "reward", "old_log_prob", "update_actor", "weight_sync")
+            ],
+        ),
+    ]
+    return figures
+
+
+def write_report(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
+    """Draw every curve that the run has into runs/<name>/report/ and an index.html beside them.
+
+    Args:
+        run_dir: a run's directory with metrics.jsonl.
+        title: heading of the page; the run's name by default.
+        notes: plain text under the heading.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: the run has no metrics.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    if not rows:
+        raise FileNotFoundError(f"{run_dir / 'metrics.jsonl'} has no rows: nothing to report")
+    target = run_dir / "report"
+    target.mkdir(exist_ok=True)
+    pictures = []
+    for figure in _figures({name for row in rows for name in row}):
+        present = [(name, legend) for name, legend in figure.series if any(row.get(name) is not None for row in rows)]
+        if not present:
+            continue
+        canvas, axes = plt.subplots(figsize=(7, 4), dpi=110)
+        for name, legend in present:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            axes.plot(*zip(*points, strict=True), label=legend, marker="o" if len(points) < 20 else None, markersize=3)
+        axes.set(title=figure.title, xlabel="step")
+        if figure.log_scale:
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        canvas.tight_layout()
+        canvas.savefig(target / f"{figure.name}.png")
+        plt.close(canvas)
+        pictures.append(figure)
+    page = target / "index.html"
+    page.write_text(_page(title or run_dir.name, notes, pictures, rows[-1]), encoding="utf-8")
+    return page
+
+
+def _page(title: str, notes: str, pictures: Sequence[Figure], last: dict[str, Any]) -> str:
+    images = "\n".join(
+        f'<figure><img src="{p.name}.png" alt="{html.escape(p.title)}"></figure>' for p in pictures
+    )
+    cells = "\n".join(
+        f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>"
+        for name, value in sorted(last.items())
+        if isinstance(value, (int, float))
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1500px; padding: 0 1rem; color: #222 }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(460px, 1fr)); gap: 1rem }}
+figure {{ margin: 0 }} img {{ width: 100%; border: 1px solid #ddd }} pre {{ background: #f6f6f6; padding: 1rem }}
+td {{ padding: 0 1rem 0 0; font-variant-numeric: tabular-nums }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+{f"<pre>{html.escape(notes)}</pre>" if notes else ""}
+<main>
+{images}
+</main>
+<details><summary>All metrics of the last step ({last["step"]})</summary><table>
+{cells}
+</table></details>
+</body></html>
+"""

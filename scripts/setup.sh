@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes .venv with everything pinned in requirements/. Does nothing when it is already there and up to date.
+#   bash scripts/setup.sh [--gpu]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+flavour=cpu
+if [[ "${1:-}" == "--gpu" ]] || { [[ -z "${1:-}" ]] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
+  flavour=gpu
+fi
+venv="${MEGATRON_RETOOL_VENV:-.venv}"
+stamp="$venv/.installed"
+want="$flavour $(cat "requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirements/sglang_only.txt pyproject.toml | sha256sum | cut -c1-16) $PWD"
+if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
+  exit 0
+fi
+
+python=""
+for candidate in python3.11 python3 python; do
+  if command -v "$candidate" >/dev/null 2>&1 &&
+    "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    python="$candidate"
+    break
+  fi
+done
+if [[ -z "$python" ]]; then
+  echo "setup: Python 3.11 is needed and was not found on PATH" >&2
+  exit 1
+fi
+
+echo "setup: installing the $flavour requirements into $venv (a few minutes, once)"
+pip_flags=(--quiet --disable-pip-version-check --no-input)
+[[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv"
+pip="$venv/bin/python -m pip install ${pip_flags[*]}"
+$pip -r "requirements/$flavour-torch.txt"
+if [[ "$flavour" == gpu ]]; then
+  # Transformer Engine compiles its torch extension against the torch that is already there.
+  $pip --no-build-isolation -r requirements/gpu.txt
+else
+  # The list is complete: --no-deps keeps pip from SGLang's CUDA packages and its pin of another torch.
+  $pip --no-deps -r requirements/cpu.txt
+  # torchvision has no CPU wheel on the package index and breaks transformers' imports where it is visible:
+  # only SGLang's server process gets to see it.
+  $pip --no-deps --upgrade --target "$venv/sglang_only" -r requirements/sglang_only.txt
+fi
+$pip --no-deps --no-build-isolation --editable .
+echo "$want" > "$stamp"
