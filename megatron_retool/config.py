@@ -229,6 +229,11 @@ class AlgorithmConfig:
     normalize_by_std: bool = True
     gamma: float = 1.0
     gae_lambda: float = 0.95
+    gae_reward: str = choice("last_token", "spread")
+    """Where a response's reward goes: its last sampled token, or equal shares on all sampled tokens."""
+    gae_level: str = choice("token", "sequence")
+    """sequence: every token gets the mean of its response's token advantages."""
+    gae_whiten: bool = True
     policy_loss: str = choice("clip", "gspo", "cispo", "policy_gradient")
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.28
@@ -240,6 +245,8 @@ class AlgorithmConfig:
     kl_in_reward: float = 0.0
     kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
     adaptive_kl_target: float | None = None
+    adaptive_kl_horizon: int = 10000
+    """Responses over which a KL 20 % off its target changes kl_in_reward by 20 %."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
@@ -362,6 +369,8 @@ class SFTStage:
     steps: int | None = None
     """None: as many as the epochs need."""
     max_length: int = 16384
+    overlong: str = choice("drop", "truncate", "error")
+    """What happens to a conversation of more than max_length tokens."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
 
@@ -391,6 +400,7 @@ class DemoConfig:
     vocab_size: int = 512
     pretrain_rows: int = 28800
     sft_rows: int = 6000
+    sft_val_rows: int = 256
     train_rows: int = 3000
     val_rows: int = 128
 
