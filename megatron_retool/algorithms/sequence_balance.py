@@ -136,10 +136,12 @@ def _swap_until_even(partition: list[list[int]], costs: npt.NDArray[np.float64])
                 best, best_peak = (int(light), int(give), int(take), float(moved[give, take])), float(peak[give, take])
         if best is None:
             return
-        light, give, take, moved_cost = best
-        partition[heavy][give], partition[light][take] = partition[light][take], partition[heavy][give]
+        partner, give_at, take_at, moved_cost = best
+        taken = partition[partner][take_at]
+        partition[partner][take_at] = partition[heavy][give_at]
+        partition[heavy][give_at] = taken
         totals[heavy] -= moved_cost
-        totals[light] += moved_cost
+        totals[partner] += moved_cost
 
 
 def _fill_empty_parts(partition: list[list[int]], costs: npt.NDArray[np.float64]) -> None:

@@ -1,0 +1,295 @@
+"""Advantage estimators over ragged responses.
+
+All of them answer one question, by how much an action was better than expected, and differ in what they expect:
+
+============================  ====================================================================  =================
+``advantage``                 expectation                                                           paper
+============================  ====================================================================  =================
+grpo                          mean reward of the prompt's group, in units of its std                arXiv:2402.03300
+dr_grpo                       mean reward of the group, no std (it favours easy and hard prompts)   arXiv:2503.20783
+rloo                          mean reward of the *other* members of the group                       arXiv:2402.14740
+reinforce_plus_plus           mean reward-to-go over all tokens of the batch                        arXiv:2501.03262
+reinforce_plus_plus_baseline  mean reward of the group, then whitened over the batch                arXiv:2501.03262
+gae                           a critic's value of the state                                         arXiv:1506.02438
+============================  ====================================================================  =================
+
+Statistics are those of the whole batch handed in: call with all groups of a step, never with a rank's share.
+A group of one has nothing to be compared with and a group of equal rewards shows no difference: both give exactly 0
+under every group-relative estimator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_retool.algorithms.ragged import (
+    contiguous_ids,
+    discounted_sum_to_go,
+    last_token,
+    require_matching_shapes,
+    sequence_max,
+    sequence_min,
+    sequence_sum,
+)
+
+_EPSILON = 1e-6
+
+
+class AdvantageSettings(Protocol):
+    """What is read from the configuration's ``algorithm`` section."""
+
+    @property
+    def advantage(self) -> str: ...
+    @property
+    def normalize_by_std(self) -> bool: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def gae_lambda(self) -> float: ...
+    @property
+    def gae_reward(self) -> str: ...
+    @property
+    def gae_level(self) -> str: ...
+    @property
+    def gae_whiten(self) -> bool: ...
+
+
+class Advantages(NamedTuple):
+    """Both float32 [T], 0 where ``loss_mask`` is false. ``returns`` are what a critic should have predicted."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def compute_advantages(
+    config: AdvantageSettings,
+    rewards: Tensor,
+    group_ids: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    values: Tensor | None = None,
+    token_rewards: Tensor | None = None,
+) -> Advantages:
+    """Advantages of one batch by ``config.advantage``.
+
+    Args:
+        config: the ``algorithm`` section.
+        rewards: float [N], one per response, after shaping.
+        group_ids: int [N]; responses to the same prompt share one. Any integers, in any order.
+        loss_mask: bool [T], true at tokens that the policy sampled.
+        sequence_ids: int64 [T] in [0, N).
+        values: float [T], the critic's value *before* each token. Needed by "gae" alone.
+        token_rewards: float [T], added to the rewards where they arise, e.g. -beta * KL to the reference
+            (``kl.kl_reward``). Group-relative estimators add their sum to the response's reward.
+
+    Raises:
+        ValueError: shapes do not match, a reward is not finite, "gae" without values, or an unknown estimator.
+    """
+    require_matching_shapes(rewards=rewards, group_ids=group_ids)
+    require_matching_shapes(
+        loss_mask=loss_mask, sequence_ids=sequence_ids, values=values, token_rewards=token_rewards
+    )
+    if not bool(torch.isfinite(rewards).all()):
+        row = int(torch.nonzero(~torch.isfinite(rewards))[0])
+        raise ValueError(f"reward of response {row} is {float(rewards[row])}: score it, or drop it from the batch")
+    loss_mask = loss_mask.bool()
+    if token_rewards is not None:
+        token_rewards = torch.where(loss_mask, token_rewards, 0.0)
+
+    estimator = config.advantage
+    if estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"):
+        scores = rewards.to(torch.float64)
+        if token_rewards is not None:
+            scores = scores + sequence_sum(token_rewards, sequence_ids, len(rewards))
+        if estimator == "grpo":
+            relative = group_relative(scores, group_ids, normalize_by_std=config.normalize_by_std)
+        elif estimator == "rloo":
+            relative = leave_one_out(scores, group_ids)
+        else:
+            relative = group_relative(scores, group_ids, normalize_by_std=False)
+        advantages = torch.where(loss_mask, relative[sequence_ids], 0.0)
+        returns = torch.where(loss_mask, scores[sequence_ids], 0.0)
+        if estimator == "reinforce_plus_plus_baseline":
+            advantages = whiten(advantages, loss_mask)
+        return Advantages(advantages.float(), returns.float())
+
+    if estimator == "reinforce_plus_plus":
+        per_token = place_rewards(rewards, loss_mask, sequence_ids, "last_token", token_rewards)
+        to_go = _scan_sampled_tokens(per_token, loss_mask, sequence_ids, config.gamma)
+        return Advantages(whiten(to_go, loss_mask).float(), to_go.float())
+
+    if estimator == "gae":
+        if values is None:
+            raise ValueError("algorithm.advantage=gae needs the critic's values")
+        per_token = place_rewards(rewards, loss_mask, sequence_ids, config.gae_reward, token_rewards)
+        advantages, returns = generalized_advantages(
+            per_token, values, loss_mask, sequence_ids, config.gamma, config.gae_lambda
+        )
+        if config.gae_level == "sequence":
+            counts = sequence_sum(loss_mask, sequence_ids, len(rewards)).clamp(min=1)
+            mean = sequence_sum(advantages, sequence_ids, len(rewards)) / counts
+            advantages = torch.where(loss_mask, mean[sequence_ids], 0.0)
+        if config.gae_whiten:
+            advantages = whiten(advantages, loss_mask)
+        return Advantages(advantages.float(), returns.float())
+
+    raise ValueError(f"algorithm.advantage={estimator!r} is not an advantage estimator")
+
+
+def group_relative(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, epsilon: float = _EPSILON) -> Tensor:
+    """A_i = (r_i - mean(group)) / (std(group) + epsilon), or without the division.
+
+    GRPO, arXiv:2402.03300, section 4.1.2; without std it is Dr. GRPO, arXiv:2503.20783, section 3.2. The standard
+    deviation is the unbiased one (n - 1).
+
+    Args:
+        rewards: [N]. group_ids: int [N].
+
+    Returns:
+        float64 [N]; exactly 0 in groups of one and in groups of equal rewards.
+    """
+    groups, num_groups = contiguous_ids(group_ids)
+    rewards = rewards.to(torch.float64)
+    counts = sequence_sum(torch.ones_like(rewards), groups, num_groups)
+    mean = sequence_sum(rewards, groups, num_groups) / counts
+    centred = rewards - mean[groups]
+    if normalize_by_std:
+        variance = sequence_sum(centred.square(), groups, num_groups) / (counts - 1).clamp(min=1)
+        centred = centred / (variance.sqrt()[groups] + epsilon)
+    return torch.where(_all_equal(rewards, groups, num_groups)[groups], 0.0, centred)
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """A_i = r_i - mean of the others' rewards = n / (n - 1) * (r_i - mean(group)). RLOO, arXiv:2402.14740, eq. 7.
+
+    Args:
+        rewards: [N]. group_ids: int [N].
+
+    Returns:
+        float64 [N]; exactly 0 in groups of one and in groups of equal rewards.
+    """
+    groups, num_groups = contiguous_ids(group_ids)
+    rewards = rewards.to(torch.float64)
+    counts = sequence_sum(torch.ones_like(rewards), groups, num_groups)
+    mean = sequence_sum(rewards, groups, num_groups) / counts
+    scale = counts / (counts - 1).clamp(min=1)
+    centred = (rewards - mean[groups]) * scale[groups]
+    return torch.where(_all_equal(rewards, groups, num_groups)[groups], 0.0, centred)
+
+
+def _all_equal(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    # Rounding in the mean would otherwise leave 1e-17 / epsilon where there is no difference at all.
+    return sequence_max(rewards, groups, num_groups) == sequence_min(rewards, groups, num_groups)
+
+
+def place_rewards(
+    rewards: Tensor, loss_mask: Tensor, sequence_ids: Tensor, placement: str, token_rewards: Tensor | None = None
+) -> Tensor:
+    """Give each response's reward to its tokens.
+
+    "last_token" puts it on the last sampled token. "spread" gives every sampled token an equal share: the shares add up
+    to the reward, so that the undiscounted return of a response does not grow with its length. A response without a
+    sampled token has nowhere to put a reward and loses it.
+
+    Args:
+        rewards: [N]. loss_mask: bool [T]. sequence_ids: int64 [T], each sequence's tokens together and in order.
+        token_rewards: [T], added on sampled tokens.
+
+    Returns:
+        float64 [T], 0 where ``loss_mask`` is false.
+
+    Raises:
+        ValueError: an unknown placement.
+    """
+    placed = torch.zeros(len(loss_mask), dtype=torch.float64, device=rewards.device)
+    sampled = torch.nonzero(loss_mask).squeeze(1)
+    owners = sequence_ids[sampled]
+    if placement == "last_token":
+        ends = last_token(owners)
+        placed[sampled[ends]] = rewards.to(torch.float64)[owners[ends]]
+    elif placement == "spread":
+        counts = sequence_sum(loss_mask, sequence_ids, len(rewards))
+        placed[sampled] = (rewards.to(torch.float64) / counts.clamp(min=1))[owners]
+    else:
+        raise ValueError(f"algorithm.gae_reward={placement!r} is neither last_token nor spread")
+    if token_rewards is not None:
+        placed[sampled] += token_rewards.to(torch.float64)[sampled]
+    return placed
+
+
+def generalized_advantages(
+    token_rewards: Tensor, values: Tensor, loss_mask: Tensor, sequence_ids: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """GAE(gamma, lambda), arXiv:1506.02438, eqs. 11-16, over the sampled tokens of each response.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the next token that the
+    *policy* sampled: a tool result is the environment's move inside one transition, its tokens are no states to
+    bootstrap from. The value after the last sampled token is 0.
+
+    Args:
+        token_rewards, values: float [T]. loss_mask: bool [T]. sequence_ids: int64 [T], tokens together and in order.
+
+    Returns:
+        (advantages, returns = advantages + values), float64 [T], 0 where ``loss_mask`` is false.
+    """
+    sampled = torch.nonzero(loss_mask).squeeze(1)
+    owners = sequence_ids[sampled]
+    state_values = values.to(torch.float64)[sampled]
+    next_values = torch.zeros_like(state_values)
+    next_values[:-1] = torch.where(owners[:-1] == owners[1:], state_values[1:], 0.0)
+    deltas = token_rewards.to(torch.float64)[sampled] + gamma * next_values - state_values
+    estimates = discounted_sum_to_go(deltas, owners, gamma * gae_lambda)
+    advantages = torch.zeros(len(loss_mask), dtype=torch.float64, device=values.device)
+    returns = torch.zeros_like(advantages)
+    advantages[sampled] = estimates
+    returns[sampled] = estimates + state_values
+    return advantages, returns
+
+
+def _scan_sampled_tokens(values: Tensor, loss_mask: Tensor, sequence_ids: Tensor, discount: float) -> Tensor:
+    sampled = torch.nonzero(loss_mask).squeeze(1)
+    result = torch.zeros(len(loss_mask), dtype=torch.float64, device=values.device)
+    result[sampled] = discounted_sum_to_go(values[sampled], sequence_ids[sampled], discount)
+    return result
+
+
+def whiten(values: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Zero mean and unit variance over the sampled tokens of the whole batch; unbiased variance, as verl's.
+
+    Args:
+        values: float [T]. loss_mask: bool [T].
+
+    Returns:
+        float64 [T], 0 where ``loss_mask`` is false, and everywhere if all sampled values are equal.
+    """
+    result = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    chosen = values.to(torch.float64)[loss_mask]
+    if len(chosen) == 0 or bool(chosen.max() == chosen.min()):
+        return result
+    result[loss_mask] = (chosen - chosen.mean()) / (chosen.var(unbiased=True) + epsilon).sqrt()
+    return result
+
+
+def share_branch_advantages(advantages: Tensor, loss_mask: Tensor, shared_ids: Tensor) -> Tensor:
+    """ARPO's hard advantage estimate: a token that several branches share gets the mean of their advantages.
+
+    arXiv:2507.19849, section 3.2: tokens sampled once and then copied into k branches are one action with k outcomes.
+    (The soft estimate needs nothing: equal prefixes have equal ratios, so the branches' gradients average themselves.)
+
+    Args:
+        advantages: float [T]. loss_mask: bool [T].
+        shared_ids: int64 [T]; copies of the same sampled token carry the same id, every other token an id of its own.
+
+    Returns:
+        float32 [T], 0 where ``loss_mask`` is false.
+    """
+    sampled = torch.nonzero(loss_mask).squeeze(1)
+    owners, count = contiguous_ids(shared_ids[sampled])
+    totals = sequence_sum(advantages[sampled], owners, count)
+    copies = sequence_sum(torch.ones_like(owners), owners, count)
+    result = torch.zeros(len(advantages), dtype=torch.float32, device=advantages.device)
+    result[sampled] = (totals / copies)[owners].float()
+    return result

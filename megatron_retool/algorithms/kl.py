@@ -1,0 +1,92 @@
+"""KL penalties against a reference policy, in the loss or in the reward, and their coefficient.
+
+With r = pi_ref / pi and actions sampled from pi (http://joschu.net/blog/kl-approx.html):
+
+====  ===================  ==============================================================================
+k1    -log r               unbiased, high variance; as a *loss* its expected gradient is zero
+k2    (log r)^2 / 2        biased, low variance; its gradient is the unbiased gradient of the KL
+k3    r - 1 - log r        unbiased, never negative, low variance; the usual loss (arXiv:2402.03300, eq. 4)
+abs   |log r|              total-variation-like penalty
+mse   (log r)^2 / 2        another name of k2
+====  ===================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "mse")
+_MAX_EXPONENT = 20.0
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(pi || pi_ref) at the sampled tokens; differentiable in ``log_probs``.
+
+    Args:
+        log_probs, ref_log_probs: float [T], of the sampled tokens.
+        estimator: k1, k2, k3, abs or mse.
+
+    Returns:
+        [T] of ``log_probs``'s dtype.
+
+    Raises:
+        ValueError: an unknown estimator.
+    """
+    difference = log_probs - ref_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator in ("k2", "mse"):
+        return 0.5 * difference.square()
+    if estimator == "abs":
+        return difference.abs()
+    if estimator == "k3":
+        # expm1 keeps the digits that exp(x) - 1 - x loses where the policies nearly agree.
+        return torch.expm1((-difference).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) + difference
+    raise ValueError(f"algorithm.kl_estimator={estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
+
+
+def kl_reward(
+    log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, coefficient: float, estimator: str
+) -> tuple[Tensor, float]:
+    """Per-token rewards -coefficient * KL for ``compute_advantages``'s ``token_rewards``, and the mean KL per token.
+
+    Args:
+        log_probs: float [T], of the policy that the advantages are for (old_log_probs).
+        ref_log_probs: float [T]. loss_mask: bool [T].
+
+    Returns:
+        (float32 [T], 0 where ``loss_mask`` is false; mean KL over sampled tokens, 0.0 if there are none).
+    """
+    with torch.no_grad():
+        penalty = torch.where(loss_mask, kl_penalty(log_probs, ref_log_probs, estimator), 0.0)
+        count = int(loss_mask.sum())
+        mean = float(penalty.to(torch.float64).sum()) / count if count else 0.0
+        return (-coefficient * penalty).float(), mean
+
+
+@dataclass(frozen=True)
+class KLController:
+    """Coefficient of the KL penalty: constant without a ``target``, else proportional control towards it.
+
+    Ziegler et al., arXiv:1909.08593, section 2.2: e = clip(KL / target - 1, -0.2, 0.2);
+    coefficient <- coefficient * (1 + e * samples / horizon).
+    """
+
+    coefficient: float
+    target: float | None = None
+    horizon: int = 10000
+    """Samples over which a KL 20 % off its target changes the coefficient by 20 %."""
+
+    def __post_init__(self) -> None:
+        if self.target is not None and (self.target <= 0 or self.horizon < 1):
+            raise ValueError(f"an adaptive KL needs target > 0 and horizon >= 1, not {self.target} and {self.horizon}")
+
+    def updated(self, measured_kl: float, samples: int) -> KLController:
+        """The controller after a step that saw ``samples`` responses at ``measured_kl``."""
+        if self.target is None:
+            return self
+        error = min(max(measured_kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, coefficient=self.coefficient * (1.0 + error * samples / self.horizon))
