@@ -1,0 +1,120 @@
+"""Command line: python -m megatron_retool COMMAND [--config FILE] [dotted.key=value …]
+
+Commands
+    pipeline    train; where demo.enable is set, first make-demo, SFT and conversion, and at the end export and report
+    train       the RL loop
+    sft         supervised fine-tuning
+    evaluate    validation of model.path alone
+    make-demo   the demo's model, tokenizer and data
+    report      plots of a run: report runs/<name>
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_retool.config import Config, ConfigError, load_config
+
+COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "report")
+INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_retool", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("--config", help="YAML file (default: configs/demo_cpu.yaml)")
+    parser.add_argument("overrides", nargs="*", help="dotted.key=value, or the run's directory for report")
+    options = parser.parse_args(arguments)
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    try:
+        return run_command(options, console)
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped; every process of the run has ended[/]")
+        return INTERRUPTED
+    except Exception as error:
+        if not is_users_error(error):
+            console.print_exception(max_frames=12)
+        console.print(f"[bold red]error:[/] {describe(error)}", highlight=False)
+        return 1
+
+
+def run_command(options: argparse.Namespace, console: Console) -> int:
+    if options.command == "report":
+        from megatron_retool.monitor.report import write_report
+
+        if len(options.overrides) != 1:
+            raise ConfigError("report takes one argument: the run's directory, runs/<experiment_name>")
+        console.print(f"wrote {write_report(options.overrides[0])}")
+        return 0
+
+    config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
+    config = load_config(config_file, options.overrides)
+    if options.command == "make-demo":
+        from megatron_retool.data.demo import make_demo
+
+        make_demo(config)
+    elif options.command == "sft":
+        from megatron_retool.sft import main as sft
+
+        sft(config)
+    elif options.command == "train":
+        run_async(train(config, console))
+    elif options.command == "evaluate":
+        run_async(evaluate(config, console))
+    else:
+        from megatron_retool.pipeline import run_pipeline
+
+        run_pipeline(config, str(config_file), options.overrides, console)
+    return 0
+
+
+async def train(config: Config, console: Console) -> None:
+    from megatron_retool.train_loop import train as loop
+
+    await loop(config, console)
+
+
+async def evaluate(config: Config, console: Console) -> None:
+    from megatron_retool.validation import evaluate_model
+
+    await evaluate_model(config, console)
+
+
+def run_async(coroutine) -> None:  # type: ignore[no-untyped-def]
+    """Run to the end; SIGINT and SIGTERM cancel the coroutine, whose clean-up then stops every process."""
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(coroutine)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    asyncio.run(guarded())
+
+
+def is_users_error(error: BaseException) -> bool:
+    """Errors whose message alone tells what to do; a stack trace would only hide it."""
+    cause = getattr(error, "cause", None)
+    return isinstance(error, (ValueError, OSError, RuntimeError)) and cause is None
+
+
+def describe(error: BaseException) -> str:
+    """One message; an error raised in a Ray actor is shown as the actor raised it."""
+    cause = getattr(error, "cause", None)
+    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

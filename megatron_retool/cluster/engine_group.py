@@ -1,0 +1,77 @@
+"""SGLang servers as Ray actors: each actor owns one server process on the node that holds its GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from megatron_retool.cluster.placement import Placement
+from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
+from megatron_retool.config import Config
+from sglang_rollout.engine import EngineProcess
+
+
+class EngineWorker:
+    """Owner of one SGLang server. The server dies with this actor, and this actor with the driver."""
+
+    def __init__(self, config: Config, index: int) -> None:
+        self.config = config
+        self.index = index
+        self.logs = config.run_dir.absolute() / "logs"
+        redirect_output(self.logs / f"engine_{index}_actor.log")
+        self.engine: EngineProcess | None = None
+
+    def start(self, model_path: str) -> str:
+        """Start the server, wait until it is healthy, and return its base URL."""
+        host = "127.0.0.1" if self.config.cluster.nodes == 1 else node_address()
+        self.engine = EngineProcess(
+            self.config.rollout.engine,
+            model_path=model_path,
+            host=host,
+            port=free_port(),
+            log_file=self.logs / f"engine_{self.index}.log",
+        )
+        self.engine.start()
+        return self.engine.base_url
+
+    def is_alive(self) -> bool:
+        return self.engine is not None and self.engine.is_alive()
+
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.stop()
+
+
+class EngineGroup:
+    """All engines of the run.
+
+    Attributes:
+        urls: base URL of each engine, in order of index.
+    """
+
+    def __init__(self, config: Config, placement: Placement) -> None:
+        self.config = config
+        remote = ray.remote(EngineWorker)
+        self.workers: list[Any] = [
+            remote.options(**placement.engine_options(index)).remote(config, index)
+            for index in range(config.rollout.engine.count)
+        ]
+        self.urls: list[str] = []
+
+    async def start(self, model_path: str) -> None:
+        self.urls = list(await asyncio.gather(*(_await(worker.start.remote(model_path)) for worker in self.workers)))
+
+    async def restart(self, index: int, model_path: str) -> str:
+        """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync)."""
+        await self.workers[index].stop.remote()
+        self.urls[index] = await self.workers[index].start.remote(model_path)
+        return self.urls[index]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(_await(worker.stop.remote()) for worker in self.workers), return_exceptions=True)
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

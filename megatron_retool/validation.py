@@ -1,0 +1,46 @@
+"""Held-out evaluation of the policy that the engines serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.panel import Panel
+
+from megatron_retool.evaluation import evaluation_metrics
+from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.monitor.progress import progress_line
+from megatron_retool.trajectory import Trajectory, write_trajectories
+
+if TYPE_CHECKING:
+    from megatron_retool.cluster.deployment import Deployment
+
+_SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
+
+
+async def validate(run: Deployment, step: int) -> dict[str, float]:
+    """Sample every held-out prompt rollout.val.n times; val-core/* and val-aux/* metrics.
+
+    Trajectories go to validation/step_N.parquet, and the first ``log_val_generations`` are printed as text.
+    """
+    config = run.config
+    prompts = run.validation_prompts
+    trajectories: list[Trajectory] = []
+    with progress_line(run.console, f"step {step} validation", len(prompts) * config.rollout.val.n) as progress:
+        async for group in run.rollout.stream(prompts, config.rollout.val):
+            await asyncio.to_thread(run.rewards.score, group)
+            trajectories += group
+            progress.advance(len(group))
+    trajectories.sort(key=lambda t: (t.group_id, t.index))
+    texts = [run.decode(t) for t in trajectories]
+    write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)
+    for (_, response), trajectory in list(zip(texts, trajectories, strict=True))[: config.trainer.log_val_generations]:
+        run.console.print(
+            Panel(escape(response), title=f"validation sample, step {step}, reward {trajectory.reward:+g}", expand=False)
+        )
+    behaviour = rollout_metrics(trajectories)
+    return {
+        **evaluation_metrics(trajectories, seed=config.trainer.seed),
+        **{f"val-aux/{name}": behaviour[name] for name in _SHOWN},
+    }
