@@ -1,0 +1,227 @@
+"""Writes the demo's files. The whole directory appears at once or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megatron_retool.config import Config, ConfigError, DemoConfig
+from megatron_retool.data.demo.problems import FAMILIES, Problem, distinct_problems, draw
+from megatron_retool.data.demo.snippets import SnippetRunner
+from megatron_retool.data.demo.traces import TOOL_NAME, Message, prompt_messages, snippet, trace
+from megatron_retool.data.files import write_parquet
+
+FORMAT_VERSION = 1
+"""Goes up whenever the same settings would give other files, so that an old directory is made again."""
+
+DATA_SOURCE = "demo_integer_math"
+MANIFEST = "manifest.json"
+
+TOOL_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": TOOL_NAME,
+        "description": "Run Python code.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+
+
+def make_demo(config: Config) -> Path:
+    """Write the demo into ``config.demo.directory`` unless it is there already, made from the same settings.
+
+    The files depend on ``config.demo``, ``config.trainer.seed`` and the code interpreter's output settings alone: the
+    same settings give the same bytes. The questions of val.parquet appear in no other file.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigError: a setting makes no demo, or the directory holds something that make-demo did not write.
+    """
+    demo = config.demo
+    _check(demo)
+    directory = Path(demo.directory)
+    manifest = _manifest(config)
+    if directory.exists():
+        found = _read_manifest(directory)
+        if found == manifest:
+            return directory
+        if found is None and any(directory.iterdir()):
+            raise ConfigError(
+                f"demo.directory={demo.directory} holds files that make-demo did not write: choose another directory"
+            )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+    try:
+        _write(config, partial)
+        with open(partial / MANIFEST, "w", encoding="utf-8") as handle:
+            json.dump(manifest, handle, indent=2)
+            handle.flush()
+            os.fsync(handle.fileno())
+        partial.chmod(0o755)
+        _replace(directory, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return directory
+
+
+def _check(demo: DemoConfig) -> None:
+    for name in ("pretrain_rows", "sft_rows", "sft_val_rows", "train_rows", "val_rows", "num_layers"):
+        if getattr(demo, name) < 1:
+            raise ConfigError(f"demo.{name}={getattr(demo, name)} must be at least 1")
+    if demo.hidden_size % demo.num_attention_heads or (demo.hidden_size // demo.num_attention_heads) % 2:
+        raise ConfigError(
+            f"demo.hidden_size={demo.hidden_size} must be demo.num_attention_heads={demo.num_attention_heads} times an "
+            "even head size"
+        )
+    if demo.num_attention_heads % demo.num_key_value_heads:
+        raise ConfigError(
+            f"demo.num_attention_heads={demo.num_attention_heads} is not divisible by "
+            f"demo.num_key_value_heads={demo.num_key_value_heads}"
+        )
+
+
+def _manifest(config: Config) -> dict[str, Any]:
+    demo = dataclasses.asdict(config.demo)
+    del demo["directory"]
+    return {
+        "format_version": FORMAT_VERSION,
+        "seed": config.trainer.seed,
+        "demo": demo,
+        "code_interpreter": _runner(config).settings(),
+    }
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def _replace(directory: Path, partial: Path) -> None:
+    """Put ``partial`` in the place of ``directory``; a reader sees the old files or the new ones, never a mixture."""
+    if not directory.exists():
+        os.rename(partial, directory)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".retired", dir=directory.parent))
+    os.rename(directory, retired / directory.name)
+    os.rename(partial, directory)
+    shutil.rmtree(retired)
+
+
+def _runner(config: Config) -> SnippetRunner:
+    return SnippetRunner(config.tools.code_interpreter.print_last_expression)
+
+
+def _write(config: Config, directory: Path) -> None:
+    from megatron_retool.data.demo.tokenizer import build_tokenizer
+
+    demo, seed = config.demo, config.trainer.seed
+    run = _runner(config)
+    tokenizer = build_tokenizer(run, demo.vocab_size)
+    _write_model(demo, seed, tokenizer, directory / "model")
+
+    # A generator for each file: asking for more rows of one leaves the others as they are.
+    val = distinct_problems(random.Random(f"{seed} val"), demo.val_rows)
+    held_out = {problem.question for problem in val}
+    train = distinct_problems(random.Random(f"{seed} train"), demo.train_rows, held_out)
+    write_parquet(directory / "val.parquet", _prompt_table(val, "test"))
+    write_parquet(directory / "train.parquet", _prompt_table(train, "train"))
+
+    rng = random.Random(f"{seed} sft_val")
+    sft_val = [trace(rng, problem, run) for problem in _problems(rng, demo.sft_val_rows, held_out)]
+    write_parquet(directory / "sft_val.parquet", _conversation_table(messages for messages, _ in sft_val))
+    held_out |= {messages[1]["content"] for messages, _ in sft_val}
+
+    rng = random.Random(f"{seed} sft")
+    sft = [trace(rng, problem, run) for problem in _problems(rng, demo.sft_rows, held_out)]
+    write_parquet(directory / "sft.parquet", _conversation_table(messages for messages, _ in sft))
+
+    rng = random.Random(f"{seed} pretrain")
+    snippets = (snippet(rng, problem) for problem in _problems(rng, demo.pretrain_rows, held_out))
+    write_parquet(directory / "pretrain.parquet", _conversation_table(snippets))
+
+    kinds = Counter(kind for _, kind in sft)
+    (directory / "README.txt").write_text(
+        f"Written by `python -m megatron_retool make-demo` with seed {seed}.\n"
+        f"sft.parquet: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}\n",
+        encoding="utf-8",
+    )
+
+
+def _problems(rng: random.Random, count: int, excluded: set[str]) -> Iterator[Problem]:
+    """``count`` problems, the families in turn; questions may repeat."""
+    families = list(FAMILIES)
+    for row in range(count):
+        yield draw(rng, families[row % len(families)], excluded)
+
+
+def _conversation_table(conversations: Iterable[list[Message]]) -> pa.Table:
+    # JSON text and no nested columns: Arrow would fill every field that one message has and another lacks with null.
+    texts = [json.dumps(messages) for messages in conversations]
+    return pa.table({"messages": texts, "tools": [json.dumps([TOOL_SCHEMA])] * len(texts)})
+
+
+def _prompt_table(problems: list[Problem], split: str) -> pa.Table:
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    return pa.table(
+        {
+            "data_source": pa.array([DATA_SOURCE] * len(problems)),
+            "prompt": pa.array([prompt_messages(p.question) for p in problems], pa.list_(message)),
+            "ability": pa.array(["math"] * len(problems)),
+            "reward_model": pa.array([{"style": "rule", "ground_truth": str(p.answer)} for p in problems]),
+            "extra_info": pa.array(
+                [
+                    {"split": split, "index": row, "family": p.family, "question": p.question}
+                    for row, p in enumerate(problems)
+                ]
+            ),
+        }
+    )
+
+
+def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    model_config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=demo.hidden_size,
+        intermediate_size=demo.intermediate_size,
+        num_hidden_layers=demo.num_layers,
+        num_attention_heads=demo.num_attention_heads,
+        num_key_value_heads=demo.num_key_value_heads,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        # Narrow layers need larger weights than the usual 0.02 for the residual stream to carry anything at first.
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(model_config).float()
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,85 @@
+"""Opening data files: one clear error for each way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet as pq
+
+
+class DataError(ValueError):
+    """A data file cannot be used. The message names the file, the row and the column, and says what to do."""
+
+
+def read_table(path: str | Path) -> pa.Table:
+    """A parquet, JSON Lines or JSON (an array of objects) file as an Arrow table.
+
+    Raises:
+        DataError: the file is missing, of another kind, damaged, empty, or names a column twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: the file does not exist")
+    try:
+        if path.suffix == ".parquet":
+            table = pq.read_table(path)
+        elif path.suffix in (".jsonl", ".ndjson"):
+            table = pyarrow.json.read_json(path)
+        elif path.suffix == ".json":
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise DataError(f"{path}: expected an array of objects")
+            table = pa.Table.from_pylist(rows)
+        else:
+            raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
+    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    repeated = [name for name, count in Counter(table.column_names).items() if count > 1]
+    if repeated:
+        raise DataError(f"{path}: column {repeated[0]!r} appears {table.column_names.count(repeated[0])} times")
+    if table.num_rows == 0:
+        raise DataError(f"{path}: no rows")
+    return table
+
+
+def require_columns(path: str | Path, table: pa.Table, names: Iterable[str]) -> None:
+    """Raise DataError where one of ``names`` is not a column."""
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise DataError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(table.column_names)}")
+
+
+def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:
+    """``value``, decoded if it is JSON text.
+
+    Raises:
+        DataError: it is text and no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, row {row}, column {column!r}: not valid JSON: {error}") from error
+
+
+def write_atomically(path: str | Path, write: Callable[[Any], None]) -> None:
+    """Let ``write`` fill a binary file under a temporary name, fsync it, and rename it to ``path``."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as handle:
+        write(handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+
+
+def write_parquet(path: str | Path, table: pa.Table) -> None:
+    write_atomically(path, lambda handle: pq.write_table(table, handle, compression="zstd"))
