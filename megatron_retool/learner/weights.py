@@ -1,0 +1,321 @@
+"""Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
+
+Both directions walk ``conversion.weight_map``.  Loading reads, on every rank, just the rows that the rank owns.  Export
+assembles full tensors on global rank 0 bucket by bucket: every other rank sends its parts, and no rank ever holds more
+than one bucket beside its own shard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from conversion.architecture import Architecture
+from conversion.checksum import tensor_checksum
+from conversion.hf_checkpoint import HFCheckpoint
+from conversion.weight_map import (
+    Arrangement,
+    Mapping,
+    WeightMap,
+    WeightMapError,
+    canonical_name,
+    merge,
+    shard_shape,
+    to_hf,
+)
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DistributedDataParallel, Float16Module and the like."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def global_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters under the weight map's names: global layer and expert numbers, local spec."""
+    for chunk in model_chunks:
+        model = unwrap(chunk)
+        for name, parameter in model.named_parameters():
+            yield _global_name(model, name), parameter
+
+
+def _global_name(model: torch.nn.Module, name: str) -> str:
+    name = canonical_name(name)
+    if found := _LAYER.match(name):
+        # layer_number counts from 1 over the whole model, whatever the pipeline layout.
+        layer = model.decoder.layers[int(found[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{name[found.end():]}"
+    if _EXPERT.search(name):
+        experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * experts
+        name = _EXPERT.sub(lambda found: str(first + int(found[1])), name)
+    return name
+
+
+@dataclass(frozen=True)
+class TensorParallelPlace:
+    """A rank's place in its tensor-parallel group, and in that of the experts."""
+
+    size: int
+    rank: int
+    expert_size: int
+    expert_rank: int
+
+    @classmethod
+    def current(cls) -> TensorParallelPlace:
+        return cls(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+
+    def of(self, mapping: Mapping) -> tuple[int, int]:
+        """(size, rank) of the group that splits ``mapping``."""
+        return (self.size, self.rank) if mapping.expert is None else (self.expert_size, self.expert_rank)
+
+
+def local_weight_map(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> WeightMap:
+    """The model's weight map with the vocabulary padding that the built model has (none seen: no padding)."""
+    return WeightMap(architecture, _padded_vocab_size(model_chunks, architecture))
+
+
+def _padded_vocab_size(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> int | None:
+    unpadded = WeightMap(architecture)
+    for name, parameter in global_parameters(model_chunks):
+        # A critic's output layer has one row: it says nothing of the vocabulary.
+        if name in unpadded and unpadded[name].arrangement is Arrangement.VOCABULARY and parameter.shape[0] > 1:
+            return parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
+    return None
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    hf_dir: str | Path,
+    except_names: Collection[str] = (),
+) -> None:
+    """Fill the model's parameters from a Hugging Face directory; values are cast to each parameter's dtype.
+
+    Call it before the optimizer is built, or call ``optimizer.reload_model_params()`` afterwards: the optimizer keeps
+    main parameters of its own.
+
+    Args:
+        model_chunks: this rank's virtual pipeline stages, wrapped or not.
+        except_names: weight-map names that keep their present values (a critic's ``output_layer.weight``).
+
+    Raises:
+        HFCheckpointError: the directory lacks a tensor, or holds one that the family does not have.
+        WeightMapError: a tensor's shape or dtype does not fit, or the model has a parameter that the map lacks.
+    """
+    checkpoint = HFCheckpoint(hf_dir)
+    weight_map = local_weight_map(model_chunks, architecture)
+    checkpoint.check(weight_map)
+    place = TensorParallelPlace.current()
+    for name, parameter in global_parameters(model_chunks):
+        if name in except_names:
+            continue
+        mapping = weight_map[name]
+        part = checkpoint.read_shard(mapping, *place.of(mapping))
+        if part.shape != parameter.shape:
+            raise WeightMapError(
+                f"{name} has shape {tuple(parameter.shape)} in the model, but {hf_dir} gives {tuple(part.shape)} for "
+                f"tensor parallel rank {place.of(mapping)[1]} of {place.of(mapping)[0]}"
+            )
+        parameter.copy_(part)
+
+
+@torch.no_grad()
+def export_hf_weights(
+    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int = 512 * 2**20
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Full tensors under their Hugging Face names, in buckets of about ``bucket_bytes`` bytes.
+
+    Every rank must drain the iterator, in step: each bucket is one exchange. Global rank 0 gets the tensors, in the
+    parameters' dtype and on their device; the others get empty lists. A tensor is yielded once; a tied output layer is
+    not yielded. A single parameter larger than ``bucket_bytes`` makes a bucket of its own.
+    """
+    yield from _gather(model_chunks, architecture, bucket_bytes, _weight)
+
+
+@torch.no_grad()
+def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, Tensor]:
+    """Every parameter's reduced gradient under its Hugging Face name, on global rank 0; empty elsewhere.
+
+    Call it on every rank after ``finalize_model_grads`` and before the gradient buffers are cleared. Reads
+    ``main_grad`` where Megatron's DistributedDataParallel keeps one, else ``grad``; a parameter without either counts
+    as zero.
+    """
+    for chunk in model_chunks:
+        _all_gather_gradient_shards(chunk)
+    return {
+        name: tensor
+        for bucket in _gather(model_chunks, architecture, 2**30, _gradient)
+        for name, tensor in bucket
+    }
+
+
+def weight_checksums(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, str]:
+    """``tensor_checksum`` of every exported tensor by Hugging Face name, on global rank 0; empty elsewhere."""
+    return {
+        name: tensor_checksum(tensor)
+        for bucket in export_hf_weights(model_chunks, architecture)
+        for name, tensor in bucket
+    }
+
+
+def _weight(parameter: torch.nn.Parameter) -> Tensor:
+    # Transformer Engine's FP8 parameters are exported in the dtype that they stand for.
+    return parameter.dequantize() if hasattr(parameter, "_fp8_dtype") else parameter.detach()
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    gradient = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient.view(parameter.shape)
+
+
+def _all_gather_gradient_shards(chunk: torch.nn.Module) -> None:
+    """Undo the distributed optimizer's reduce-scatter: each rank holds the reduced values of its own part alone."""
+    groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
+    for group in groups:
+        if not group.ddp_config.use_distributed_optimizer:
+            continue
+        ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
+        for bucket in group.buckets:
+            own = bucket.grad_data.chunk(ranks)[rank].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group.intra_distributed_optimizer_instance_group)
+
+
+@dataclass(frozen=True)
+class _RankContents:
+    """What one rank holds: enough for every rank to derive the same exchange plan."""
+
+    place: TensorParallelPlace
+    dtypes: dict[str, torch.dtype]
+    padded_vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    mapping: Mapping
+    tp_size: int
+    tp_rank: int
+    source: int
+    """Global rank that sends the part."""
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shard_shape(self.mapping, self.tp_size, self.tp_rank)
+
+
+def _gather(
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    bucket_bytes: int,
+    value: Callable[[torch.nn.Parameter], Tensor],
+) -> Iterator[list[tuple[str, Tensor]]]:
+    own = dict(global_parameters(model_chunks))
+    contents = _RankContents(
+        TensorParallelPlace.current(),
+        {name: value(parameter).dtype for name, parameter in own.items()},
+        _padded_vocab_size(model_chunks, architecture),
+    )
+    world: list[_RankContents] = [contents] * dist.get_world_size()
+    dist.all_gather_object(world, contents)
+    weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
+    device = next(iter(own.values())).device
+    for bucket in _buckets(_plan(weight_map, world), bucket_bytes):
+        yield _exchange(bucket, own, value, device)
+
+
+def _plan(weight_map: WeightMap, world: Sequence[_RankContents]) -> Iterator[list[_Part]]:
+    """Every exported mapping's parts and the ranks that send them. A function of ``world``: same on all ranks."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, contents in enumerate(world):
+        for name in contents.dtypes:
+            holders[name].append(rank)
+    for mapping in weight_map.exported():
+        ranks = holders.get(mapping.mcore_name)
+        if not ranks:
+            raise WeightMapError(f"no rank holds {mapping.mcore_name}: the model was built for another architecture")
+        tp_size = world[ranks[0]].place.of(mapping)[0] if mapping.tp_dim is not None else 1
+        # Ranks are in ascending order, so rank 0, which need not send, is preferred among replicas.
+        sources = {world[rank].place.of(mapping)[1]: rank for rank in reversed(ranks)}
+        yield [
+            _Part(mapping, tp_size, tp_rank, source, world[source].dtypes[mapping.mcore_name])
+            for tp_rank, source in ((t, sources[t] if tp_size > 1 else ranks[0]) for t in range(tp_size))
+        ]
+
+
+def _buckets(plan: Iterator[list[_Part]], bucket_bytes: int) -> Iterator[list[list[_Part]]]:
+    bucket: list[list[_Part]] = []
+    filled = 0
+    for parts in plan:
+        size = sum(torch.Size(part.shape).numel() * part.dtype.itemsize for part in parts)
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parts)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _exchange(
+    bucket: list[list[_Part]],
+    own: dict[str, torch.nn.Parameter],
+    value: Callable[[torch.nn.Parameter], Tensor],
+    device: torch.device,
+) -> list[tuple[str, Tensor]]:
+    """One message from each sending rank (and dtype) to rank 0, which puts the full tensors together."""
+    rank = dist.get_rank()
+    messages: dict[tuple[int, torch.dtype], list[_Part]] = defaultdict(list)
+    for parts in bucket:
+        for part in parts:
+            if part.source != 0 and rank in (0, part.source):
+                messages[part.source, part.dtype].append(part)
+    operations, buffers = [], {}
+    for (source, dtype), parts in sorted(messages.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        if rank == source:
+            buffer = torch.cat([value(own[part.mapping.mcore_name]).reshape(-1) for part in parts])
+            operations.append(dist.P2POp(dist.isend, buffer, 0))
+        else:
+            count = sum(torch.Size(part.shape).numel() for part in parts)
+            buffer = torch.empty(count, dtype=dtype, device=device)
+            operations.append(dist.P2POp(dist.irecv, buffer, source))
+        buffers[source, dtype] = buffer
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+    if rank != 0:
+        return []
+
+    position: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+    named: list[tuple[str, Tensor]] = []
+    for parts in bucket:
+        pieces = []
+        for part in parts:
+            if part.source == 0:
+                pieces.append(value(own[part.mapping.mcore_name]))
+                continue
+            key, count = (part.source, part.dtype), torch.Size(part.shape).numel()
+            pieces.append(buffers[key][position[key] : position[key] + count].view(part.shape))
+            position[key] += count
+        full = merge(parts[0].mapping, pieces)
+        named.extend((name, tensor.contiguous()) for name, tensor in to_hf(parts[0].mapping, full).items())
+    return named
