@@ -72,7 +72,9 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
     else:
         from megatron_retool.pipeline import run_pipeline
 
-        run_pipeline(config, str(config_file), options.overrides, console)
+        run_pipeline(
+            config, str(config_file), options.overrides, console, lambda settings: run_async(train(settings, console))
+        )
     return 0
 
 

@@ -1,0 +1,201 @@
+"""From nothing to a trained model: what `bash scripts/train_dapo_megatron.sh` runs.
+
+Where ``demo.enable`` is off this is training alone. Where it is on:
+
+    make-demo → evaluate the random model → SFT → mcore_to_hf → hf_to_mcore → DAPO → mcore_to_hf → report
+
+Each stage is the command a user would type, and leaves a result that appears complete or not at all; a stage whose
+result is there is not run again, so a pipeline that was stopped goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.monitor.report import write_report
+from megatron_retool.run_state import complete_checkpoints, set_aside
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_pipeline(
+    config: Config, config_file: str, overrides: list[str], console: Console, train: Callable[[Config], None]
+) -> None:
+    """Run what is left to do. ``train`` runs the RL loop of a configuration in this process.
+
+    Raises:
+        ConfigError: the run's directory holds results that were made under other settings.
+        RuntimeError: a stage's command failed.
+    """
+    if config.trainer.resume_mode == "disable":
+        moved = set_aside(config.run_dir)
+        if moved is not None:
+            console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
+    if not config.demo.enable:
+        train(config)
+        return
+
+    run_dir = config.run_dir
+    stages = Stages(run_dir, config, console)
+    command = [sys.executable, "-m", "megatron_retool"]
+    common = ["--config", config_file, *overrides]
+    model, sft = Path(config.model.path), run_dir / "sft"
+    sft_hf, sft_mcore = run_dir / "sft_hf", run_dir / "sft_mcore"
+
+    stages.run("make-demo", [*command, "make-demo", *common], done=model)
+    stages.run(
+        "evaluate-untrained",
+        [*command, "evaluate", *common, *_names(config, "untrained"), "rollout.val.n=1", "trainer.log_val_generations=0"],
+        done=run_dir / "untrained" / "metrics.jsonl",
+    )
+    stages.run("sft", [*command, "sft", *common, *_names(config, "sft")], done=sft / "COMPLETE")
+    stages.run(
+        "mcore_to_hf",
+        [sys.executable, str(ROOT / "conversion" / "mcore_to_hf.py"), "--mcore-dir", str(_learner(sft)), "--hf-dir", str(sft_hf)],
+        done=sft_hf,
+    )
+    stages.run(
+        "hf_to_mcore",
+        [sys.executable, str(ROOT / "conversion" / "hf_to_mcore.py"), "--hf-dir", str(sft_hf), "--mcore-dir", str(sft_mcore), "--verify"],
+        done=sft_mcore,
+    )
+    rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
+    stages.call("rl", lambda: train(rl_config))
+    export = run_dir / "export"
+    stages.run(
+        "export",
+        [sys.executable, str(ROOT / "conversion" / "mcore_to_hf.py"), "--mcore-dir", str(_learner(run_dir)), "--hf-dir", str(export)],
+        done=export,
+    )
+    summary = demo_summary(run_dir)
+    page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
+    _print_summary(console, summary, stages.seconds)
+    console.print(f"model {export}\nreport {page}")
+
+
+class Stages:
+    """Runs stages in order, remembers how long each took, and refuses to mix results of different settings."""
+
+    def __init__(self, run_dir: Path, config: Config, console: Console) -> None:
+        self.console = console
+        self.file = run_dir / "pipeline.json"
+        settings = _settings(config)
+        state: dict[str, Any] = {"settings": settings, "seconds": {}}
+        if self.file.exists():
+            state = json.loads(self.file.read_text(encoding="utf-8"))
+            changed = sorted(key for key in settings if state["settings"].get(key) != settings[key])
+            if changed:
+                raise ConfigError(
+                    f"{run_dir} was made with other settings ({changed[0]}: {state['settings'].get(changed[0])!r}, now "
+                    f"{settings[changed[0]]!r}): choose another trainer.experiment_name, or start over with "
+                    "trainer.resume_mode=disable"
+                )
+        self.state = state
+        self.seconds: dict[str, float] = state["seconds"]
+
+    def run(self, name: str, command: list[str], done: Path) -> None:
+        """Run a command unless ``done`` exists."""
+        if done.exists():
+            self.console.print(f"[dim]{name}: {done} is there already[/]")
+            return
+
+        def execute() -> None:
+            process = subprocess.Popen(command, cwd=ROOT)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                process.wait()  # it got the signal too and cleans up
+                raise
+            if code == 130:
+                raise KeyboardInterrupt
+            if code:
+                raise RuntimeError(f"stage {name} failed with exit code {code}: {' '.join(command)}")
+
+        self.call(name, execute)
+
+    def call(self, name: str, work: Callable[[], None]) -> None:
+        self.console.rule(f"[bold]{name}", align="left")
+        start = time.perf_counter()
+        work()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.file.with_name(f".{self.file.name}.partial")
+        partial.write_text(json.dumps(self.state, indent=1), encoding="utf-8")
+        os.replace(partial, self.file)
+
+
+def demo_summary(run_dir: Path) -> dict[str, dict[str, float]]:
+    """Held-out figures of the three models: untrained, after SFT, after RL."""
+    rl = read_metrics(run_dir / "metrics.jsonl")
+    validated = [row for row in rl if "val-aux/tool/use_rate" in row]
+    rows = {
+        "untrained": read_metrics(run_dir / "untrained" / "metrics.jsonl")[-1],
+        "after SFT": validated[0],
+        "after RL": validated[-1],
+    }
+    summary = {}
+    for name, row in rows.items():
+        accuracy = next(value for key, value in row.items() if key.startswith("val-core/all/acc/mean@"))
+        summary[name] = {
+            "accuracy": accuracy,
+            "tool use": row["val-aux/tool/use_rate"],
+            "tool success": row["val-aux/tool/success_rate"],
+            "turns": row["val-aux/num_turns/mean"],
+        }
+    return summary
+
+
+def summary_text(summary: dict[str, dict[str, float]], seconds: dict[str, float]) -> str:
+    lines = [f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in row.items()) for name, row in summary.items()]
+    return "\n".join([*lines, "seconds by stage: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())])
+
+
+def _print_summary(console: Console, summary: dict[str, dict[str, float]], seconds: dict[str, float]) -> None:
+    table = Table(title="held-out problems")
+    table.add_column("model")
+    for key in next(iter(summary.values())):
+        table.add_column(key, justify="right")
+    for name, row in summary.items():
+        table.add_row(name, *(f"{value:.3f}" for value in row.values()))
+    console.print(table)
+    times = Table(title="time by stage (s)")
+    for name in (*seconds, "all"):
+        times.add_column(name, justify="right")
+    times.add_row(*(f"{value:.0f}" for value in (*seconds.values(), sum(seconds.values()))))
+    console.print(times)
+
+
+def _names(config: Config, stage: str) -> list[str]:
+    """Overrides that put a stage's own run under the pipeline's run, and leave its data where they are."""
+    return [
+        f"trainer.experiment_name={config.trainer.experiment_name}/{stage}",
+        f"demo.directory={config.demo.directory}",
+        f"model.path={config.model.path}",
+    ]
+
+
+def _learner(run_dir: Path) -> Path:
+    """The newest complete learner checkpoint of a run."""
+    return complete_checkpoints(run_dir)[-1].learner
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings that a stage's result depends on; how long, how often and where to log may change."""
+    tree = dataclasses.asdict(config)
+    for key in ("test_freq", "save_freq", "total_steps", "loggers", "log_val_generations", "resume_mode",
+                "resume_from_path", "keep_checkpoints", "val_before_train"):  # fmt: skip
+        tree["trainer"].pop(key)
+    return {name: json.loads(json.dumps(tree[name])) for name in ("trainer", "demo", "sft")}
