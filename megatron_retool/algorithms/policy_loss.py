@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_retool.algorithms.kl import kl_penalty
 from megatron_retool.algorithms.ragged import contiguous_ids, require_matching_shapes, sequence_sum
+from megatron_retool.algorithms.rollout_correction import RolloutCorrectionSettings, rejection_mask
 
 _MAX_LOG_RATIO = 20.0
 # GSPO's ratio is a geometric mean: e^10 is far outside any clip range, and the product with an advantage stays finite.
@@ -131,7 +132,9 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def policy_loss(inputs: PolicyLossInputs, config: PolicyLossSettings) -> LossOutput:
+def policy_loss(
+    inputs: PolicyLossInputs, config: PolicyLossSettings, bypass_rejection: RolloutCorrectionSettings | None = None
+) -> LossOutput:
     """Policy loss of one micro-batch by ``config.policy_loss``, with entropy bonus and KL term.
 
     With rho = exp(log_probs - old_log_probs), A the advantage, w the importance weight (no gradient):
@@ -144,6 +147,9 @@ def policy_loss(inputs: PolicyLossInputs, config: PolicyLossSettings) -> LossOut
     * cispo: arXiv:2506.13585, eqs. 4-5: -w stop_gradient(clip(rho, 1 - low, 1 + high)) A log_probs. No token loses its
       gradient.
     * policy_gradient: -w A log_probs (REINFORCE; the old policy plays no part in it).
+
+    ``bypass_rejection`` is for bypass mode, where ``old_log_probs`` are the engine's: its rules and veto are applied to
+    the current log-probs against them, and rejected tokens weigh 0.
 
     ``loss = sum_t loss_weights (policy term - entropy_coefficient * entropy + kl_in_loss * KL(pi || ref))``.
 
@@ -159,6 +165,12 @@ def policy_loss(inputs: PolicyLossInputs, config: PolicyLossSettings) -> LossOut
     )
     loss_mask = inputs.loss_mask.bool()
     weights = torch.where(loss_mask, inputs.loss_weights, 0.0)
+    if bypass_rejection is not None:
+        owners, count = contiguous_ids(inputs.sequence_ids)
+        kept = rejection_mask(
+            inputs.log_probs.detach(), inputs.old_log_probs, loss_mask, owners, count, bypass_rejection
+        )
+        weights = torch.where(kept, weights, 0.0)
     active = weights != 0
     # Tool tokens may carry any log-prob: they are cut out before anything can overflow.
     log_ratio = torch.where(loss_mask, inputs.log_probs - inputs.old_log_probs, 0.0)

@@ -1,0 +1,160 @@
+"""Dynamic sampling: train on groups that carry a signal, and decide when to generate more.
+
+DAPO, arXiv:2503.14476, section 3.2: a group whose responses all earned the same has zero advantage everywhere, so it
+is dropped and generation goes on until enough groups are left or the rounds are used up.  Everything here is a pure
+decision on numbers; the training loop does the generating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """What a filter pass found.
+
+    kept_groups: group ids with a signal, in the order of their first response.
+    kept_rows: int64, rows of these groups in their original order.
+    all_correct, all_wrong: dropped groups whose members all had accuracy 1, or all 0. A group may be neither (equal
+        rewards between the two), and then counts in ``all_equal`` alone.
+    all_equal: all dropped groups.
+    """
+
+    kept_groups: list[int]
+    kept_rows: npt.NDArray[np.int64]
+    all_correct: int
+    all_wrong: int
+    all_equal: int
+
+    def metrics(self) -> dict[str, float]:
+        """dynamic_sampling/* of this pass."""
+        return {
+            "dynamic_sampling/kept_groups": float(len(self.kept_groups)),
+            "dynamic_sampling/generated_groups": float(len(self.kept_groups) + self.all_equal),
+            "dynamic_sampling/all_correct": float(self.all_correct),
+            "dynamic_sampling/all_wrong": float(self.all_wrong),
+        }
+
+
+def filter_groups(
+    group_ids: Sequence[int] | npt.NDArray[np.integer],
+    values: Sequence[float] | npt.NDArray[np.floating],
+    accuracies: Sequence[float] | npt.NDArray[np.floating],
+    tolerance: float = 1e-6,
+) -> GroupFilter:
+    """Drop groups whose ``values`` are all equal: nothing can be learnt from comparing them.
+
+    Args:
+        group_ids: int [N], any integers; members of a group need not lie together.
+        values: float [N], the reward or the accuracy of each response (``dynamic_sampling.metric``).
+        accuracies: float [N] in [0, 1], for the counts alone; ``values`` again where the metric is acc.
+        tolerance: largest difference inside a group that still counts as equal.
+
+    Returns:
+        GroupFilter; order is kept. A group of one is always dropped, an empty batch gives an empty result.
+
+    Raises:
+        ValueError: lengths differ, or a value is not finite.
+    """
+    ids = np.asarray(group_ids, dtype=np.int64)
+    scores = np.asarray(values, dtype=np.float64)
+    correct = np.asarray(accuracies, dtype=np.float64)
+    if not len(ids) == len(scores) == len(correct):
+        raise ValueError(f"{len(ids)} group ids, {len(scores)} values and {len(correct)} accuracies must be equally many")
+    if not np.all(np.isfinite(scores)):
+        row = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise ValueError(f"response {row} has the value {scores[row]}: score it before filtering")
+    groups, first_rows, members = np.unique(ids, return_index=True, return_inverse=True)
+    highest = np.full(len(groups), -np.inf)
+    lowest = np.full(len(groups), np.inf)
+    np.maximum.at(highest, members, scores)
+    np.minimum.at(lowest, members, scores)
+    signal = highest - lowest > tolerance
+    worst = np.full(len(groups), np.inf)
+    best = np.full(len(groups), -np.inf)
+    np.minimum.at(worst, members, correct)
+    np.maximum.at(best, members, correct)
+    order = np.argsort(first_rows, kind="stable")
+    return GroupFilter(
+        kept_groups=[int(groups[g]) for g in order if signal[g]],
+        kept_rows=np.flatnonzero(signal[members]).astype(np.int64),
+        all_correct=int(np.sum(~signal & (worst >= 1.0))),
+        all_wrong=int(np.sum(~signal & (best <= 0.0))),
+        all_equal=int(np.sum(~signal)),
+    )
+
+
+class RefillDecision(NamedTuple):
+    """What the training loop does next.
+
+    action: "train" on the first ``groups`` kept groups, "generate" ``groups`` more, or "skip" the step: nothing is left
+    to train on.
+    complete: false where "train" goes ahead with fewer groups than wanted, because the rounds are used up.
+    """
+
+    action: Literal["train", "generate", "skip"]
+    groups: int
+    complete: bool
+
+
+def decide_refill(
+    kept_groups: int, wanted_groups: int, rounds_done: int, max_rounds: int, divisor: int = 1
+) -> RefillDecision:
+    """Train, generate another round, or give up on this step.
+
+    A round asks for as many groups as are missing in proportion to the share kept so far, but for no more than a full
+    batch: when few groups survive, asking only for the missing ones would end in many small, slow rounds.
+
+    Args:
+        kept_groups: groups with a signal, over all rounds of this step.
+        wanted_groups: data.train_batch_size.
+        rounds_done: generation rounds so far, at least 1.
+        max_rounds: dynamic_sampling.max_generation_rounds; 0 means no limit, as verl's setting does.
+        divisor: a partial batch is cut to a multiple of it, so that it still splits into mini-batches.
+    """
+    if kept_groups >= wanted_groups:
+        return RefillDecision("train", wanted_groups, True)
+    if max_rounds <= 0 or rounds_done < max_rounds:
+        missing = wanted_groups - kept_groups
+        # Rounds so far asked for at most wanted_groups each, which bounds the share kept from below.
+        share = max(kept_groups, 1) / max(wanted_groups * rounds_done, 1)
+        return RefillDecision("generate", min(wanted_groups, max(missing, round(missing / max(share, 1e-9)))), False)
+    usable = kept_groups // divisor * divisor
+    return RefillDecision("train", usable, False) if usable else RefillDecision("skip", 0, False)
+
+
+def samples_for_prompt(
+    step: int,
+    accuracy_history: Sequence[float],
+    stages: Sequence[str],
+    easy_accuracy: float,
+    easy_batches: int,
+    easy_n: int,
+    hard_accuracy: float,
+    hard_n: int,
+) -> int:
+    """Adaptive number of responses for one prompt: by stage of training, then by how the prompt went before.
+
+    A prompt whose last ``easy_batches`` accuracies all exceed ``easy_accuracy`` gets ``easy_n``; one whose last accuracy
+    is below ``hard_accuracy`` gets at least ``hard_n``; any other the stage's number.
+
+    Args:
+        step: training step, from 0.
+        accuracy_history: mean accuracies of the prompt's earlier groups, oldest first; empty if it was never seen.
+        stages: "<first step> <n>" in ascending order, see ``stage_schedule``.
+    """
+    from megatron_retool.algorithms.stage_schedule import parse_stages, stage_value
+
+    n = stage_value(parse_stages(stages), step)
+    recent = accuracy_history[-easy_batches:]
+    if easy_batches > 0 and len(recent) == easy_batches and min(recent) > easy_accuracy:
+        return easy_n
+    if accuracy_history and accuracy_history[-1] < hard_accuracy:
+        return max(n, hard_n)
+    return n

@@ -1,0 +1,79 @@
+"""The rejection rules of rollout correction, as text: ``"<unit>_<statistic> <lower> <upper>"``.
+
+    token_ratio 0.625 1.667          drop the token   unless lower <= exp(d_t) <= upper
+    token_k1 | token_k2 | token_k3   drop the token   unless its k lies in the bounds
+    sequence_ratio 0.5 2.0           drop the response unless exp(sum d) does
+    geometric_ratio 0.999 1.001      drop the response unless exp(mean d) does
+    sequence_sum_k3 | sequence_mean_k3 | sequence_max_k3 (and k1, k2)
+                                     drop the response unless the sum, mean or maximum over its tokens does
+
+d_t = log pi_train - log pi_rollout of a sampled token; k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d.  Bounds are inclusive;
+``-inf`` and ``inf`` switch one off.  This module imports nothing, so that a configuration can be checked without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_TOKEN_STATISTICS = ("ratio", "k1", "k2", "k3")
+RULE_NAMES = (
+    *(f"token_{statistic}" for statistic in _TOKEN_STATISTICS),
+    "sequence_ratio",
+    "geometric_ratio",
+    *(f"sequence_{reduction}_{k}" for reduction in ("sum", "mean", "max") for k in ("k1", "k2", "k3")),
+)
+
+
+class RejectionRule(NamedTuple):
+    """One rule, parsed. ``unit`` is what it drops: "token" or "sequence" (a whole response)."""
+
+    name: str
+    unit: str
+    reduction: str
+    """token rules: "none". Response rules: "sum", "mean" or "max" over sampled tokens."""
+    quantity: str
+    """"ratio" (the exponential is taken after the reduction), "k1", "k2" or "k3"."""
+    lower: float
+    upper: float
+
+
+def parse_rejection_rule(text: str) -> RejectionRule:
+    """Parse one rule.
+
+    Raises:
+        ValueError: saying which part is wrong and what would be right.
+    """
+    words = text.split()
+    if len(words) != 3:
+        raise ValueError(
+            f"rejection rule {text!r} has {len(words)} words instead of three, as in 'geometric_ratio 0.999 1.001'"
+        )
+    name = words[0]
+    if name not in RULE_NAMES:
+        nearest = difflib.get_close_matches(name, RULE_NAMES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"rejection rule {text!r}: unknown name {name!r}, the nearest is {nearest!r}; "
+            f"known: {', '.join(RULE_NAMES)}"
+        )
+    try:
+        lower, upper = float(words[1]), float(words[2])
+    except ValueError:
+        raise ValueError(f"rejection rule {text!r}: the bounds {words[1]!r} and {words[2]!r} must be numbers") from None
+    if math.isnan(lower) or math.isnan(upper) or lower > upper:
+        raise ValueError(f"rejection rule {text!r}: the lower bound must not exceed the upper one")
+    if name.endswith("_ratio") and upper <= 0:
+        raise ValueError(f"rejection rule {text!r}: ratios are positive, this rule would drop everything")
+    unit, *middle, quantity = name.split("_")
+    if unit == "token":
+        return RejectionRule(name, "token", "none", quantity, lower, upper)
+    if unit == "geometric":
+        return RejectionRule(name, "sequence", "mean", quantity, lower, upper)
+    return RejectionRule(name, "sequence", middle[0] if middle else "sum", quantity, lower, upper)
+
+
+def parse_rejection_rules(texts: Iterable[str]) -> list[RejectionRule]:
+    """Parse all rules of ``algorithm.rollout_correction.rejection``; ValueError as ``parse_rejection_rule``."""
+    return [parse_rejection_rule(text) for text in texts]

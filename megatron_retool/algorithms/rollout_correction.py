@@ -1,0 +1,408 @@
+"""Rollout correction: the engine that sampled and the learner that trains compute different probabilities.
+
+Notation, for a sampled token t of a response with n sampled tokens: d_t = log pi_train - log pi_rollout.
+
+==================  ==========================  ===========================================================
+level               ratio                       property
+==================  ==========================  ===========================================================
+token               exp(d_t)                    low variance; biased, ignores how the prefix was reached
+sequence            exp(sum d)                  unbiased; variance grows with the length
+geometric           exp(sum d / n)              comparable between lengths; a trust-region test, not a weight
+==================  ==========================  ===========================================================
+
+Two independent instruments work on these ratios:
+
+* **weights** multiply the policy loss: ``mode`` truncate min(rho, upper), clip clamp(rho, lower, upper), mask
+  rho * 1[lower <= rho <= upper] (a unit outside gives no loss at all), none 1.
+* **rejection** removes tokens or whole responses from the loss: the rules of ``rejection_rules`` ANDed, the veto (any
+  token with d_t < log(veto_threshold), taken on the unclamped value), and ``mode: mask``.  It works without weights.
+
+The defaults for Megatron-Core with SGLang are a geometric mask [0.999, 1.001] over a veto of 1e-4 with token weights
+truncated at 2.  The geometric ratio averages n differences, so its spread shrinks with 1 / sqrt(n): bounds that keep
+nearly all responses of thousands of tokens drop many of a hundred tokens.  Runs with short responses need wider ones.
+A row whose differences cancel passes any test on their mean, which is why the veto stays on.
+
+Responses without a sampled token count in no mean.  A response with a non-finite d_t is always dropped and counted.
+
+References: truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+RL training"; masked and geometric variants, Liu, Li et al. 2025, "When speed kills stability"; the estimators k1, k2
+and k3, http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_retool.algorithms.ragged import require_matching_shapes, sequence_max, sequence_sum
+from megatron_retool.algorithms.rejection_rules import RejectionRule, parse_rejection_rules
+
+_MAX_EXPONENT = 20.0
+PROBABILITY_BIN_EDGES = (0.01, 0.1, 0.5, 0.9)
+_PREFIX = "rollout_corr/"
+
+
+class RolloutCorrectionSettings(Protocol):
+    """What is read from ``algorithm.rollout_correction``."""
+
+    @property
+    def level(self) -> str: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def lower(self) -> float: ...
+    @property
+    def upper(self) -> float: ...
+    @property
+    def rejection(self) -> list[str]: ...
+    @property
+    def veto_threshold(self) -> float | None: ...
+    @property
+    def batch_k3_limit(self) -> float | None: ...
+    @property
+    def batch_normalize(self) -> bool: ...
+    @property
+    def bypass_old_log_probs(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class CorrectionResult:
+    """What the correction decided for one global batch.
+
+    importance_weights: float32 [T], 0 outside the loss mask, no gradient.
+    keep_mask: bool [T], true at sampled tokens that may give loss; hand it to ``policy_loss.token_weights`` with the
+        configured denominator.
+    skip_update: the batch filter fired; make no optimizer step on this batch.
+    metrics: rollout_corr/*.
+    """
+
+    importance_weights: Tensor
+    keep_mask: Tensor
+    skip_update: bool
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def rollout_correction(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    turn_ids: Tensor,
+    config: RolloutCorrectionSettings,
+    weight_versions: Tensor | None = None,
+    current_version: int | None = None,
+) -> CorrectionResult:
+    """Weights, mask and metrics for one global batch.
+
+    Call it once, with every response of the step: batch normalisation and the batch filter are statistics of the whole
+    batch.  Everything else is decided response by response, so the result for a response does not depend on which
+    others are there.
+
+    In decoupled mode ``train_log_probs`` are those of the learner's weights before the update (pi_old); PPO's ratio is
+    pi / pi_old and the weights here stand for pi_old / pi_rollout (three policies, arXiv:2110.00641).  In bypass mode
+    (``bypass_old_log_probs``) rollout log-probs take the place of pi_old in PPO's ratio, which then carries the
+    mismatch itself: weights are 1, and rules, veto and metrics apply to the log-probs given here.
+
+    Args:
+        train_log_probs, rollout_log_probs: float [T], of the sampled tokens under the distribution that was sampled
+            (see ``sampling``).
+        loss_mask: bool [T]. sequence_ids: int64 [T] in [0, num_sequences). turn_ids: int [T].
+        weight_versions: int [T], version of the weights that sampled each token; with ``current_version``, metrics are
+            also given by version lag.
+
+    Raises:
+        ValueError: shapes do not match, or a setting is not known.
+    """
+    require_matching_shapes(
+        train_log_probs=train_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        loss_mask=loss_mask,
+        sequence_ids=sequence_ids,
+        turn_ids=turn_ids,
+        weight_versions=weight_versions,
+    )
+    sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
+    units = _SampledTokens(
+        train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences
+    )
+    kept, vetoed = _kept_tokens(units, config)
+    weights, inside = _importance_weights(units, config)
+    kept = kept & inside
+    if config.batch_normalize:
+        weights = weights / _mean(weights[kept]) if bool(kept.any()) else weights
+
+    metrics = _metrics(units, weights, kept, vetoed)
+    categories = [
+        *_turn_categories(turn_ids[sampled]),
+        *_probability_categories(units.rollout_log_probs),
+        *(
+            _lag_categories(weight_versions[sampled], current_version)
+            if weight_versions is not None and current_version is not None
+            else []
+        ),
+    ]
+    metrics |= _mismatch_by_category(units, categories)
+    if weight_versions is not None and current_version is not None and len(sampled):
+        lag = (current_version - weight_versions[sampled]).to(torch.float64)
+        metrics[f"{_PREFIX}staleness/mean"] = float(lag.mean())
+        metrics[f"{_PREFIX}staleness/max"] = float(lag.max())
+    limit = config.batch_k3_limit
+    skip = limit is not None and metrics.get(f"{_PREFIX}k3_kl", 0.0) > limit
+    metrics[f"{_PREFIX}skipped_updates"] = float(skip)
+
+    importance_weights = torch.zeros(len(loss_mask), dtype=torch.float32, device=loss_mask.device)
+    importance_weights[sampled] = weights.float()
+    keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
+    keep_mask[sampled] = kept
+    return CorrectionResult(importance_weights, keep_mask, bool(skip), metrics)
+
+
+@torch.no_grad()
+def rejection_mask(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    config: RolloutCorrectionSettings,
+) -> Tensor:
+    """The rules and the veto alone, for any subset of whole responses.
+
+    Bypass mode needs it inside the loss: the learner's log-probs are first known in the forward pass of the update.
+
+    Args:
+        As ``rollout_correction``.
+
+    Returns:
+        bool [T], true at sampled tokens that may give loss.
+    """
+    sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
+    units = _SampledTokens(
+        train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences
+    )
+    keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
+    keep_mask[sampled] = _kept_tokens(units, config)[0]
+    return keep_mask
+
+
+def proximal_log_probs(
+    config: RolloutCorrectionSettings, rollout_log_probs: Tensor, train_log_probs: Tensor | None
+) -> Tensor:
+    """old_log_probs for PPO's ratio: the learner's own (decoupled), or the engine's (bypass).
+
+    Raises:
+        ValueError: decoupled mode without the learner's log-probs.
+    """
+    if config.bypass_old_log_probs:
+        return rollout_log_probs
+    if train_log_probs is None:
+        raise ValueError("the learner's log-probs are missing; only bypass_old_log_probs=true can do without them")
+    return train_log_probs
+
+
+class _SampledTokens:
+    """The sampled tokens of a batch, float64, with per-response sums that several statistics share."""
+
+    def __init__(self, train: Tensor, rollout: Tensor, sequence_ids: Tensor, num_sequences: int) -> None:
+        self.train_log_probs = train.to(torch.float64)
+        self.rollout_log_probs = rollout.to(torch.float64)
+        self.sequence_ids = sequence_ids
+        self.num_sequences = num_sequences
+        difference = self.train_log_probs - self.rollout_log_probs
+        self.finite = torch.isfinite(difference)
+        # Dropped tokens must not turn every mean of the batch into nan; they are counted on their own.
+        self.difference = torch.where(self.finite, difference, 0.0)
+        ones = torch.ones_like(difference)
+        self.counts = sequence_sum(ones, sequence_ids, num_sequences)
+        self.difference_sums = sequence_sum(self.difference, sequence_ids, num_sequences)
+
+    def __len__(self) -> int:
+        return len(self.difference)
+
+    @property
+    def nonempty(self) -> Tensor:
+        return self.counts > 0
+
+    def any_by_sequence(self, flags: Tensor) -> Tensor:
+        """bool [num_sequences]: is a flag set on any token of the response?"""
+        return sequence_sum(flags, self.sequence_ids, self.num_sequences) > 0
+
+    def log_ratio(self, level: str) -> Tensor:
+        """log rho of ``level`` for each sampled token, unclamped."""
+        if level == "token":
+            return self.difference
+        if level == "sequence":
+            return self.difference_sums[self.sequence_ids]
+        if level == "geometric":
+            return (self.difference_sums / self.counts.clamp(min=1))[self.sequence_ids]
+        raise ValueError(f"rollout_correction.level={level!r} is not one of token, sequence, geometric")
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()
+
+
+def _divergence(difference: Tensor, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    # Not negative in exact arithmetic; rounding must not push it under a lower bound of 0.
+    return (torch.expm1(difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) - difference).clamp(min=0.0)
+
+
+def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
+    """The rule's statistic for every sampled token (the response's, where the rule is about responses)."""
+    if rule.quantity == "ratio":
+        level = "token" if rule.unit == "token" else ("geometric" if rule.reduction == "mean" else "sequence")
+        return _exp(units.log_ratio(level))
+    per_token = _divergence(units.difference, rule.quantity)
+    if rule.unit == "token":
+        return per_token
+    if rule.reduction == "max":
+        return sequence_max(per_token, units.sequence_ids, units.num_sequences)[units.sequence_ids]
+    total = sequence_sum(per_token, units.sequence_ids, units.num_sequences)
+    if rule.reduction == "mean":
+        total = total / units.counts.clamp(min=1)
+    return total[units.sequence_ids]
+
+
+def _kept_tokens(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
+    """(bool [sampled] kept by rules, veto and finiteness; bool [num_sequences] vetoed)."""
+    kept = ~units.any_by_sequence(~units.finite)[units.sequence_ids]
+    for rule in parse_rejection_rules(config.rejection):
+        statistic = _rule_statistic(units, rule)
+        kept = kept & (statistic >= rule.lower) & (statistic <= rule.upper)
+    vetoed = torch.zeros(units.num_sequences, dtype=torch.bool, device=kept.device)
+    if config.veto_threshold is not None:
+        vetoed = units.any_by_sequence(units.difference < math.log(config.veto_threshold))
+        kept = kept & ~vetoed[units.sequence_ids]
+    return kept, vetoed
+
+
+def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
+    """(float64 weights [sampled]; bool [sampled], false where ``mode: mask`` rejects the unit)."""
+    everything = torch.ones(len(units), dtype=torch.bool, device=units.difference.device)
+    if config.mode == "none" or config.bypass_old_log_probs:
+        return torch.ones_like(units.difference), everything
+    ratio = _exp(units.log_ratio(config.level))
+    if config.mode == "truncate":
+        return ratio.clamp(max=config.upper), everything
+    if config.mode == "clip":
+        return ratio.clamp(config.lower, config.upper), everything
+    if config.mode == "mask":
+        inside = (ratio >= config.lower) & (ratio <= config.upper)
+        return torch.where(inside, ratio, 0.0), inside
+    raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of none, truncate, clip, mask")
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.to(torch.float64).mean()
+
+
+def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tensor) -> dict[str, float]:
+    if len(units) == 0:
+        return {}
+    nonempty = units.nonempty
+    counts = units.counts[nonempty]
+
+    def by_response(values: Tensor) -> Tensor:
+        return sequence_sum(values, units.sequence_ids, units.num_sequences)[nonempty]
+
+    finite_train = torch.where(units.finite, units.train_log_probs, 0.0)
+    finite_rollout = torch.where(units.finite, units.rollout_log_probs, 0.0)
+    train_log_ppl = -by_response(finite_train) / counts
+    rollout_log_ppl = -by_response(finite_rollout) / counts
+    log_ppl_diff = train_log_ppl - rollout_log_ppl
+    ratio = _exp(units.difference)
+    mean_weight = weights.mean()
+    values = {
+        "training_ppl": _mean(_exp(train_log_ppl)),
+        "rollout_ppl": _mean(_exp(rollout_log_ppl)),
+        "training_log_ppl": _mean(train_log_ppl),
+        "rollout_log_ppl": _mean(rollout_log_ppl),
+        "log_ppl_diff": _mean(log_ppl_diff),
+        "log_ppl_abs_diff": _mean(log_ppl_diff.abs()),
+        "log_ppl_diff_max": log_ppl_diff.max(),
+        "log_ppl_diff_min": log_ppl_diff.min(),
+        "ppl_ratio": _mean(_exp(log_ppl_diff)),
+        "chi2_token": _mean(ratio.square()) - 1.0,
+        "chi2_seq": _mean(_exp(2.0 * units.difference_sums[nonempty])) - 1.0,
+        "total_variation": 0.5 * _mean((1.0 - ratio).abs()),
+        "is_weight_mean": mean_weight,
+        "is_weight_std": weights.var(unbiased=False).sqrt(),
+        "is_weight_max": weights.max(),
+        "is_weight_min": weights.min(),
+        "eff_sample_size": mean_weight.square() / _mean(weights.square()).clamp(min=1e-300),
+        "masked_fraction": 1.0 - _mean(kept),
+        "seq_masked_fraction": _mean(units.any_by_sequence(~kept)[nonempty]),
+        "veto_fraction": _mean(vetoed[nonempty]),
+        "nonfinite_tokens": (~units.finite).sum(),
+    }
+    return {f"{_PREFIX}{name}": float(value) for name, value in values.items()}
+
+
+# A way to split the sampled tokens: (int64 [sampled] category of each token, -1 for none; names of the categories).
+_Categories = tuple[Tensor, Sequence[str]]
+
+
+def _turn_categories(turn_ids: Tensor) -> list[_Categories]:
+    return [(torch.where(turn_ids < 0, -1, (turn_ids > 0).to(torch.int64)), ("/first_turn", "/later_turns"))]
+
+
+def _probability_categories(rollout_log_probs: Tensor) -> list[_Categories]:
+    edges = (0.0, *PROBABILITY_BIN_EDGES, 1.0)
+    names = [f"/prob_{low:g}_{high:g}" for low, high in zip(edges, edges[1:], strict=False)]
+    inner = torch.tensor(PROBABILITY_BIN_EDGES, dtype=torch.float64, device=rollout_log_probs.device)
+    return [(torch.bucketize(rollout_log_probs.exp(), inner, right=True), names)]
+
+
+def _lag_categories(weight_versions: Tensor, current_version: int) -> list[_Categories]:
+    lag = (current_version - weight_versions).to(torch.int64).clamp(0, 3)
+    return [(lag, ("/lag_0", "/lag_1", "/lag_2", "/lag_3_or_more"))]
+
+
+def _mismatch_by_category(units: _SampledTokens, splits: Sequence[_Categories]) -> dict[str, float]:
+    """kl, k3_kl, log_prob_abs_diff and pearson, over all sampled tokens and in each category that has any."""
+    if len(units) == 0:
+        return {}
+    everything: _Categories = (torch.zeros_like(units.sequence_ids), ("",))
+    train, rollout = units.train_log_probs.exp(), units.rollout_log_probs.exp()
+    quantities = {
+        "kl": -units.difference,
+        "k3_kl": _divergence(units.difference, "k3"),
+        "log_prob_abs_diff": units.difference.abs(),
+    }
+    metrics: dict[str, float] = {}
+    for categories, names in (everything, *splits):
+        chosen = units.finite & (categories >= 0)
+        owners = torch.where(chosen, categories, len(names))
+
+        def sums(values: Tensor, owners: Tensor = owners, size: int = len(names)) -> Tensor:
+            return sequence_sum(values, owners, size + 1)[:size]
+
+        counts = sums(chosen)
+        safe = counts.clamp(min=1)
+        columns = {name: sums(values) / safe for name, values in quantities.items()}
+        # Centred before squaring: probabilities near 1 differ in their last digits alone.
+        bins = owners.clamp(max=len(names) - 1)
+        train_centred = train - (sums(train) / safe)[bins]
+        rollout_centred = rollout - (sums(rollout) / safe)[bins]
+        covariance = sums(train_centred * rollout_centred)
+        variances = torch.stack([sums(train_centred.square()), sums(rollout_centred.square())])
+        # A correlation with a constant is not defined, and centring leaves rounding noise of a constant.
+        constant = (variances <= 1e-24 * safe).any(0)
+        columns["pearson"] = torch.where(constant, torch.nan, covariance / variances.prod(0).sqrt())
+        for name, column in columns.items():
+            for suffix, count, value in zip(names, counts.tolist(), column.tolist(), strict=True):
+                if count and math.isfinite(value):
+                    metrics[f"{_PREFIX}{name}{suffix}"] = value
+    return metrics
+

@@ -1,0 +1,108 @@
+"""The distribution that an engine samples from, stated once.
+
+Sampling parameters change the behaviour policy, so importance ratios must be taken against the distribution that was
+*sampled*, not against the model's softmax.  With logits z the engine (SGLang, and every library with the usual
+parameters) draws a token in four steps:
+
+1. temperature:  p = softmax(z / temperature)
+2. top_k:        keep the k most probable tokens (k < 1: all)
+3. top_p:        of all tokens in descending order, keep those before which less or equal than top_p mass lies (at
+                 least one; ties are broken by token id, lowest first)
+4. min_p:        keep tokens with p >= min_p * max(p)
+
+and renormalises what all three filters keep: mu(y) = p(y) 1[kept] / sum_kept p.  Each filter looks at the full p, not
+at the renormalised remainder of another.
+
+What goes into the ratio:
+
+* temperature alone: engines report log p at the sampling temperature, and the learner divides its logits by the same
+  temperature.  Both describe the policy that is trained, pi = softmax(z / T).
+* with filters, the engine's reported log p is *not* log mu: it lacks the log of the kept mass.
+  ``rollout_log_probs`` must hold log mu = log p - log(kept mass).  Then E_mu[pi / mu * f] = E_pi[f 1[kept]]: exact on the
+  kept tokens, with nothing said about those that can never be sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class SamplingSettings(Protocol):
+    """What is read from ``rollout.train`` or ``rollout.val``."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+def is_unfiltered(config: SamplingSettings) -> bool:
+    """True where no filter is on, so that the reported log-probs are those of the sampled distribution."""
+    return config.top_p >= 1.0 and config.top_k < 1 and config.min_p <= 0.0
+
+
+def kept_tokens(logits: Tensor, config: SamplingSettings) -> Tensor:
+    """bool [..., V]: tokens that the filters leave. ``logits`` float [..., V], before temperature.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    probabilities = _scaled_log_probs(logits, config).exp()
+    ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if config.top_k >= 1:
+        keep[..., config.top_k :] = False
+    if config.top_p < 1.0:
+        keep &= ordered.cumsum(-1) - ordered <= config.top_p
+    if config.min_p > 0.0:
+        keep &= ordered >= config.min_p * ordered[..., :1]
+    keep[..., 0] = True
+    return torch.zeros_like(keep).scatter(-1, tokens, keep)
+
+
+def sampling_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:
+    """log mu, the log-probs of the distribution that is sampled.
+
+    Args:
+        logits: float [..., V], before temperature.
+
+    Returns:
+        float32 (or float64 for float64 logits) [..., V]; -inf for tokens that the filters remove.
+    """
+    log_probs = _scaled_log_probs(logits, config)
+    if is_unfiltered(config):
+        return log_probs
+    kept = log_probs.masked_fill(~kept_tokens(logits, config), float("-inf"))
+    return kept - kept.logsumexp(-1, keepdim=True)
+
+
+def log_kept_mass(logits: Tensor, config: SamplingSettings) -> Tensor:
+    """log of the probability that the filters keep: subtract it from a reported log p to get log mu.
+
+    Args:
+        logits: float [..., V], before temperature.
+
+    Returns:
+        [...], at most 0; exactly 0 without filters.
+    """
+    log_probs = _scaled_log_probs(logits, config)
+    if is_unfiltered(config):
+        return torch.zeros_like(log_probs[..., 0])
+    return log_probs.masked_fill(~kept_tokens(logits, config), float("-inf")).logsumexp(-1)
+
+
+def _scaled_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:
+    if config.temperature <= 0:
+        raise ValueError(
+            f"temperature={config.temperature}: greedy decoding has no distribution to take a ratio against; "
+            "train with a positive temperature"
+        )
+    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    return torch.log_softmax(logits.to(dtype) / config.temperature, dim=-1)
