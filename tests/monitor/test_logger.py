@@ -1,0 +1,59 @@
+import json
+import math
+
+import pytest
+
+from megatron_retool.monitor.logger import MetricLogger, read_metrics
+from megatron_retool.monitor.report import write_report
+
+
+def test_rows_repeat_steps_once_after_resume(tmp_path):
+    with MetricLogger(tmp_path, ["jsonl"]) as log:
+        for step in range(4):
+            log.log(step, {"a": step})
+    with open(tmp_path / "metrics.jsonl", "a") as handle:
+        handle.write('{"step": 4, "a"')  # the process died here
+    with MetricLogger(tmp_path, ["jsonl"], first_step=2) as log:
+        log.log(2, {"a": 20.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "a": 0.0}, {"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}
+    ]  # fmt: skip
+
+
+def test_not_finite_is_null_and_json_stays_valid(tmp_path):
+    with MetricLogger(tmp_path, ["jsonl"]) as log:
+        log.log(1, {"a": math.nan, "b": math.inf, "c": 1})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0}
+
+
+def test_tensorboard_gets_every_metric(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricLogger(tmp_path, ["tensorboard"]) as log:
+        log.log(3, {"critic/score/mean": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalar = events.Scalars("critic/score/mean")[0]
+    assert (scalar.step, scalar.value) == (3, 0.5)
+
+
+def test_unknown_logger(tmp_path):
+    with pytest.raises(ValueError, match="tensorbored"):
+        MetricLogger(tmp_path, ["tensorbored"])
+
+
+def test_report_has_a_picture_for_what_was_logged(tmp_path):
+    with MetricLogger(tmp_path, ["jsonl"]) as log:
+        for step in range(3):
+            log.log(step, {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0})
+    page = write_report(tmp_path, notes="<figures>")
+    text = page.read_text()
+    assert "&lt;figures&gt;" in text and "accuracy.png" in text
+    for name in ("accuracy", "validation_by_source", "time"):
+        assert (page.parent / f"{name}.png").stat().st_size > 5000
+    assert not (page.parent / "entropy.png").exists()
+
+
+def test_report_without_metrics(tmp_path):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl"):
+        write_report(tmp_path)

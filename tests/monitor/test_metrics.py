@@ -1,0 +1,51 @@
+import numpy as np
+
+from megatron_retool.monitor.metrics import StepTimer, batch_metrics, rollout_metrics
+from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch
+
+
+def trajectory(reward, statuses, response=4, reason=FinishReason.STOP):
+    return Trajectory(
+        [1, 2], [3] * response, [True] * response, [-0.5] * response, [0] * response, [0] * response, 0, 0, reason,
+        reward=reward, reward_info={"acc": float(reward > 0)},
+        tool_calls=[ToolCall("code_interpreter", "", status, 2.0) for status in statuses],
+    )  # fmt: skip
+
+
+def test_rollout_metrics_count_calls_by_status():
+    metrics = rollout_metrics(
+        [
+            trajectory(1, ["ok", "timeout", "parse_error"]),
+            trajectory(-1, ["ok"], reason=FinishReason.LENGTH),
+            trajectory(-1, []),
+            trajectory(-1, []),
+        ]
+    )
+    assert metrics["rollout/acc/mean"] == 0.25
+    assert metrics["rollout/score/mean"] == -0.5
+    assert metrics["tool/calls"] == 1.0
+    assert metrics["tool/use_rate"] == 0.5
+    assert metrics["tool/success_rate"] == 0.5
+    assert metrics["tool/timeout_rate"] == 0.25
+    assert metrics["tool/parse_error_rate"] == 0.25
+    assert metrics["num_turns/max"] == 4 and metrics["num_turns/min"] == 1
+    assert metrics["rollout/finish_reason/length"] == 0.25
+
+
+def test_batch_metrics_masks_advantages_and_counts_clipped():
+    batch = TrajectoryBatch.from_trajectories([trajectory(1, [], 4), trajectory(-1, [], 2)])
+    batch.loss_mask[0] = False
+    batch = batch.with_columns(advantages=np.array([100, 1, 1, 1, -1, -1]))
+    metrics = batch_metrics(batch, max_prompt_length=2, max_response_length=4)
+    assert metrics["critic/advantages/max"] == 1
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/clip_ratio"] == 1.0
+    assert metrics["critic/score/mean"] == 0
+
+
+def test_phases_of_one_name_add_up():
+    timer = StepTimer()
+    for _ in range(2):
+        with timer.phase("gen"):
+            pass
+    assert set(timer.metrics()) == {"timing_s/gen"}

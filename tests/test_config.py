@@ -1,0 +1,144 @@
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.config import Config, ConfigError, load_config, save_config
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def test_override_reaches_nested_key():
+    config = load_config(None, ["rollout.train.n=4", "learner.optimizer.betas=[0.8,0.9]", "data.train_batch_size=16"])
+    assert config.rollout.train.n == 4
+    assert config.learner.optimizer.betas == [0.8, 0.9]
+
+
+def test_override_wins_over_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("trainer: {seed: 3, total_steps: 9}\n")
+    config = load_config(file, ["trainer.seed=4"])
+    assert (config.trainer.seed, config.trainer.total_steps) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("learner.tensor_parallel_size=2", ["learner.tensor_parallel_size", "learner.tensor_model_parallel_size"]),
+        ("trainer.sead=2", ["trainer.sead", "trainer.seed"]),
+        ("trainer.seed=many", ["trainer.seed", "many"]),
+        ("trainer.resume_mode=sometimes", ["trainer.resume_mode", "resume_path"]),
+        ("no_equals_sign", ["no_equals_sign", "dotted.key=value"]),
+        ("learner.world_size=3", []),
+        ("learner.sequence_parallel=true", ["tensor_model_parallel_size"]),
+        ("learner.mini_batch_size=7", ["mini_batch_size", "512"]),
+        ("rollout.train.n=1", ["rollout.train.n"]),
+        ("trainer.resume_mode=resume_path", ["resume_from_path"]),
+        ("data.train_batch_size=0", ["train_batch_size"]),
+    ],
+)
+def test_bad_override_names_key_and_cure(override, words):
+    if override == "learner.world_size=3":
+        override_list = [override, "learner.tensor_model_parallel_size=2"]
+        words = ["learner.world_size=3", "TP x PP x CP = 2"]
+    else:
+        override_list = [override]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, override_list)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_both_kl_penalties_are_refused():
+    with pytest.raises(ConfigError, match="same KL twice"):
+        load_config(None, ["algorithm.kl_in_loss=0.1", "algorithm.kl_in_reward=0.1"])
+
+
+def test_vpp_on_two_stages_is_refused():
+    with pytest.raises(ConfigError, match="wrong gradients"):
+        load_config(
+            None,
+            [
+                "learner.world_size=2",
+                "learner.pipeline_model_parallel_size=2",
+                "learner.virtual_pipeline_model_parallel_size=2",
+            ],
+        )
+
+
+def test_missing_file_and_bad_yaml(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(broken)
+
+
+def test_unknown_key_inside_a_list_of_sections(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("sft: {stages: [{name: a, step: 3}]}\n")
+    with pytest.raises(ConfigError, match=r"sft\.stages\[0\]\.step"):
+        load_config(file)
+
+
+def test_frozen_after_parsing():
+    config = load_config(None)
+    with pytest.raises(FrozenInstanceError):
+        config.trainer.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_config_round_trips(path, tmp_path):
+    config = load_config(path)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_config_divides(path):
+    config = load_config(path)
+    learner = config.learner
+    model_ranks = (
+        learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size * learner.context_parallel_size
+    )
+    data_parallel, rest = divmod(learner.world_size, model_ranks)
+    assert rest == 0
+    responses = config.data.train_batch_size * config.rollout.train.n
+    assert responses % learner.mini_batch_size == 0
+    assert learner.mini_batch_size % data_parallel == 0
+    # A packed micro-batch must hold the longest sequence that the limits allow.
+    assert learner.max_tokens_per_micro_batch >= config.data.max_prompt_length + config.data.max_response_length
+    plan_placement(config)
+
+
+def test_32b_recipe_is_the_published_one():
+    config = load_config(CONFIGS[[p.stem for p in CONFIGS].index("retool_qwen2.5_32b_8xh200")])
+    assert config.learner.optimizer.lr == 1e-6
+    assert config.rollout.train.n == 16
+    assert config.data.train_batch_size * config.rollout.train.n == 512
+    assert config.learner.mini_batch_size == 64
+    assert config.rollout.multi_turn.max_assistant_turns == 8
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 16384)
+    assert (config.rollout.val.n, config.rollout.val.top_p) == (30, 0.6)
+    assert (config.trainer.test_freq, config.trainer.save_freq) == (5, 30)
+    assert config.trainer.resume_mode == "auto"
+    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.28)
+
+
+def test_colocated_engine_may_not_span_nodes():
+    config = load_config(CONFIGS[[p.stem for p in CONFIGS].index("retool_qwen3_30b_a3b_2x8h100")])
+    engine = replace(config.rollout.engine, tensor_parallel_size=3, count=4)
+    with pytest.raises(ConfigError, match="span two nodes"):
+        plan_placement(replace(config, rollout=replace(config.rollout, engine=engine)))
+
+
+def test_placement_refuses_more_gpus_than_there_are():
+    config = load_config(None, ["cluster.gpus_per_node=2", "learner.world_size=2"])
+    with pytest.raises(ConfigError, match="need 3"):
+        plan_placement(config)
+
+
+def test_defaults_are_valid():
+    assert isinstance(load_config(None), Config)

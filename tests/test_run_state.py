@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from megatron_retool.config import ConfigError, load_config
+from megatron_retool.run_state import (
+    checkpoint_workspace,
+    commit_checkpoint,
+    complete_checkpoints,
+    find_resume_point,
+    prune_checkpoints,
+    set_aside,
+)
+
+
+def settings(tmp_path, *overrides):
+    return load_config(None, [f"trainer.runs_dir={tmp_path}", "trainer.experiment_name=e", *overrides])
+
+
+def make_checkpoint(run_dir, step):
+    workspace = checkpoint_workspace(run_dir, step)
+    (workspace / "learner").mkdir()
+    return commit_checkpoint(workspace, step, {"trainer_state.json": {"step": step}})
+
+
+def test_only_complete_checkpoints_are_found(tmp_path):
+    config = settings(tmp_path)
+    make_checkpoint(config.run_dir, 10)
+    make_checkpoint(config.run_dir, 9)
+    (config.run_dir / "checkpoints" / "global_step_30").mkdir()  # no COMPLETE: a crash while it was written
+    checkpoint_workspace(config.run_dir, 20)  # never committed
+    assert [c.step for c in complete_checkpoints(config.run_dir)] == [9, 10]
+    assert find_resume_point(config).step == 10
+    assert find_resume_point(config).read("trainer_state.json") == {"step": 10}
+
+
+def test_resume_modes(tmp_path):
+    config = settings(tmp_path)
+    assert find_resume_point(config) is None
+    first = make_checkpoint(config.run_dir, 1)
+    make_checkpoint(config.run_dir, 2)
+    assert find_resume_point(settings(tmp_path, "trainer.resume_mode=disable")) is None
+    by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
+    assert find_resume_point(by_path).step == 1
+    wrong = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
+        find_resume_point(wrong)
+
+
+def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    for step in (1, 2, 3):
+        make_checkpoint(run_dir, step)
+    checkpoint_workspace(run_dir, 4)
+    prune_checkpoints(run_dir, keep=2)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def test_same_step_again_replaces(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    make_checkpoint(run_dir, 1)
+    workspace = checkpoint_workspace(run_dir, 1)
+    commit_checkpoint(workspace, 1, {"trainer_state.json": {"step": 1, "again": True}})
+    assert json.loads((run_dir / "checkpoints/global_step_1/trainer_state.json").read_text())["again"]
+
+
+def test_set_aside_moves_and_keeps(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    assert set_aside(run_dir) is None
+    make_checkpoint(run_dir, 1)
+    moved = set_aside(run_dir)
+    assert not run_dir.exists()
+    assert complete_checkpoints(moved)[0].step == 1
