@@ -20,6 +20,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
+from megatron_retool.algorithms.stage_schedule import parse_stages
+
 
 class ConfigError(ValueError):
     """A setting is unknown, mistyped or inconsistent. The message names the key and says what to do."""
@@ -143,6 +146,8 @@ class RolloutConfig:
     """Per engine."""
     request_retries: int = 3
     request_timeout_seconds: float = 3600.0
+    replay_dir: str | None = None
+    """A run's rollouts/ directory: take the stored trajectories of each step instead of generating."""
     staleness: int = 0
     """Weight updates by which generation may run ahead of training; 0 is strictly on-policy."""
 
@@ -201,6 +206,22 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True)
+class AdaptiveSamplingConfig:
+    """Number of responses by stage of training and by the prompt's own history, in place of rollout.train.n."""
+
+    enable: bool = False
+    stages: list[str] = field(default_factory=lambda: ["0 24", "30 16", "80 12"])
+    """"<first step> <n>" in ascending order."""
+    easy_accuracy: float = 0.9
+    easy_batches: int = 3
+    """A prompt above easy_accuracy in its last easy_batches groups gets easy_n responses."""
+    easy_n: int = 8
+    hard_accuracy: float = 0.5
+    hard_n: int = 24
+    """A prompt whose last group was below hard_accuracy gets at least this many."""
+
+
+@dataclass(frozen=True)
 class RolloutCorrectionConfig:
     """Training-inference mismatch. Definitions: docs/algorithms.md."""
 
@@ -248,6 +269,7 @@ class AlgorithmConfig:
     adaptive_kl_horizon: int = 10000
     """Responses over which a KL 20 % off its target changes kl_in_reward by 20 %."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    adaptive_sampling: AdaptiveSamplingConfig = field(default_factory=AdaptiveSamplingConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
@@ -531,6 +553,27 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[
                     yield from _walk(element, f"{prefix}{item.name}[{index}].")
 
 
+def _validate_rollout_correction(correction: RolloutCorrectionConfig) -> None:
+    key = "algorithm.rollout_correction"
+    try:
+        parse_rejection_rules(correction.rejection)
+    except ValueError as error:
+        raise ConfigError(f"{key}.rejection: {error}") from error
+    if correction.mode != "none" and not 0 <= correction.lower < correction.upper:
+        raise ConfigError(f"{key}: the bounds must satisfy 0 <= lower={correction.lower} < upper={correction.upper}")
+    if correction.veto_threshold is not None and not 0 < correction.veto_threshold < 1:
+        raise ConfigError(f"{key}.veto_threshold={correction.veto_threshold} must lie between 0 and 1, or be null")
+    if correction.bypass_old_log_probs and correction.mode != "none":
+        raise ConfigError(
+            f"{key}.bypass_old_log_probs=true puts the mismatch into PPO's own ratio: weights on top would count it "
+            f"twice, set {key}.mode=none"
+        )
+    if correction.bypass_old_log_probs and correction.batch_k3_limit is not None:
+        raise ConfigError(
+            f"{key}.batch_k3_limit needs the learner's log-probs before the update, which bypass_old_log_probs skips"
+        )
+
+
 def validate(config: Config) -> None:
     """Check choices and the rules between settings that need no model.
 
@@ -578,6 +621,16 @@ def validate(config: Config) -> None:
         )
     if algorithm.kl_in_loss and algorithm.kl_in_reward:
         raise ConfigError("algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0")
+    _validate_rollout_correction(algorithm.rollout_correction)
+    if algorithm.adaptive_kl_target is not None and (not algorithm.kl_in_reward or algorithm.adaptive_kl_target <= 0):
+        raise ConfigError("algorithm.adaptive_kl_target must be positive and steers kl_in_reward, which must be set too")
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        raise ConfigError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1 (3.0 is usual)")
+    if algorithm.adaptive_sampling.enable:
+        try:
+            parse_stages(algorithm.adaptive_sampling.stages)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.adaptive_sampling.stages: {error}") from error
     if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
         raise ConfigError(f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2")
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:

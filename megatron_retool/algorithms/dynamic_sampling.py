@@ -7,12 +7,15 @@ decision on numbers; the training loop does the generating.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_retool.algorithms.stage_schedule import parse_stages, stage_value
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def filter_groups(
     scores = np.asarray(values, dtype=np.float64)
     correct = np.asarray(accuracies, dtype=np.float64)
     if not len(ids) == len(scores) == len(correct):
-        raise ValueError(f"{len(ids)} group ids, {len(scores)} values and {len(correct)} accuracies must be equally many")
+        raise ValueError(f"{len(ids)} group ids, {len(scores)} values, {len(correct)} accuracies: lengths must agree")
     if not np.all(np.isfinite(scores)):
         row = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise ValueError(f"response {row} has the value {scores[row]}: score it before filtering")
@@ -104,15 +107,20 @@ class RefillDecision(NamedTuple):
 
 
 def decide_refill(
-    kept_groups: int, wanted_groups: int, rounds_done: int, max_rounds: int, divisor: int = 1
+    kept_groups: int,
+    generated_groups: int,
+    wanted_groups: int,
+    rounds_done: int,
+    max_rounds: int,
+    divisor: int = 1,
 ) -> RefillDecision:
     """Train, generate another round, or give up on this step.
 
-    A round asks for as many groups as are missing in proportion to the share kept so far, but for no more than a full
-    batch: when few groups survive, asking only for the missing ones would end in many small, slow rounds.
+    A round asks for the missing groups divided by the share that survived so far, but for no more than a full batch:
+    asking only for the missing ones would end in many small rounds, each as slow as its longest response.
 
     Args:
-        kept_groups: groups with a signal, over all rounds of this step.
+        kept_groups, generated_groups: with a signal, and altogether, over all rounds of this step.
         wanted_groups: data.train_batch_size.
         rounds_done: generation rounds so far, at least 1.
         max_rounds: dynamic_sampling.max_generation_rounds; 0 means no limit, as verl's setting does.
@@ -122,9 +130,8 @@ def decide_refill(
         return RefillDecision("train", wanted_groups, True)
     if max_rounds <= 0 or rounds_done < max_rounds:
         missing = wanted_groups - kept_groups
-        # Rounds so far asked for at most wanted_groups each, which bounds the share kept from below.
-        share = max(kept_groups, 1) / max(wanted_groups * rounds_done, 1)
-        return RefillDecision("generate", min(wanted_groups, max(missing, round(missing / max(share, 1e-9)))), False)
+        expected = math.ceil(missing * generated_groups / kept_groups) if kept_groups else wanted_groups
+        return RefillDecision("generate", min(wanted_groups, max(missing, expected)), False)
     usable = kept_groups // divisor * divisor
     return RefillDecision("train", usable, False) if usable else RefillDecision("skip", 0, False)
 
@@ -141,16 +148,14 @@ def samples_for_prompt(
 ) -> int:
     """Adaptive number of responses for one prompt: by stage of training, then by how the prompt went before.
 
-    A prompt whose last ``easy_batches`` accuracies all exceed ``easy_accuracy`` gets ``easy_n``; one whose last accuracy
-    is below ``hard_accuracy`` gets at least ``hard_n``; any other the stage's number.
+    A prompt whose last ``easy_batches`` accuracies all exceed ``easy_accuracy`` gets ``easy_n``; one whose last
+    accuracy is below ``hard_accuracy`` gets at least ``hard_n``; any other the stage's number.
 
     Args:
         step: training step, from 0.
         accuracy_history: mean accuracies of the prompt's earlier groups, oldest first; empty if it was never seen.
         stages: "<first step> <n>" in ascending order, see ``stage_schedule``.
     """
-    from megatron_retool.algorithms.stage_schedule import parse_stages, stage_value
-
     n = stage_value(parse_stages(stages), step)
     recent = accuracy_history[-easy_batches:]
     if easy_batches > 0 and len(recent) == easy_batches and min(recent) > easy_accuracy:

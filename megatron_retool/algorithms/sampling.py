@@ -18,8 +18,8 @@ What goes into the ratio:
 * temperature alone: engines report log p at the sampling temperature, and the learner divides its logits by the same
   temperature.  Both describe the policy that is trained, pi = softmax(z / T).
 * with filters, the engine's reported log p is *not* log mu: it lacks the log of the kept mass.
-  ``rollout_log_probs`` must hold log mu = log p - log(kept mass).  Then E_mu[pi / mu * f] = E_pi[f 1[kept]]: exact on the
-  kept tokens, with nothing said about those that can never be sampled.
+  ``rollout_log_probs`` must hold log mu = log p - log(kept mass).  Then E_mu[pi / mu * f] = E_pi[f 1[kept]]: exact on
+  the kept tokens, with nothing said about those that can never be sampled.
 """
 
 from __future__ import annotations
