@@ -623,7 +623,7 @@ def validate(config: Config) -> None:
         raise ConfigError("algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0")
     _validate_rollout_correction(algorithm.rollout_correction)
     if algorithm.adaptive_kl_target is not None and (not algorithm.kl_in_reward or algorithm.adaptive_kl_target <= 0):
-        raise ConfigError("algorithm.adaptive_kl_target must be positive and steers kl_in_reward, which must be set too")
+        raise ConfigError("algorithm.adaptive_kl_target must be positive, and needs kl_in_reward as its start")
     if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
         raise ConfigError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1 (3.0 is usual)")
     if algorithm.adaptive_sampling.enable:

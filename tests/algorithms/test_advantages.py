@@ -1,0 +1,182 @@
+"""Estimators against plain padded formulas with loops, and the cases that formulas leave open."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_retool.algorithms.advantages import (
+    compute_advantages,
+    group_relative,
+    leave_one_out,
+    place_rewards,
+    share_branch_advantages,
+    whiten,
+)
+from megatron_retool.config import AlgorithmConfig
+from tests.algorithms.ragged_batches import pad, ragged, unpad
+
+LENGTHS = [5, 9, 1, 4, 7, 6]
+GROUPS = torch.tensor([7, 7, 3, 3, 3, 7])
+REWARDS = torch.tensor([1.0, -1.0, 1.0, 0.5, -1.0, -1.0])
+GROUP_RELATIVE = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
+
+
+def batch(seed=0, lengths=LENGTHS):
+    ids, mask = ragged(lengths, seed=seed)
+    mask[ids == 1] = torch.tensor([True] * 4 + [False] * 5)
+    return ids, mask
+
+
+def run(name, **kwargs):
+    ids, mask = kwargs.pop("batch", None) or batch()
+    config = AlgorithmConfig(advantage=name, **kwargs.pop("config", {}))
+    return compute_advantages(config, kwargs.pop("rewards", REWARDS), kwargs.pop("groups", GROUPS), mask, ids, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "normalize"), [("grpo", True), ("grpo", False), ("dr_grpo", True), ("rloo", True)])
+def test_group_estimators_equal_a_loop_over_groups(name, normalize):
+    expected = torch.zeros(6, dtype=torch.float64)
+    for i, (group, reward) in enumerate(zip(GROUPS.tolist(), REWARDS.tolist(), strict=True)):
+        members = [REWARDS[j].item() for j in range(6) if GROUPS[j] == group]
+        if name == "rloo":
+            others = [REWARDS[j].item() for j in range(6) if GROUPS[j] == group and j != i]
+            expected[i] = reward - sum(others) / len(others)
+        else:
+            expected[i] = reward - sum(members) / len(members)
+            if name == "grpo" and normalize:
+                expected[i] /= torch.tensor(members, dtype=torch.float64).std() + 1e-6
+    ids, mask = batch()
+    advantages, _ = run(name, config={"normalize_by_std": normalize})
+    torch.testing.assert_close(advantages, torch.where(mask, expected[ids], 0.0).float())
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_nothing_to_compare_gives_exactly_zero(name):
+    # A group of one, and a group whose equal rewards (0.1) have a mean that is off by rounding.
+    advantages, _ = run(name, rewards=torch.tensor([0.1] * 5 + [3.0]), groups=torch.tensor([1, 1, 1, 1, 1, 2]))
+    assert torch.count_nonzero(advantages) == 0
+
+
+def test_group_relative_values():
+    torch.testing.assert_close(
+        group_relative(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), True),
+        torch.tensor([0.5, -0.5], dtype=torch.float64) / (0.5**0.5 + 1e-6),
+    )
+    assert leave_one_out(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64)).tolist() == [1.0, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("name", [*GROUP_RELATIVE, "reinforce_plus_plus", "gae"])
+def test_masked_tokens_get_zero_and_permutation_of_responses_changes_nothing(name):
+    ids, mask = batch()
+    values = torch.randn(len(ids), generator=torch.Generator().manual_seed(3))
+    token_rewards = -0.1 * torch.rand(len(ids), generator=torch.Generator().manual_seed(4))
+    advantages, returns = run(name, values=values, token_rewards=token_rewards)
+    assert torch.count_nonzero(advantages[~mask]) == torch.count_nonzero(returns[~mask]) == 0
+
+    order = [4, 2, 0, 5, 1, 3]
+    take = torch.cat([torch.nonzero(ids == row).squeeze(1) for row in order])
+    lengths = torch.tensor(LENGTHS)[order]
+    permuted = compute_advantages(
+        AlgorithmConfig(advantage=name), REWARDS[order], GROUPS[order], mask[take],
+        torch.arange(6).repeat_interleave(lengths), values[take], token_rewards[take],
+    )
+    torch.testing.assert_close(permuted.advantages, advantages[take], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(permuted.returns, returns[take], atol=1e-6, rtol=1e-5)
+
+
+def test_kl_in_the_reward_moves_the_group_baseline():
+    ids, mask = batch()
+    penalty = torch.where(ids == 0, -0.2, 0.0)
+    shaped = REWARDS.clone()
+    shaped[0] += -0.2 * mask[ids == 0].sum()
+    torch.testing.assert_close(run("dr_grpo", token_rewards=penalty).advantages, run("dr_grpo", rewards=shaped).advantages)
+
+
+def padded_gae(rewards, values, mask, gamma, lam):
+    """Loop over time on padded tensors; tool tokens hand the running values through."""
+    advantages = torch.zeros_like(values)
+    running, next_value = torch.zeros(len(values)), torch.zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        m = mask[:, t].float()
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(mask[:, t], delta + gamma * lam * running, running)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = running * m
+    return advantages, (advantages + values) * mask
+
+
+@pytest.mark.parametrize("placement", ["last_token", "spread"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
+def test_gae_equals_the_padded_recursion(placement, gamma, lam):
+    ids, mask = batch(seed=5)
+    values = torch.randn(len(ids), generator=torch.Generator().manual_seed(6))
+    token_rewards = torch.where(mask, 0.01 * torch.arange(len(ids)), 0.0)
+    placed = pad(token_rewards.clone(), LENGTHS)
+    for row, reward in enumerate(REWARDS.tolist()):
+        sampled = torch.nonzero(pad(mask, LENGTHS, False)[row]).squeeze(1)
+        if placement == "last_token":
+            placed[row, sampled[-1:]] += reward
+        else:
+            placed[row, sampled] += reward / max(len(sampled), 1)
+    expected, expected_returns = padded_gae(placed, pad(values, LENGTHS), pad(mask, LENGTHS, False), gamma, lam)
+    config = {"gamma": gamma, "gae_lambda": lam, "gae_whiten": False, "gae_reward": placement}
+    advantages, returns = run("gae", batch=(ids, mask), values=values, token_rewards=token_rewards, config=config)
+    torch.testing.assert_close(advantages, unpad(expected, LENGTHS))
+    torch.testing.assert_close(returns, unpad(expected_returns, LENGTHS))
+
+    raw = advantages
+    sequence_level = run("gae", batch=(ids, mask), values=values, token_rewards=token_rewards,
+                         config=config | {"gae_level": "sequence"}).advantages
+    for row in range(6):
+        chosen = mask & (ids == row)
+        if chosen.any():
+            torch.testing.assert_close(sequence_level[chosen], raw[chosen].mean().expand(int(chosen.sum())))
+
+
+def test_spread_rewards_add_up_to_the_reward():
+    ids, mask = batch()
+    for placement in ("last_token", "spread"):
+        placed = place_rewards(REWARDS, mask, ids, placement)
+        for row in range(6):
+            expected = REWARDS[row].item() if mask[ids == row].any() else 0.0
+            assert placed[ids == row].sum().item() == pytest.approx(expected)
+
+
+def test_reinforce_plus_plus_whitens_rewards_to_go_over_the_batch():
+    ids, mask = batch()
+    advantages, returns = run("reinforce_plus_plus", config={"gamma": 0.9})
+    assert advantages[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert advantages[mask].std().item() == pytest.approx(1.0, abs=1e-5)
+    first = torch.nonzero(mask & (ids == 4)).squeeze(1)
+    expected = REWARDS[4] * 0.9 ** torch.arange(len(first) - 1, -1, -1)
+    torch.testing.assert_close(returns[first], expected)
+
+
+@given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=20))
+def test_whitening_is_bounded_and_defined(values):
+    flat = torch.tensor(values)
+    white = whiten(flat, torch.ones(len(flat), dtype=torch.bool))
+    assert bool(torch.isfinite(white).all())
+    if len(set(values)) == 1:
+        assert torch.count_nonzero(white) == 0
+
+
+def test_branches_share_the_mean_on_copied_tokens():
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
+    shared = share_branch_advantages(advantages, torch.ones(5, dtype=torch.bool), torch.tensor([10, 11, 12, 10, 13]))
+    assert shared.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0]
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match="reward of response 1 is nan"):
+        run("grpo", rewards=torch.tensor([0.0, float("nan"), 0, 0, 0, 0]))
+    with pytest.raises(ValueError, match="needs the critic's values"):
+        run("gae")
+    ids, mask = batch()
+    with pytest.raises(ValueError, match="'best' is not an advantage estimator"):
+        compute_advantages(replace(AlgorithmConfig(), advantage="best"), REWARDS, GROUPS, mask, ids)
+    with pytest.raises(ValueError, match="equally long"):
+        compute_advantages(AlgorithmConfig(), REWARDS, GROUPS[:2], mask, ids)
