@@ -57,6 +57,8 @@ class DataConfig:
     deduplicate: bool = True
     """Keep the first row of each distinct prompt (DAPO-Math-17k ships 1.79 M rows of about 17 k prompts)."""
     prompt_key: str = "prompt"
+    question_instruction: str = "Solve the problem step by step and put your final answer within \\boxed{}."
+    """Added below bare questions (AIME's files, reasoning-gym); prompts that are messages stay as they are."""
     max_val_samples: int | None = None
 
 
@@ -590,13 +592,13 @@ def validate(config: Config) -> None:
         learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size * learner.context_parallel_size
     )
     if learner.world_size % model_ranks:
-        raise ConfigError(
-            f"learner.world_size={learner.world_size} is not divisible by TP x PP x CP = {model_ranks}"
-        )
+        raise ConfigError(f"learner.world_size={learner.world_size} is not divisible by TP x PP x CP = {model_ranks}")
     data_parallel = learner.world_size // model_ranks
-    expert_ranks = learner.expert_model_parallel_size * (
-        learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size
-    ) * learner.pipeline_model_parallel_size
+    expert_ranks = (
+        learner.expert_model_parallel_size
+        * (learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size)
+        * learner.pipeline_model_parallel_size
+    )
     if learner.world_size % expert_ranks:
         raise ConfigError(f"learner.world_size={learner.world_size} is not divisible by ETP x EP x PP = {expert_ranks}")
     if learner.sequence_parallel and learner.tensor_model_parallel_size == 1:
@@ -606,8 +608,8 @@ def validate(config: Config) -> None:
             raise ConfigError("learner.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
         if learner.pipeline_model_parallel_size == 2:
             raise ConfigError(
-                "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong gradients "
-                "in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4, or no VPP"
+                "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong "
+                "gradients in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4, or no VPP"
             )
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:
@@ -617,7 +619,8 @@ def validate(config: Config) -> None:
         )
     if learner.mini_batch_size % data_parallel:
         raise ConfigError(
-            f"learner.mini_batch_size={learner.mini_batch_size} is not divisible by the data parallel size {data_parallel}"
+            f"learner.mini_batch_size={learner.mini_batch_size} is not divisible by the data parallel size "
+            f"{data_parallel}"
         )
     if algorithm.kl_in_loss and algorithm.kl_in_reward:
         raise ConfigError("algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0")
@@ -632,7 +635,9 @@ def validate(config: Config) -> None:
         except ValueError as error:
             raise ConfigError(f"algorithm.adaptive_sampling.stages: {error}") from error
     if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
-        raise ConfigError(f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2")
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2"
+        )
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
     if rollout.branching.enable and rollout.branching.initial_rollouts > rollout.train.n:

@@ -58,18 +58,40 @@ def run_pipeline(
     stages.run("make-demo", [*command, "make-demo", *common], done=model)
     stages.run(
         "evaluate-untrained",
-        [*command, "evaluate", *common, *_names(config, "untrained"), "rollout.val.n=1", "trainer.log_val_generations=0"],
+        [
+            *command,
+            "evaluate",
+            *common,
+            *_names(config, "untrained"),
+            "rollout.val.n=1",
+            "trainer.log_val_generations=0",
+        ],
         done=run_dir / "untrained" / "metrics.jsonl",
     )
     stages.run("sft", [*command, "sft", *common, *_names(config, "sft")], done=sft / "COMPLETE")
     stages.run(
         "mcore_to_hf",
-        [sys.executable, str(ROOT / "conversion" / "mcore_to_hf.py"), "--mcore-dir", str(_learner(sft)), "--hf-dir", str(sft_hf)],
+        [
+            sys.executable,
+            str(ROOT / "conversion" / "mcore_to_hf.py"),
+            "--mcore-dir",
+            str(_learner(sft)),
+            "--hf-dir",
+            str(sft_hf),
+        ],
         done=sft_hf,
     )
     stages.run(
         "hf_to_mcore",
-        [sys.executable, str(ROOT / "conversion" / "hf_to_mcore.py"), "--hf-dir", str(sft_hf), "--mcore-dir", str(sft_mcore), "--verify"],
+        [
+            sys.executable,
+            str(ROOT / "conversion" / "hf_to_mcore.py"),
+            "--hf-dir",
+            str(sft_hf),
+            "--mcore-dir",
+            str(sft_mcore),
+            "--verify",
+        ],
         done=sft_mcore,
     )
     rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
@@ -77,7 +99,14 @@ def run_pipeline(
     export = run_dir / "export"
     stages.run(
         "export",
-        [sys.executable, str(ROOT / "conversion" / "mcore_to_hf.py"), "--mcore-dir", str(_learner(run_dir)), "--hf-dir", str(export)],
+        [
+            sys.executable,
+            str(ROOT / "conversion" / "mcore_to_hf.py"),
+            "--mcore-dir",
+            str(_learner(run_dir)),
+            "--hf-dir",
+            str(export),
+        ],
         done=export,
     )
     summary = demo_summary(run_dir)
@@ -159,7 +188,7 @@ def demo_summary(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def summary_text(summary: dict[str, dict[str, float]], seconds: dict[str, float]) -> str:
-    lines = [f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in row.items()) for name, row in summary.items()]
+    lines = [f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items()) for name, row in summary.items()]
     return "\n".join([*lines, "seconds by stage: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())])
 
 

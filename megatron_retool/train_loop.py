@@ -46,7 +46,7 @@ async def train(config: Config, console: Console) -> None:
                     with timer.phase("old_log_prob"):
                         batch = await add_log_probs(run, batch)
                     with timer.phase("adv"):
-                        batch, correction_metrics, skip_update = correct_rollout(config, batch)
+                        batch, correction_metrics, skip_update = correct_rollout(config, batch, step - 1)
                         batch = add_advantages(config, batch)
                     with timer.phase("update_actor"):
                         updates = [] if skip_update else await update(run, batch, step)

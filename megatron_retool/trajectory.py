@@ -83,8 +83,10 @@ class Trajectory:
         length = len(self.response_ids)
         for name in ("loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
             if len(getattr(self, name)) != length:
-                raise ValueError(f"trajectory {self.group_id}/{self.index}: {name} has {len(getattr(self, name))} "
-                                 f"entries for {length} response tokens")
+                raise ValueError(
+                    f"trajectory {self.group_id}/{self.index}: {name} has {len(getattr(self, name))} "
+                    f"entries for {length} response tokens"
+                )
         if len(self.prompt_ids) == 0:
             raise ValueError(f"trajectory {self.group_id}/{self.index} has an empty prompt")
         outside = ~self.loss_mask

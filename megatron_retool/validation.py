@@ -35,10 +35,9 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     trajectories.sort(key=lambda t: (t.group_id, t.index))
     texts = [run.decode(t) for t in trajectories]
     write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)
-    for (_, response), trajectory in list(zip(texts, trajectories, strict=True))[: config.trainer.log_val_generations]:
-        run.console.print(
-            Panel(escape(response), title=f"validation sample, step {step}, reward {trajectory.reward:+g}", expand=False)
-        )
+    shown = list(zip(texts, trajectories, strict=True))[: config.trainer.log_val_generations]
+    for (_, response), trajectory in shown:
+        run.console.print(Panel(escape(response), title=f"step {step}, reward {trajectory.reward:+g}", expand=False))
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(trajectories, seed=config.trainer.seed),

@@ -9,28 +9,21 @@ and learner side by side. Whatever happens, leaving the block stops every proces
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
+from sglang_rollout.rollout_manager import RolloutManager
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.cluster.placement import plan_placement
-from megatron_retool.cluster.runtime import ray_runtime
-from megatron_retool.config import Config, save_config
+from megatron_retool.config import Config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
-from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.rewards.manager import RewardManager
-from megatron_retool.trajectory import Trajectory
-from sglang_rollout.rollout_manager import RolloutManager
-from tools.registry import ToolRegistry
 
 
 class Deployment:
-    """The run's processes and the objects that speak to them. ``with_learner=False`` serves the model for evaluation."""
+    """The run's processes and the objects that speak to them. ``with_learner=False``: engines and tools alone."""
 
     learner: LearnerGroup
     engines: EngineGroup

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from megatron_retool.cluster.placement import Placement
-from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
+from megatron_retool.cluster.runtime import node_address, redirect_output
 from megatron_retool.config import Config
 from sglang_rollout.engine import EngineProcess
 
@@ -30,8 +30,9 @@ class EngineWorker:
             self.config.rollout.engine,
             model_path=model_path,
             host=host,
-            port=free_port(),
             log_file=self.logs / f"engine_{self.index}.log",
+            tokenizer=self.config.rollout.multi_turn.format != "hermes",  # the other formats end turns by stop strings
+            colocated=self.config.cluster.placement == "colocated",
         )
         self.engine.start()
         return self.engine.base_url

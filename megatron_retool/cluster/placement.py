@@ -1,7 +1,7 @@
 """Which process gets which GPUs: a pure plan, checked against the nodes, printed at start, then asked of Ray.
 
-Two ways. *disaggregated*: learner ranks and engines have GPUs of their own. *colocated*: both see the same GPUs and take
-turns (the engine releases its memory while the learner works). On hosts without GPUs every process runs wherever
+Two ways. *disaggregated*: learner ranks and engines have GPUs of their own. *colocated*: both see the same GPUs and
+take turns (the engine releases its memory while the learner works). On hosts without GPUs every process runs wherever
 Ray puts it, and the plan holds no GPU.
 """
 
@@ -80,7 +80,8 @@ def plan_placement(config: Config) -> Placement:
     if needed > available:
         raise ConfigError(
             f"cluster.nodes x cluster.gpus_per_node = {available} GPUs, but learner.world_size={ranks} and "
-            f"rollout.engine.count x tensor_parallel_size = {engines} x {engine_gpus} need {needed} ({config.cluster.placement})"
+            f"rollout.engine.count x tensor_parallel_size = {engines} x {engine_gpus} need {needed} "
+            f"({config.cluster.placement})"
         )
     slots = [Slot("learner", rank, rank // per_node, (rank,)) for rank in range(ranks)]
     for index in range(engines):

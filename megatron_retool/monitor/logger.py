@@ -73,7 +73,7 @@ class MetricLogger:
         if "jsonl" in loggers:
             path = self.run_dir / "metrics.jsonl"
             drop_rows_from(path, first_step)
-            self._jsonl = open(path, "a", encoding="utf-8")
+            self._jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter
 

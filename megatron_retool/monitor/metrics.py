@@ -1,4 +1,4 @@
-"""Formulas of the step metrics, under the names that verl's dashboards use. Pure functions of trajectories and numbers."""
+"""Formulas of the step metrics, under the names that verl's dashboards use: pure functions of trajectories."""
 
 from __future__ import annotations
 

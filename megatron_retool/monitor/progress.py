@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class ProgressLine:
-    """Handle on the live line: ``advance`` moves the bar, ``extend`` raises its total, ``note`` shows text beside it."""
+    """Handle on the live line: ``advance`` moves the bar, ``extend`` raises its total, ``note`` sets the text."""
 
     def __init__(self, progress: Progress, task: int) -> None:
         self._progress = progress

@@ -24,7 +24,11 @@ class Figure:
 def _figures(metrics: set[str]) -> list[Figure]:
     sources = sorted({name.split("/acc/")[0] for name in metrics if name.startswith("val-core/") and "/acc/" in name})
     figures = []
-    overall = [(n, n.split("/acc/")[1]) for n in sorted(metrics) if n.startswith("val-core/all/acc/") and "std" not in n]
+    overall = [
+        (name, name.split("/acc/")[1])
+        for name in sorted(metrics)
+        if name.startswith("val-core/all/acc/") and "std" not in name
+    ]
     if overall:
         figures.append(Figure("validation_accuracy", "Held-out accuracy", overall))
     by_source = [
@@ -49,7 +53,9 @@ def _figures(metrics: set[str]) -> list[Figure]:
             ],
         ),
         Figure("turns", "Turns", [("num_turns/mean", "mean"), ("num_turns/max", "max")]),
-        Figure("length", "Response length (tokens)", [("response_length/mean", "mean"), ("response_length/max", "max")]),
+        Figure(
+            "length", "Response length (tokens)", [("response_length/mean", "mean"), ("response_length/max", "max")]
+        ),
         Figure("entropy", "Entropy (nats)", [("actor/entropy", "entropy")]),
         Figure("gradient", "Gradient norm", [("actor/grad_norm", "norm")]),
         Figure("clip", "Clipped tokens", [("actor/pg_clipfrac", "upper"), ("actor/pg_clipfrac_lower", "dual clip")]),
@@ -121,9 +127,7 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
 
 
 def _page(title: str, notes: str, pictures: Sequence[Figure], last: dict[str, Any]) -> str:
-    images = "\n".join(
-        f'<figure><img src="{p.name}.png" alt="{html.escape(p.title)}"></figure>' for p in pictures
-    )
+    images = "\n".join(f'<figure><img src="{p.name}.png" alt="{html.escape(p.title)}"></figure>' for p in pictures)
     cells = "\n".join(
         f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>"
         for name, value in sorted(last.items())
