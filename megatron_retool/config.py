@@ -476,7 +476,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     tree = OmegaConf.structured(Config)
     _unlock(tree)
     for source, layer in layers:
-        _reject_unknown_keys(layer, Config, source)
+        _reject_unknown_keys(OmegaConf.to_container(layer), Config, source)
         try:
             tree = OmegaConf.merge(tree, layer)
         except OmegaConfBaseException as error:
@@ -502,24 +502,23 @@ def _unlock(node: Any) -> None:
             _unlock(child)
 
 
-def _reject_unknown_keys(node: DictConfig | ListConfig, schema: type, source: str, prefix: str = "") -> None:
-    if not isinstance(node, DictConfig):
+def _reject_unknown_keys(node: Any, schema: type, source: str, prefix: str = "") -> None:
+    if not isinstance(node, dict):
         raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a mapping")
-    hints = {f.name: f for f in dataclasses.fields(schema)}
-    for key in node:
-        if key not in hints:
-            dotted = f"{prefix}{key}"
+    known = {item.name for item in dataclasses.fields(schema)}
+    for key, value in node.items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
             nearest = difflib.get_close_matches(dotted, _dotted_keys(Config), n=1, cutoff=0.0)
             raise ConfigError(f"{source}: unknown key {dotted!r}; the nearest known key is {nearest[0]!r}")
-        inner = _dataclass_of(schema, str(key))
-        value = node._get_node(key)
-        if inner is None or value is None:
+        inner = _dataclass_of(schema, key)
+        if inner is None or value is None or isinstance(value, str):  # a string may be an interpolation
             continue
-        if isinstance(value, ListConfig):
-            for index in range(len(value)):
-                _reject_unknown_keys(value._get_node(index), inner, source, f"{prefix}{key}[{index}].")
-        elif OmegaConf.is_config(value):
-            _reject_unknown_keys(value, inner, source, f"{prefix}{key}.")
+        if isinstance(value, list):
+            for index, element in enumerate(value):
+                _reject_unknown_keys(element, inner, source, f"{dotted}[{index}].")
+        else:
+            _reject_unknown_keys(value, inner, source, f"{dotted}.")
 
 
 def _dataclass_of(schema: type, name: str) -> type | None:
@@ -609,7 +608,7 @@ def validate(config: Config) -> None:
         if learner.pipeline_model_parallel_size == 2:
             raise ConfigError(
                 "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong "
-                "gradients in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4, or no VPP"
+                "gradients in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4"
             )
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:

@@ -198,8 +198,9 @@ def _ranges(lengths: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArr
     """Positions, in an end-to-end layout of ``lengths``, of the elements of ``rows`` in order."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1][rows]
     counts = lengths[rows].astype(np.int64)
-    shifts = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)])[:-1], counts)
-    return np.arange(counts.sum(), dtype=np.int64) + shifts
+    shifts: npt.NDArray[np.int64] = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)])[:-1], counts)
+    positions: npt.NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + shifts
+    return positions
 
 
 def write_trajectories(
