@@ -1,0 +1,233 @@
+# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
+"""Layer modules for machines without Transformer Engine: RMSNorm, and rotary causal attention over packed sequences.
+
+Attention runs on torch's scaled_dot_product_attention.  Packed sequences of similar length become one padded batch
+(``packing.Bucket``): a call per sequence would cost more than the arithmetic of short sequences.  Under context
+parallelism keys and values are gathered from all ranks, and each rank's zigzag share of the queries sees its past
+through a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_retool.learner import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_retool.learner.packing import Bucket, ContextBucket
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the marks that sequence parallelism needs (Megatron's own wrapper refuses it)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Each TP rank sees its part of the sequence; finalize_model_grads adds the gradients up.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+@dataclass
+class LocalPackedSequences(PackedSeqParams):
+    """What this module's attention needs to know of a packed micro-batch.
+
+    ``qkv_format`` stays unset: Megatron then hands over [t, 1, heads, head_dim] and leaves the sequences to us.
+
+    Attributes:
+        buckets: see ``packing.MicroBatch``.
+        cos, sin: [t, 1, head_dim / 2] at each token's position.
+    """
+
+    buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+class RotaryTable:
+    """cos and sin of every position, grown on demand and kept."""
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        self.inverse_frequencies = inverse_frequencies.float()
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [t, 1, head_dim / 2] at ``positions`` (int64 [t], below ``max_length``)."""
+        tables = self._tables.get(dtype)
+        if tables is None or tables[0].size(0) < max_length:
+            length = max(max_length, 2 * tables[0].size(0) if tables else 256)
+            device = positions.device
+            angles = torch.outer(torch.arange(length, device=device).float(), self.inverse_frequencies.to(device))
+            tables = (angles.cos().to(dtype), angles.sin().to(dtype))
+            self._tables[dtype] = tables
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in tables)
+        return cos, sin
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of the local layer spec: rotary embedding, causality, sequence boundaries, sliding window.
+
+    Replaces Megatron's DotProductAttention.  The rotary embedding is applied here, once per micro-batch's table, because
+    Megatron's own path for packed sequences loops over them in every layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+        group = getattr(pg_collection, "cp", None)
+        self.context_group = group if group is not None else parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: LocalPackedSequences | None = None,
+    ) -> Tensor:
+        """[t, 1, heads, head_dim] queries, [t, 1, groups, head_dim] keys and values -> [t, 1, heads x head_dim]."""
+        packed = packed_seq_params
+        assert isinstance(packed, LocalPackedSequences), "micro-batches are always packed"
+        query = _Rotary.apply(query.squeeze(1), packed.cos, packed.sin)
+        key = _Rotary.apply(key.squeeze(1), packed.cos, packed.sin)
+        value = value.squeeze(1)
+        if self.context_group.size() == 1:
+            out = self._within_rank(query, key, value, packed.buckets)
+        else:
+            out = self._across_ranks(query, key, value, packed.buckets)
+        return out.reshape(out.size(0), 1, -1)
+
+    def _within_rank(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+        sizes = [bucket.tokens for bucket in buckets]
+        # split, not slices: the gradients of a split are one concatenation.
+        parts = zip(*(x.split(sizes) for x in (query, key, value)), buckets, strict=True)
+        outputs = []
+        for q, k, v, bucket in parts:
+            q, k, v = (_to_grid(x, bucket) for x in (q, k, v))
+            mask = None
+            if self.window is not None and bucket.length > self.window:
+                positions = torch.arange(bucket.length, device=q.device)
+                mask = self._mask(positions, positions)
+            outputs.append(_from_grid(self._attend(q, k, v, mask), bucket))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+        # Forward all-gather, backward reduce-scatter, along the tokens.
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
+        outputs = []
+        for q, bucket in zip(query.split([b.queries.tokens for b in buckets]), buckets, strict=True):
+            shape = (bucket.queries.batch, bucket.key_length, key.size(1), 2 * key.size(2))
+            k, v = both.index_select(0, bucket.key_pad).view(shape).chunk(2, dim=-1)
+            keys = torch.arange(bucket.key_length, device=q.device)
+            mask = self._mask(bucket.query_positions, keys).unsqueeze(1)
+            outputs.append(_from_grid(self._attend(_to_grid(q, bucket.queries), k, v, mask), bucket.queries))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [..., queries, keys]: which keys a query sees."""
+        distance = queries.unsqueeze(-1) - keys
+        visible = distance >= 0
+        return visible if self.window is None else visible & (distance < self.window)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, L, heads, d] -> [B, L, heads, d]."""
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return out.transpose(1, 2)
+
+
+def _to_grid(x: Tensor, bucket: Bucket) -> Tensor:
+    """[tokens, ...] -> [B, L, ...]."""
+    if bucket.pad is not None:
+        x = _Pad.apply(x, bucket.pad, bucket.cells)
+    return x.reshape(bucket.batch, bucket.length, *x.shape[1:])
+
+
+def _from_grid(x: Tensor, bucket: Bucket) -> Tensor:
+    """[B, L, ...] -> [tokens, ...]."""
+    x = x.reshape(bucket.batch * bucket.length, *x.shape[2:])
+    return x if bucket.cells is None else _Unpad.apply(x, bucket.cells)
+
+
+class _Pad(torch.autograd.Function):
+    """Gather whose backward is a gather too: a padding cell's gradient is zero, every token has one cell."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pad: Tensor, cells: Tensor) -> Tensor:
+        ctx.save_for_backward(cells)
+        return x.index_select(0, pad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (cells,) = ctx.saved_tensors
+        return grad.index_select(0, cells), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Gather without repetition, so that the backward pass is a copy and not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cells: Tensor) -> Tensor:
+        ctx.save_for_backward(cells)
+        ctx.rows = x.size(0)
+        return x.index_select(0, cells)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (cells,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, cells, grad), None
+
+
+class _Rotary(torch.autograd.Function):
+    """Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1.0), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    a, b = x.chunk(2, dim=-1)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=right).addcmul_(a, sin, value=direction)
+    return out

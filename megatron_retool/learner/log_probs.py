@@ -1,0 +1,205 @@
+# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
+"""log pi(token) and entropy from hidden states, without ever holding the logits of all tokens.
+
+The plain way stores fp32 logits [tokens, vocabulary] and several temporaries of that size: 5 GB each at 8k tokens and
+a vocabulary of 152k.  Here the output layer, the softmax and both reductions run chunk by chunk over tokens; the
+backward pass computes each chunk's logits again.  The vocabulary may be split over tensor-parallel ranks.
+
+With x = logits / temperature, p = softmax(x), for a token y:
+
+    log_prob = x_y - log sum_j exp x_j            d log_prob / d x_j = [j = y] - p_j
+    entropy  = - sum_j p_j log p_j                d entropy  / d x_j = - p_j (log p_j + entropy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_retool.learner import cpu
+
+cpu.install()
+
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+def head_hidden_states(
+    hidden: Tensor, positions: Tensor, sequence_parallel: bool, group: dist.ProcessGroup, replicated_head: bool = False
+) -> Tensor:
+    """The rows of a packed hidden-state stream that the head reads, ready for ``log_probs_and_entropy``.
+
+    Args:
+        hidden: [t, 1, h]; with sequence parallelism this rank's [t / TP, 1, h].
+        positions: int64 [n], rows of the whole stream.
+        sequence_parallel: whether ``hidden`` is split over ``group``.
+        group: the tensor-parallel group.
+        replicated_head: True where every rank of ``group`` computes the same head (a value head), False where each
+            holds a part of the vocabulary and its gradients have to be summed.
+
+    Returns:
+        [n, h].
+    """
+    if sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=not replicated_head, group=group
+        )
+        return hidden.squeeze(1).index_select(0, positions)
+    selected = hidden.squeeze(1).index_select(0, positions)
+    return selected if replicated_head else copy_to_tensor_model_parallel_region(selected, group=group)
+
+
+def log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    fp32_head: bool = False,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log pi(target) and the entropy of the next-token distribution, both differentiable.
+
+    Args:
+        hidden: [n, h], the same on every rank of ``group``. Its gradient is this rank's part of a sum over ``group``:
+            take it through ``head_hidden_states``.
+        weight: [V / TP, h], this rank's rows of the output layer.
+        targets: int64 [n], global token ids.
+        vocab_size: tokens of the vocabulary; rows beyond it are padding and get probability 0.
+        group: tensor-parallel group over which the vocabulary is split; None or of size 1: not split.
+        temperature: logits are divided by it.
+        chunk_tokens: rows whose logits exist at one time.
+        fp32_head: multiply in fp32 whatever the dtype of ``hidden`` and ``weight``.
+        main_grad: where given, the weight's gradient is added to this fp32 buffer (Megatron's main gradient) and not
+            returned through autograd, which would hold a second tensor of the weight's size.
+
+    Returns:
+        log_probs, entropy: float32 [n].
+    """
+    if group is not None and group.size() == 1:
+        group = None
+    first = 0 if group is None else group.rank() * weight.size(0)
+    settings = _Settings(
+        group=group,
+        first_row=first,
+        padding=min(max(first + weight.size(0) - vocab_size, 0), weight.size(0)),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        dtype=torch.float32 if fp32_head else hidden.dtype,
+        main_grad=main_grad,
+    )
+    return _ChunkedHead.apply(hidden, weight, targets, settings)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    group: dist.ProcessGroup | None
+    first_row: int
+    padding: int
+    """Rows at the end of this rank's part that are vocabulary padding."""
+    temperature: float
+    chunk_tokens: int
+    dtype: torch.dtype
+    main_grad: Tensor | None
+
+    def chunks(self, rows: int) -> Iterator[slice]:
+        for start in range(0, rows, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, rows))
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32 [rows, V / TP], divided by the temperature, -inf on padding."""
+        x = torch.mm(hidden.to(self.dtype), weight.t()).float()
+        if self.temperature != 1.0:
+            x.div_(self.temperature)
+        self.fill_padding(x, float("-inf"))
+        return x
+
+    def fill_padding(self, x: Tensor, value: float) -> None:
+        if self.padding:
+            x[:, x.size(1) - self.padding :] = value
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        n = hidden.size(0)
+        # The target's row in this rank's part of the vocabulary; 0, and not owned, where it lies in another's.
+        local = targets - settings.first_row
+        owned = (local >= 0) & (local < weight.size(0))
+        local = local.masked_fill(~owned, 0)
+        head = weight.to(settings.dtype)
+        log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
+        entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        for take in settings.chunks(n):
+            x = settings.logits(hidden[take], head)
+            peak = x.amax(-1)
+            if settings.group is not None:
+                dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=settings.group)
+            x.sub_(peak.unsqueeze(-1))
+            sums = x.new_empty(3, x.size(0))
+            torch.mul(x.gather(-1, local[take].unsqueeze(-1)).squeeze(-1), owned[take], out=sums[1])
+            p = x.exp()
+            torch.sum(p, -1, out=sums[0])
+            settings.fill_padding(x, 0.0)
+            torch.sum(p.mul_(x), -1, out=sums[2])
+            if settings.group is not None:
+                dist.all_reduce(sums, group=settings.group)
+            normalizer = sums[0].log()
+            log_probs[take] = sums[1] - normalizer
+            entropy[take] = normalizer - sums[2] / sums[0]
+            log_z[take] = normalizer + peak
+        ctx.save_for_backward(hidden, weight, local, owned, log_z, entropy)
+        ctx.settings = settings
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        hidden, weight, local, owned, log_z, entropy = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_z)
+        head = weight.to(settings.dtype)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = None
+        if needs_weight:
+            # fp32, since bf16 cannot add up many chunks.
+            grad_weight = settings.main_grad if settings.main_grad is not None else torch.zeros(
+                weight.shape, dtype=torch.float32, device=weight.device
+            )
+        for take in settings.chunks(hidden.size(0)):
+            log_p = settings.logits(hidden[take], head).sub_(log_z[take].unsqueeze(-1))
+            p = log_p.exp()
+            if grad_entropy is not None:
+                settings.fill_padding(log_p, 0.0)
+                log_p.add_(entropy[take].unsqueeze(-1)).mul_(grad_entropy[take].unsqueeze(-1))
+                p.mul_(log_p.add_(grad_log_probs[take].unsqueeze(-1))).neg_()
+            else:
+                p.mul_(grad_log_probs[take].neg().unsqueeze(-1))
+            del log_p
+            p.scatter_add_(-1, local[take].unsqueeze(-1), (grad_log_probs[take] * owned[take]).unsqueeze(-1))
+            if settings.temperature != 1.0:
+                p.div_(settings.temperature)
+            grad_logits = p.to(settings.dtype)
+            if grad_hidden is not None:
+                grad_hidden[take] = torch.mm(grad_logits, head)
+            if grad_weight is not None:
+                inputs = hidden[take].to(settings.dtype)
+                if settings.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), inputs)
+                else:
+                    grad_weight.add_(torch.mm(grad_logits.t(), inputs))
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype) if settings.main_grad is None else None
+        return grad_hidden, grad_weight, None, None

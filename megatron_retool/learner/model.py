@@ -1,0 +1,316 @@
+# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
+"""From a Hugging Face config to Megatron-Core models: the policy, its reference copy, the critic.
+
+One builder for every machine.  With Transformer Engine the layers come from its spec; without it (CPU, or a GPU without
+Transformer Engine) from Megatron's local spec with the modules of ``attention.py``.  Parameter names differ between the
+two in the norms alone, which the weight map knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conversion.architecture import Architecture
+from megatron_retool.config import LearnerConfig
+from megatron_retool.learner import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm, RotaryTable
+from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
+from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
+from megatron_retool.learner.precision import Acceleration, transformer_options
+
+
+def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
+    """float32 [head_dim / 2]: theta^(-2i/d), stretched as the model's rope scaling says.
+
+    llama3 keeps wavelengths below original / high_freq_factor, divides the frequency of those above
+    original / low_freq_factor by ``factor``, and interpolates between.
+    """
+    exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
+    frequencies = 1.0 / (architecture.rope_theta**exponents)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    original = scaling.original_max_position_embeddings
+    smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def build_transformer_config(
+    architecture: Architecture, learner: LearnerConfig, layout: ParallelLayout, acceleration: Acceleration,
+    random_weights: bool = False,
+) -> TransformerConfig:
+    """Megatron's description of the model in this layout and precision.
+
+    ``random_weights``: initialise parameters; False leaves them empty for weights that are read next.
+    """
+    options: dict[str, Any] = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.head_dim,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.rms_norm_eps,
+        "qk_layernorm": architecture.qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.attention_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": architecture.initializer_range,
+        "use_cpu_initialization": not acceleration.cuda,
+        "perform_initialization": random_weights,
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor if architecture.is_moe else None,
+        # Packed micro-batches differ in length, so stages tell each other the shape first.
+        "variable_seq_lengths": True,
+        # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
+        "calculate_per_token_loss": True,
+        "batch_p2p_comm": True,
+        "batch_p2p_sync": acceleration.cuda,
+        # On gloo, sends may still be reading an output that Megatron would free: silently wrong numbers.
+        "deallocate_pipeline_outputs": acceleration.cuda,
+        "overlap_p2p_comm": False,
+    }
+    if architecture.sliding_window is not None:
+        options["window_size"] = (architecture.sliding_window - 1, 0)
+    if architecture.is_moe:
+        options |= {
+            "num_moe_experts": architecture.num_experts,
+            "moe_router_topk": architecture.num_experts_per_tok,
+            "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+            # Softmax over the chosen experts' logits equals the softmax over all, divided by the chosen ones' sum.
+            "moe_router_pre_softmax": not architecture.norm_topk_prob or architecture.num_experts_per_tok == 1,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": acceleration.transformer_engine is not None,
+        }
+    return TransformerConfig(**options, **transformer_options(learner, acceleration))
+
+
+def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None) -> Any:
+    """The transformer block's layers for this machine."""
+    if acceleration.transformer_engine is not None:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+class PackedModel(GPTModel):
+    """A GPTModel that reads packed micro-batches; on the last pipeline stage ``_head`` turns hidden states into output."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        acceleration: Acceleration,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        tied: bool,
+    ) -> None:
+        super().__init__(
+            config,
+            layer_spec(config, acceleration, vp_stage),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            rotary_base=architecture.rope_theta,
+            vp_stage=vp_stage,
+        )
+        self.architecture = architecture
+        self.uses_transformer_engine = acceleration.transformer_engine is not None
+        frequencies = rope_inverse_frequencies(architecture)
+        self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        self._rotary_table = RotaryTable(frequencies)
+
+    def forward(self, micro_batch: MicroBatch, **head_options: Any) -> Tensor:
+        """One stage's pass over a micro-batch.
+
+        Returns:
+            Hidden states [t, 1, h] (with sequence parallelism [t / TP, 1, h]) on stages before the last; what ``_head``
+            returns on the last.
+        """
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids)
+        rotary, packed = self._sequence_parameters(micro_batch)
+        hidden = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+        )
+        return self._head(hidden, micro_batch, **head_options) if self.post_process else hidden
+
+    def _sequence_parameters(self, micro_batch: MicroBatch) -> tuple[Tensor | None, PackedSeqParams]:
+        lengths = {
+            "cu_seqlens_q": micro_batch.cu_seqlens,
+            "cu_seqlens_kv": micro_batch.cu_seqlens,
+            "max_seqlen_q": micro_batch.max_seqlen,
+            "max_seqlen_kv": micro_batch.max_seqlen,
+        }
+        if self.uses_transformer_engine:
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q_padded=micro_batch.cu_seqlens,
+                cu_seqlens_kv_padded=micro_batch.cu_seqlens,
+                **lengths,
+            )
+            return self.rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True), packed
+        cos, sin = self._rotary_table.at(
+            micro_batch.position_ids.squeeze(0), micro_batch.max_seqlen, self.config.params_dtype
+        )
+        return None, LocalPackedSequences(buckets=micro_batch.buckets, cos=cos, sin=sin, **lengths)
+
+    def _head(self, hidden: Tensor, micro_batch: MicroBatch, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class PolicyModel(PackedModel):
+    """The language model: log-probs and entropy of the tokens that the micro-batch's head positions predict."""
+
+    def _head(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        micro_batch: MicroBatch,
+        *,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+        fp32_head: bool = False,
+        logits: bool = False,
+    ) -> Tensor:
+        """float32 [2, n]: log-probs, entropy.  With ``logits``: this TP rank's float32 [n, V / TP] instead."""
+        group = self.pg_collection.tp
+        selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
+        weight = self.head_weight()
+        if logits:
+            return torch.mm(selected, weight.t()).float()
+        # Only the parameter itself has a main gradient, and only under Megatron's DDP.
+        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+        return torch.stack(
+            log_probs_and_entropy(
+                selected,
+                weight,
+                micro_batch.targets,
+                vocab_size=self.architecture.vocab_size,
+                group=group,
+                temperature=temperature,
+                chunk_tokens=chunk_tokens,
+                fp32_head=fp32_head,
+                main_grad=main_grad,
+            )
+        )
+
+    def head_weight(self) -> Tensor:
+        """[V / TP, h]: the output layer's weight, or the tied embedding."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class CriticModel(PackedModel):
+    """The same backbone with one output: the value of the state in which each response token is generated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "tied": False})
+        if self.post_process:
+            self.output_layer = None
+            # Zero at the start: no value is better than a random one.
+            self.value_head = torch.nn.Linear(
+                self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype,
+                device=self.decoder.final_layernorm.weight.device,
+            )
+            torch.nn.init.zeros_(self.value_head.weight)
+
+    def _head(self, hidden: Tensor, micro_batch: MicroBatch, **_: Any) -> Tensor:
+        """float32 [n]."""
+        selected = head_hidden_states(
+            hidden,
+            micro_batch.head_positions,
+            self.config.sequence_parallel,
+            self.pg_collection.tp,
+            replicated_head=True,
+        )
+        return self.value_head(selected).squeeze(-1).float()
+
+
+def build_model_chunks(
+    architecture: Architecture,
+    config: TransformerConfig,
+    acceleration: Acceleration,
+    model_class: Callable[..., PackedModel] = PolicyModel,
+) -> list[PackedModel]:
+    """This rank's part of the model: one chunk, or one for each virtual pipeline stage."""
+    stages: list[int | None] = [None]
+    if config.virtual_pipeline_model_parallel_size is not None:
+        stages = list(range(config.virtual_pipeline_model_parallel_size))
+    chunks = []
+    for stage in stages:
+        ignore = stage is None
+        chunk = model_class(
+            architecture,
+            config,
+            acceleration,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=stage),
+            vp_stage=stage,
+            tied=architecture.tie_word_embeddings,
+        )
+        if acceleration.cuda:
+            chunk.cuda(torch.cuda.current_device())
+        chunks.append(chunk.to(config.params_dtype))
+    return chunks

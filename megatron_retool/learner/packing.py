@@ -1,0 +1,348 @@
+"""From a TrajectoryBatch to packed micro-batches: whole sequences end to end, no padding but what a layout needs.
+
+Every rank gets the same batch, computes the same plan and cuts out its own share: data-parallel ranks take different
+sequences, context-parallel ranks different pieces of the same ones.  Context parallelism cuts a sequence into 2 x CP
+chunks and gives rank r the chunks r and 2 x CP - 1 - r ("zigzag"), so that every rank has as many causal
+query-key pairs as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_retool.algorithms.sequence_balance import balanced_partition, pack_micro_batches, sequence_cost
+from megatron_retool.learner.parallel import ParallelLayout
+from megatron_retool.trajectory import TrajectoryBatch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length that attention treats as one padded batch [B, L].
+
+    The bucket is a contiguous run of ``tokens`` packed tokens; buckets follow one another in the stream.  ``pad``
+    [B * L] names, for every cell, the token of the run in it (any token in padding cells: causality keeps them from
+    being seen, and their outputs are dropped); ``cells`` [tokens] holds the cell of each token.  None for both: all
+    lengths are equal and the run is the batch.
+    """
+
+    tokens: int
+    batch: int
+    length: int
+    pad: torch.Tensor | None
+    cells: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ContextBucket:
+    """A bucket under context parallelism: local queries against keys gathered from all CP ranks.
+
+    ``key_pad`` [B * key_length] names, in natural order, cells of the gathered key stream (CP rank after CP rank);
+    ``query_positions`` [B, L] are the queries' positions in their sequences.
+    """
+
+    queries: Bucket
+    key_length: int
+    key_pad: torch.Tensor
+    query_positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch, this context-parallel rank's share of it. t = its packed tokens, padding included.
+
+    Attributes:
+        rows: row of the batch of each packed sequence; empty for a filler that only keeps ranks in step.
+        input_ids, position_ids: int64 [1, t].
+        cu_seqlens: int32 [sequences + 1], boundaries in the whole (not the local) stream, padding included.
+        head_positions: int64 [n], local tokens whose output the head reads: each predicts a response token.
+        targets: int64 [n], the predicted tokens.
+        slots: int64 [n], where those stand among the micro-batch's response tokens.
+        response_positions: int64 [R], the micro-batch's response tokens as positions in the batch's columns, whole
+            sequences on every context-parallel rank.
+        sequence_ids: int64 [R], 0 .. len(rows) - 1.
+        buckets: what attention does with it where Transformer Engine is absent.
+    """
+
+    rows: Int64Array
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    head_positions: torch.Tensor
+    targets: torch.Tensor
+    slots: torch.Tensor
+    response_positions: Int64Array
+    sequence_ids: torch.Tensor
+    buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...]
+    real_tokens: int
+    """Tokens of the whole micro-batch that are not padding."""
+
+    def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """The micro-batch's part [R] of a batch column [T]."""
+        return torch.from_numpy(values[self.response_positions]).to(self.targets.device)
+
+
+class Packer:
+    """Plans and cuts micro-batches for one rank of a layout.
+
+    Args:
+        layout: sizes of the parallel dimensions.
+        max_tokens: token budget of a micro-batch over all context-parallel ranks, padding included.
+        data_rank, context_rank: this process's place.
+        device: where the tensors go.
+        quadratic_cost: cost of one query-key pair relative to one token outside attention.
+        token_multiple: a micro-batch's local length is padded to a multiple of this on top of what the layout needs
+            (FP8 kernels want 16 or more).
+        attention_buckets: fill ``MicroBatch.buckets``; Transformer Engine does without.
+        pairs_per_call: query-key pairs of padding that are as slow as one more attention call.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        max_tokens: int,
+        data_rank: int,
+        context_rank: int,
+        device: torch.device,
+        *,
+        quadratic_cost: float = 0.0,
+        token_multiple: int = 1,
+        attention_buckets: bool = True,
+        pairs_per_call: float = 16384.0,
+    ) -> None:
+        self.layout = layout
+        self.max_tokens = max_tokens
+        self.data_rank = data_rank
+        self.context_rank = context_rank
+        self.device = device
+        self.quadratic_cost = quadratic_cost
+        self.token_multiple = token_multiple
+        self.attention_buckets = attention_buckets
+        self.pairs_per_call = pairs_per_call
+
+    def plan(self, lengths: Sequence[int] | npt.NDArray[Any], keep_order: bool = False) -> list[list[Int64Array]]:
+        """Rows of every micro-batch of every data-parallel rank.
+
+        All ranks get equally many micro-batches, under VPP a multiple of the pipeline size; ranks that have too few
+        sequences get empty ones.
+
+        Args:
+            lengths: tokens of each sequence.
+
+        Returns:
+            plan[data_rank][micro_batch] = row numbers.
+
+        Raises:
+            ValueError: a sequence alone exceeds the token budget; the message names its row.
+        """
+        padded = self._padded(np.asarray(lengths, dtype=np.int64))
+        if len(padded) and padded.max() > self.max_tokens:
+            row = int(padded.argmax())
+            raise ValueError(
+                f"sequence {row} of the batch has {int(np.asarray(lengths)[row])} tokens, more than "
+                f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
+            )
+        costs = np.asarray(sequence_cost(padded, 1.0, self.quadratic_cost), dtype=np.float64)
+        if self.layout.data == 1:
+            shares = [np.arange(len(padded))]
+        else:
+            shares = [np.asarray(part, dtype=np.int64) for part in balanced_partition(costs, self.layout.data)]
+        count = max(len(pack_micro_batches(padded[share], self.max_tokens)) for share in shares) if len(padded) else 1
+        count = max(count, 1)
+        if self.layout.virtual_pipeline is not None:
+            count = -(-count // self.layout.pipeline) * self.layout.pipeline
+        plan = []
+        for share in shares:
+            packed = pack_micro_batches(padded[share], self.max_tokens, count, costs[share])
+            plan.append([share[np.asarray(rows, dtype=np.int64)] for rows in packed])
+        return plan
+
+    def micro_batches(self, batch: TrajectoryBatch, head_on: str = "loss_mask") -> list[MicroBatch]:
+        """This rank's micro-batches.
+
+        Args:
+            batch: the whole mini-batch, the same on every rank.
+            head_on: "loss_mask": the head reads what predicts tokens of the loss mask; "response": what predicts any
+                response token (a critic's values).
+        """
+        lengths = batch.total_lengths.astype(np.int64)
+        stream = _Stream(batch)
+        return [self._cut(batch, stream, rows, head_on) for rows in self.plan(lengths)[self.data_rank]]
+
+    def _padded(self, lengths: Int64Array) -> Int64Array:
+        multiple = self.layout.sequence_multiple
+        return -(-lengths // multiple) * multiple
+
+    def _cut(self, batch: TrajectoryBatch, stream: _Stream, rows: Int64Array, head_on: str) -> MicroBatch:
+        cp = self.layout.context
+        # Long sequences first: neighbours are of similar length, which is what attention's buckets want.
+        rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
+        lengths = stream.lengths[rows] if len(rows) else np.zeros(1, np.int64)
+        padded = np.maximum(self._padded(lengths), self.layout.sequence_multiple)
+        unit = int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * cp))
+        padded[-1] += -int(padded.sum()) % unit
+        boundaries = np.concatenate([[0], np.cumsum(padded)])
+        total = int(boundaries[-1])
+
+        # The whole stream, padding as token 0 at the positions that follow the sequence's own.
+        owner = np.repeat(np.arange(len(padded)), padded)
+        position = np.arange(total) - boundaries[owner]
+        ids = np.zeros(total, np.int64)
+        if len(rows):
+            ids[position < lengths[owner]] = stream.tokens(rows)
+
+        # Response tokens in row order; token k of a sequence is predicted from position k - 1.
+        responses = batch.response_lengths[rows].astype(np.int64) if len(rows) else np.zeros(0, np.int64)
+        response_owner = np.repeat(np.arange(len(rows)), responses)
+        inside = _ramp(responses)
+        response_positions = stream.response_starts[rows][response_owner] + inside if len(rows) else inside
+        predicted_from = boundaries[response_owner] + batch.prompt_lengths[rows][response_owner] + inside - 1
+        if head_on == "loss_mask":
+            slots = np.flatnonzero(batch.loss_mask[response_positions])
+        else:
+            slots = np.arange(len(response_positions))
+        heads = predicted_from[slots]
+        targets = batch.response_ids[response_positions[slots]].astype(np.int64)
+
+        local = np.arange(total)
+        if cp > 1:
+            local = zigzag(padded, cp, self.context_rank)
+            place = np.full(total, -1)
+            place[local] = np.arange(len(local))
+            mine = place[heads] >= 0
+            slots, targets, heads = slots[mine], targets[mine], place[heads[mine]]
+
+        def tensor(array: npt.NDArray[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, dtype)
+
+        buckets: tuple[Any, ...] = ()
+        if self.attention_buckets:
+            if cp == 1:
+                buckets = tuple(self._bucket(padded, a, b) for a, b in self._bucket_ranges(padded))
+            else:
+                buckets = tuple(
+                    self._context_bucket(padded, boundaries, position[local], a, b)
+                    for a, b in self._bucket_ranges(padded)
+                )
+        return MicroBatch(
+            rows=rows,
+            input_ids=tensor(ids[local])[None],
+            position_ids=tensor(position[local])[None],
+            cu_seqlens=tensor(boundaries, torch.int32),
+            max_seqlen=int(padded.max()),
+            head_positions=tensor(heads),
+            targets=tensor(targets),
+            slots=tensor(slots),
+            response_positions=response_positions,
+            sequence_ids=tensor(response_owner),
+            buckets=buckets,
+            real_tokens=int(lengths.sum()) if len(rows) else 0,
+        )
+
+    def _bucket_ranges(self, lengths: Int64Array) -> list[tuple[int, int]]:
+        """Cut sequences into runs so that padded pairs plus calls cost least (dynamic program over the cuts).
+
+        Every run is padded to its longest sequence, so runs of the (nearly) sorted lengths are all that can be best.
+        """
+        count = len(lengths)
+        best = np.zeros(count + 1)
+        cut = np.zeros(count + 1, np.int64)
+        tallest = np.empty(count, np.float64)
+        for end in range(1, count + 1):
+            # tallest[i]: longest of lengths[i:end]
+            tallest[end - 1] = lengths[end - 1]
+            np.maximum(tallest[:end], lengths[end - 1], out=tallest[:end])
+            cost = best[:end] + self.pairs_per_call + (end - np.arange(end)) * tallest[:end] ** 2
+            cut[end] = int(cost.argmin())
+            best[end] = cost[cut[end]]
+        ranges = []
+        end = count
+        while end > 0:
+            ranges.append((int(cut[end]), end))
+            end = int(cut[end])
+        return ranges[::-1]
+
+    def _bucket(self, lengths: Int64Array, a: int, b: int) -> Bucket:
+        lengths = lengths[a:b]
+        tokens = int(lengths.sum())
+        longest = int(lengths.max())
+        pad = cells = None
+        if (lengths != longest).any():
+            owner = np.repeat(np.arange(b - a), lengths)
+            cell = owner * longest + _ramp(lengths)
+            grid = np.zeros((b - a) * longest, np.int64)
+            grid[cell] = np.arange(tokens)
+            pad = torch.from_numpy(grid).to(self.device)
+            cells = torch.from_numpy(cell).to(self.device)
+        return Bucket(tokens, b - a, longest, pad, cells)
+
+    def _context_bucket(
+        self, padded: Int64Array, boundaries: Int64Array, positions: Int64Array, a: int, b: int
+    ) -> ContextBucket:
+        cp = self.layout.context
+        queries = self._bucket(padded // cp, a, b)
+        longest = int(padded[a:b].max())
+        share = int(boundaries[-1]) // cp
+        key_pad = np.full((b - a, longest), int(boundaries[a]) // cp)
+        for index in range(a, b):
+            chunk = int(padded[index]) // (2 * cp)
+            start = int(boundaries[index]) // cp
+            for piece in range(2 * cp):
+                rank, half = (piece, 0) if piece < cp else (2 * cp - 1 - piece, 1)
+                source = rank * share + start + half * chunk
+                key_pad[index - a, piece * chunk : (piece + 1) * chunk] = np.arange(source, source + chunk)
+        grid = np.zeros((b - a) * queries.length, np.int64)
+        run = positions[boundaries[a] // cp : boundaries[b] // cp]
+        if queries.cells is None:
+            grid[:] = run
+        else:
+            grid[queries.cells.cpu().numpy()] = run
+        return ContextBucket(
+            queries=queries,
+            key_length=longest,
+            key_pad=torch.from_numpy(key_pad.reshape(-1)).to(self.device),
+            query_positions=torch.from_numpy(grid.reshape(b - a, queries.length)).to(self.device),
+        )
+
+
+def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Array:
+    """Positions, in a packed stream of ``lengths`` (multiples of 2 x CP), that a context-parallel rank holds."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    chunks = lengths // (2 * context_size)
+    # Per sequence two runs, one after the other: chunk r, then chunk 2 CP - 1 - r.
+    firsts = np.stack([starts + context_rank * chunks, starts + (2 * context_size - 1 - context_rank) * chunks], axis=1)
+    counts = np.repeat(chunks, 2)
+    return np.repeat(firsts.reshape(-1), counts) + _ramp(counts)
+
+
+def _ramp(counts: Int64Array) -> Int64Array:
+    """0 .. c - 1 for each count c, end to end."""
+    counts = np.asarray(counts, dtype=np.int64)
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+
+
+class _Stream:
+    """All sequences of a batch, prompt and response joined, end to end."""
+
+    def __init__(self, batch: TrajectoryBatch) -> None:
+        prompts, responses = batch.prompt_lengths.astype(np.int64), batch.response_lengths.astype(np.int64)
+        self.lengths = prompts + responses
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.response_starts = np.cumsum(responses) - responses
+        self.ids = np.empty(int(self.lengths.sum()), np.int64)
+        self.ids[np.repeat(self.starts, prompts) + _ramp(prompts)] = batch.prompt_ids
+        self.ids[np.repeat(self.starts + prompts, responses) + _ramp(responses)] = batch.response_ids
+
+    def tokens(self, rows: Int64Array) -> Int64Array:
+        """Tokens of ``rows``, end to end."""
+        counts = self.lengths[rows]
+        return self.ids[np.repeat(self.starts[rows], counts) + _ramp(counts)]

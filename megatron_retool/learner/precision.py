@@ -1,0 +1,231 @@
+"""Number formats, recomputation and fused kernels: what the config asks for, what the machine has, Megatron's options.
+
+No CUDA, Transformer Engine or Megatron import happens here, so that every rule can be checked and tested anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from conversion.architecture import Architecture
+from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """What a recipe needs (Transformer Engine and compute capability) and what its kernels want (token multiple)."""
+
+    minimum_te: tuple[int, int]
+    minimum_capability: tuple[int, int]
+    token_multiple: int
+
+
+FP8_RECIPES = {
+    "delayed": Fp8Recipe((1, 7), (8, 9), 16),
+    "tensorwise": Fp8Recipe((2, 2), (8, 9), 16),
+    "blockwise": Fp8Recipe((2, 3), (9, 0), 128),
+    "mxfp8": Fp8Recipe((2, 1), (10, 0), 32),
+}
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """What this process can use."""
+
+    cuda: bool
+    capability: tuple[int, int] | None = None
+    gpu_name: str | None = None
+    transformer_engine: str | None = None
+    """Version; None where it is missing or there is no GPU for it."""
+    apex: bool = False
+    fused_weight_gradient: bool = False
+    """Apex's kernel that adds weight gradients to the fp32 main gradients inside the matrix product."""
+
+    @classmethod
+    def detect(cls) -> Acceleration:
+        if not torch.cuda.is_available():
+            return cls(cuda=False)
+        version = None
+        if importlib.util.find_spec("transformer_engine") is not None:
+            try:
+                version = importlib.metadata.version("transformer_engine")
+            except importlib.metadata.PackageNotFoundError:
+                version = importlib.metadata.version("transformer-engine-torch")
+        return cls(
+            cuda=True,
+            capability=torch.cuda.get_device_capability(),
+            gpu_name=torch.cuda.get_device_name(),
+            transformer_engine=version,
+            apex=importlib.util.find_spec("apex") is not None,
+            fused_weight_gradient=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        )
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        if not self.cuda:
+            return f"CPU, {torch.get_num_threads()} thread(s); local layer spec, torch attention and Adam"
+        te = f"Transformer Engine {self.transformer_engine}" if self.transformer_engine else "no Transformer Engine"
+        return (
+            f"{self.gpu_name} (sm{''.join(map(str, self.capability or ()))}); {te}; apex {_yes(self.apex)}; "
+            f"fused weight gradients {_yes(self.fused_weight_gradient)}; "
+            f"{'Transformer Engine' if self.transformer_engine else 'local'} layer spec"
+        )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def check_precision(
+    learner: LearnerConfig, optimizer: OptimizerConfig, architecture: Architecture, acceleration: Acceleration
+) -> None:
+    """Hold the settings against the machine, before any weight is read.
+
+    Raises:
+        ConfigError: naming the key, what is missing and what would do.
+    """
+    recipe = learner.fp8.recipe
+    if learner.dtype == "float16" and not acceleration.cuda:
+        raise ConfigError("learner.dtype=float16 needs CUDA: use float32 or bfloat16 on a CPU")
+    if recipe is not None:
+        if recipe not in FP8_RECIPES:
+            raise ConfigError(f"learner.fp8.recipe={recipe!r} is not one of {', '.join(FP8_RECIPES)}")
+        needs = FP8_RECIPES[recipe]
+        if learner.dtype != "bfloat16":
+            raise ConfigError(f"learner.fp8.recipe={recipe} needs learner.dtype=bfloat16, not {learner.dtype}")
+        if not acceleration.cuda:
+            raise ConfigError(f"learner.fp8.recipe={recipe} needs a CUDA device with FP8, and this host has none: set "
+                              "learner.fp8.recipe=null")
+        if acceleration.transformer_engine is None:
+            raise ConfigError(f"learner.fp8.recipe={recipe} needs Transformer Engine, which is not installed")
+        if _version(acceleration.transformer_engine) < needs.minimum_te:
+            raise ConfigError(
+                f"learner.fp8.recipe={recipe} needs Transformer Engine {'.'.join(map(str, needs.minimum_te))} or later, "
+                f"found {acceleration.transformer_engine}"
+            )
+        if acceleration.capability is not None and acceleration.capability < needs.minimum_capability:
+            raise ConfigError(
+                f"learner.fp8.recipe={recipe} needs compute capability {'.'.join(map(str, needs.minimum_capability))} "
+                f"or later, {acceleration.gpu_name} has {'.'.join(map(str, acceleration.capability))}"
+            )
+        if recipe == "delayed" and learner.fp8.keep_first_last_bf16:
+            raise ConfigError("learner.fp8.recipe=delayed cannot keep the first and last layer in bf16: set "
+                              "learner.fp8.keep_first_last_bf16=false, or use tensorwise or blockwise")
+    if optimizer.cpu_offload and not (acceleration.cuda and acceleration.transformer_engine):
+        raise ConfigError("learner.optimizer.cpu_offload=true needs CUDA and Transformer Engine: set it to false")
+    if architecture.sliding_window is not None and learner.context_parallel_size > 1 and acceleration.transformer_engine:
+        raise ConfigError("Transformer Engine has no context parallelism for the model's sliding-window attention: set "
+                          "learner.context_parallel_size=1")
+    _check_recompute(learner, architecture, acceleration)
+
+
+def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceleration: Acceleration) -> None:
+    recompute = learner.recompute
+    if recompute.granularity not in (None, "full", "selective"):
+        raise ConfigError(f"learner.recompute.granularity={recompute.granularity!r} is not one of full, selective, null")
+    if recompute.granularity == "full":
+        if recompute.method not in (None, "uniform", "block"):
+            raise ConfigError(f"learner.recompute.method={recompute.method!r} is not one of uniform, block, null")
+        if recompute.modules:
+            raise ConfigError("learner.recompute.modules belongs to learner.recompute.granularity=selective")
+        layers = architecture.num_layers // learner.pipeline_model_parallel_size
+        if recompute.num_layers is not None and not 1 <= recompute.num_layers <= layers:
+            raise ConfigError(
+                f"learner.recompute.num_layers={recompute.num_layers} is not between 1 and the {layers} layers of a "
+                "pipeline stage"
+            )
+    elif recompute.method is not None or recompute.num_layers is not None:
+        raise ConfigError("learner.recompute.method and num_layers belong to learner.recompute.granularity=full")
+    if recompute.granularity == "selective":
+        for module in recompute.modules:
+            if module not in RECOMPUTE_MODULES:
+                raise ConfigError(
+                    f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}"
+                )
+            if module in ("moe", "moe_act") and not architecture.is_moe:
+                raise ConfigError(f"learner.recompute.modules: {module} needs a mixture-of-experts model")
+            if module == "moe_act" and not acceleration.transformer_engine:
+                raise ConfigError("learner.recompute.modules: moe_act needs Transformer Engine's grouped experts")
+    elif recompute.modules:
+        raise ConfigError("learner.recompute.modules needs learner.recompute.granularity=selective")
+
+
+def transformer_options(learner: LearnerConfig, acceleration: Acceleration) -> dict[str, Any]:
+    """Keyword arguments of Megatron's TransformerConfig for precision, recomputation and fused kernels."""
+    dtype = DTYPES[learner.dtype]
+    options: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": learner.dtype == "bfloat16",
+        "fp16": learner.dtype == "float16",
+        "gradient_accumulation_fusion": acceleration.fused_weight_gradient,
+        "apply_rope_fusion": acceleration.transformer_engine is not None,
+        "bias_activation_fusion": acceleration.cuda,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if learner.fp8.recipe is not None:
+        options |= {
+            "fp8": learner.fp8.format,
+            "fp8_recipe": learner.fp8.recipe,
+            "first_last_layers_bf16": learner.fp8.keep_first_last_bf16,
+        }
+        if learner.fp8.recipe == "delayed":
+            options |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    recompute = learner.recompute
+    if recompute.granularity == "full":
+        options |= {
+            "recompute_granularity": "full",
+            "recompute_method": recompute.method or "uniform",
+            "recompute_num_layers": recompute.num_layers or 1,
+        }
+    elif recompute.granularity == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules) or ["core_attn"]}
+    return options
+
+
+def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Keyword arguments of Megatron's OptimizerConfig: AdamW on fp32 main parameters and gradients."""
+    options: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.clip_grad,
+        "params_dtype": DTYPES[learner.dtype],
+        "bf16": learner.dtype == "bfloat16",
+        "fp16": learner.dtype == "float16",
+        "use_distributed_optimizer": learner.use_distributed_optimizer,
+    }
+    if learner.fp8.recipe is not None:
+        options["fp8_recipe"] = learner.fp8.recipe
+    if optimizer.cpu_offload:
+        options |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "use_precision_aware_optimizer": True,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    return options
+
+
+def token_multiple(learner: LearnerConfig) -> int:
+    """Tokens of a micro-batch are padded to a multiple of this on every rank."""
+    return FP8_RECIPES[learner.fp8.recipe].token_multiple if learner.fp8.recipe else 1
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = (text.split(".") + ["0"])[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
