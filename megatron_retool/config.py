@@ -166,6 +166,14 @@ class CodeInterpreterConfig:
     isolation: str = choice("auto", "namespaces", "bubblewrap", "rlimits")
     print_last_expression: bool = True
     preimport: list[str] = field(default_factory=lambda: ["numpy", "sympy", "scipy", "math"])
+    error_style: str = choice("traceback", "last_line")
+    """What the model sees of a failure: the whole traceback, or its last line alone."""
+    max_error_characters: int | None = None
+    """A longer error is cut off; None: only max_output_characters holds."""
+    max_output_characters: int = 20000
+    """A longer result loses its middle, and says so."""
+    empty_output_text: str = ""
+    """What the model sees when the code prints nothing."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,8 @@ class OverlongConfig:
     mode: str = choice("none", "soft_punish", "piecewise")
     buffer_length: int = 4096
     penalty: float = 1.0
+    pieces: list[str] = field(default_factory=lambda: ["8000 0.01", "12000 0.05"])
+    """piecewise: "<from tokens> <penalty per further 1000 tokens>" in ascending order."""
     filter: bool = False
     """Overlong filtering: truncated responses give no loss."""
 
@@ -196,6 +206,11 @@ class RewardConfig:
     """"math", "deep_research", "reasoning_gym", or path/to/file.py:function or package.module:function."""
     processes: int = 2
     timeout_seconds: float = 30.0
+    """For one response; then the process is killed and replaced."""
+    memory_limit_mb: int = 4096
+    """Address space of each reward process."""
+    failure_score: float = -1.0
+    """Score of a response whose function timed out, raised, ran out of memory or returned no number."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 

@@ -1,0 +1,176 @@
+"""What a snippet sees of the file system: a read-only root, and a workspace that lives as long as the request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.code_interpreter import linux
+
+SANDBOX = "/sandbox"
+HOME = f"{SANDBOX}/home"
+"""Working directory of the code; ``files`` of a request are relative to it."""
+
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/alternatives")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+
+
+def python_directories(further: Sequence[str] = ()) -> list[str]:
+    """Directories that the running interpreter and its packages lie in, plus ``further``; none inside another."""
+    candidates = [sys.prefix, sys.base_prefix, sys.exec_prefix, *further]
+    candidates.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
+    chosen: list[str] = []
+    for directory in sorted({os.path.realpath(c) for c in candidates} | {os.path.abspath(c) for c in candidates}):
+        inside = any(directory == c or directory.startswith(c + "/") for c in (*chosen, "/usr"))
+        if not inside and os.path.isdir(directory) and directory != "/":
+            chosen.append(directory)
+    return chosen
+
+
+def system_directories() -> list[str]:
+    """Where the system's programs and libraries lie on this host; some may be symbolic links into /usr."""
+    return [path for path in _SYSTEM_DIRECTORIES if os.path.isdir(path)]
+
+
+def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
+    """Replace this mount namespace's root by a read-only one that holds the system's libraries and ``directories``.
+
+    Args:
+        directories: host directories that appear at their own path, read-only.
+        scratch: an empty host directory to build the new root on.
+
+    The new root has /usr and its companions, five devices, /proc, and the empty mount point /sandbox. No other file
+    of the host can be named from it, and the old root is unmounted.
+    """
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", scratch, "tmpfs", linux.MS_NOSUID, "size=1m,mode=755")
+    for path in system_directories():
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), scratch + path)
+        else:
+            os.makedirs(scratch + path)
+            linux.bind_read_only(path, scratch + path)
+    for path in directories:
+        os.makedirs(scratch + path, exist_ok=True)
+        linux.bind_read_only(path, scratch + path)
+    for name in ("dev", "proc", "etc", "old", SANDBOX[1:]):
+        os.makedirs(f"{scratch}/{name}", exist_ok=True)
+    for name in _DEVICES:
+        Path(f"{scratch}/dev/{name}").touch()
+        linux.mount(f"/dev/{name}", f"{scratch}/dev/{name}", None, linux.MS_BIND)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1")):
+        os.symlink(target, f"{scratch}/dev/{name}")
+    os.symlink("/proc/self/fd/2", f"{scratch}/dev/stderr")
+    os.symlink(f"{SANDBOX}/shm", f"{scratch}/dev/shm")
+    os.symlink(f"{SANDBOX}/tmp", f"{scratch}/tmp")
+    for path in _SYSTEM_FILES:
+        if os.path.isfile(path):
+            shutil.copyfile(path, scratch + path)
+    Path(f"{scratch}/etc/passwd").write_text(f"sandbox:x:65534:65534::{HOME}:/bin/sh\n")
+    Path(f"{scratch}/etc/group").write_text("sandbox:x:65534:\n")
+    # A user namespace may mount a new /proc only while another complete one is in view, so one stays here.
+    mount_proc(f"{scratch}/proc")
+    os.chdir(scratch)
+    linux.pivot_root(".", "old")
+    os.chdir("/")
+    linux.unmount("/old")
+    os.rmdir("/old")
+    linux.mount(None, "/", None, linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID)
+
+
+def mount_proc(target: str = "/proc") -> None:
+    """The process list of the current pid namespace and nothing else of /proc, where the kernel can do that."""
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    try:
+        linux.mount("proc", target, "proc", flags, "subset=pid")
+    except OSError:
+        linux.mount("proc", target, "proc", flags)
+
+
+class MemoryWorkspace:
+    """A fresh tmpfs on /sandbox for each request, in the worker's own mount namespace."""
+
+    def __init__(self, size_mb: int, owner: int) -> None:
+        self._options = f"size={size_mb}m,nr_inodes=16384,mode=755"
+        self._owner = owner
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[str]:
+        """Mount it, yield the directory that holds home/, tmp/ and shm/, and forget it all."""
+        linux.mount("tmpfs", SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, self._options)
+        try:
+            _make_parts(SANDBOX, self._owner)
+            yield SANDBOX
+        finally:
+            linux.unmount(SANDBOX)
+
+
+class DirectoryWorkspace:
+    """A temporary directory of the host for each request, where mounting is not allowed."""
+
+    def __init__(self, parent: str, owner: int | None) -> None:
+        self._parent = parent
+        self._owner = owner
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[str]:
+        """Create it, yield the directory that holds home/, tmp/ and shm/, and remove it all."""
+        directory = tempfile.mkdtemp(prefix="request-", dir=self._parent)
+        try:
+            os.chmod(directory, 0o711)
+            _make_parts(directory, self._owner)
+            yield directory
+        finally:
+            remove_directory(directory)
+
+
+def _make_parts(directory: str, owner: int | None) -> None:
+    for name in ("home", "tmp", "shm"):
+        path = f"{directory}/{name}"
+        os.mkdir(path, 0o700)
+        if owner is not None:
+            os.chown(path, owner, owner)
+
+
+def remove_directory(directory: str) -> None:
+    """Remove a tree whose owner may have taken the rights to do so away from itself."""
+
+    def unlock_and_retry(function, path, _error) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            if os.path.isdir(path) and not os.path.islink(path):
+                os.chmod(path, 0o700)
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                function(path)
+
+    shutil.rmtree(directory, onerror=unlock_and_retry)
+
+
+def open_regular_file(directory: str, path: str) -> int:
+    """Open ``path`` below ``directory`` for reading, following no symbolic link on the way.
+
+    Raises:
+        OSError: no such file, a symbolic link, or something that is not a regular file.
+    """
+    *parents, name = [part for part in path.split("/") if part not in ("", ".")]
+    current = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parents:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            os.close(current)
+            current = inner
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=current)
+    finally:
+        os.close(current)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is not a regular file")
+    return file

@@ -1,0 +1,209 @@
+"""Finds the strongest isolation that this host allows, by trying it in a throw-away process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable
+
+from tools.code_interpreter import cgroups, filesystem, linux, seccomp
+from tools.code_interpreter.plan import IsolationPlan
+from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
+
+_UIDS_PER_SERVER = 1 << 14
+_FIRST_UID = 0x70000000
+"""systemd documents 0x70000000 to 0x7fffffff as used by nobody."""
+
+
+class IsolationUnavailable(RuntimeError):
+    """The isolation that was asked for cannot be had on this host; the message says why."""
+
+
+def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPlan:
+    """Choose the isolation and prepare what belongs to it (cgroups, scratch directory).
+
+    Raises:
+        IsolationUnavailable: ``settings.isolation`` names one that this host refuses.
+    """
+    scratch = tempfile.mkdtemp(prefix=f"retool-sandbox-{server_process_id}-")
+    os.chmod(scratch, 0o711)
+    wanted = ISOLATION_ORDER if settings.isolation == "auto" else (settings.isolation,)
+    root = os.geteuid() == 0
+    reasons = []
+    for kind in wanted:
+        plan = IsolationPlan(
+            settings,
+            kind,
+            scratch=scratch,
+            python_directories=filesystem.python_directories(settings.read_only_paths),
+            warnings=list(reasons),
+        )
+        if kind == "namespaces":
+            refusal = _refusal(lambda: try_namespaces(scratch, False)) if root else "the server is not root"
+            if refusal is not None:
+                plan.user_namespace = True
+                second = _refusal(lambda: try_namespaces(scratch, True))
+                refusal = None if second is None else f"{refusal}; with a user namespace: {second}"
+        elif kind == "bubblewrap":
+            refusal = _bubblewrap_refusal(plan)
+        else:
+            refusal = None
+        if refusal is None:
+            break
+        reasons.append(f"isolation {kind!r} is not available: {refusal}")
+    else:
+        filesystem.remove_directory(scratch)
+        raise IsolationUnavailable("; ".join(reasons))
+
+    if kind == "rlimits":
+        plan.warnings.append(
+            "code runs WITHOUT namespaces: it can read every file that its user can read on this host. "
+            "Allow user namespaces, install bubblewrap, or run the server in a container of its own"
+        )
+    if root and not plan.user_namespace and kind != "bubblewrap":
+        first = _choose_first_uid(server_process_id, settings.workers)
+        plan.first_uid = first if first is not None and can_change_user(first) else None
+    plan.cgroups = cgroups.find(server_process_id)
+    if plan.cgroups is None:
+        plan.warnings.append("no writable cgroup: memory is limited for each process, not for a snippet's all together")
+    plan.seccomp = seccomp.supported() and _refusal(_try_seccomp) is None
+    if not plan.seccomp:
+        plan.warnings.append("system calls are not filtered: this kernel or machine type has no usable seccomp")
+    return plan
+
+
+def try_namespaces(scratch: str, user_namespace: bool) -> None:
+    """Build, in the calling (throw-away) process, all that a worker and its snippet need."""
+    enter_namespaces(user_namespace)
+    child = os.fork()
+    if child == 0:
+        try:
+            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
+            filesystem.enter_read_only_root([], scratch)
+            own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+            linux.unshare(linux.CLONE_NEWPID)
+            linux.setns(own, linux.CLONE_NEWPID)
+            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
+            linux.mount("tmpfs", filesystem.SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m")
+            os._exit(0)
+        except OSError as error:
+            os.write(1, str(error).encode()[:500])
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1] != 0:
+        raise OSError("")  # the child has told the reason
+
+
+def enter_namespaces(user_namespace: bool) -> None:
+    """Give the caller's future children a pid namespace (and the caller a user namespace that maps root to itself)."""
+    if user_namespace:
+        uid, gid = os.geteuid(), os.getegid()
+        linux.unshare(linux.CLONE_NEWUSER)
+        write_id_maps(0, uid, gid)
+    linux.unshare(linux.CLONE_NEWPID)
+
+
+def write_id_maps(inside: int, uid: int, gid: int) -> None:
+    """Map one user and one group of the outer user namespace into the one just entered."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def bubblewrap_command(plan: IsolationPlan, directory: str, *, unshare_only: bool = False) -> list[str]:
+    """The ``bwrap`` invocation up to the program to run; ``directory`` holds home/ and tmp/."""
+    command = [
+        *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
+        *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
+    ]
+    for path in filesystem.system_directories():
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    for path in plan.python_directories:
+        command += ["--ro-bind", path, path]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    if not unshare_only:
+        command += ["--bind", f"{directory}/home", filesystem.HOME, "--bind", f"{directory}/tmp", "/tmp"]
+        command += ["--chdir", filesystem.HOME]
+    return command
+
+
+def _bubblewrap_refusal(plan: IsolationPlan) -> str | None:
+    if shutil.which("bwrap", path=os.defpath + ":/usr/local/bin") is None:
+        return "bwrap is not installed"
+    command = [*bubblewrap_command(plan, "", unshare_only=True), "/usr/bin/env", "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PATH": os.defpath})
+    except subprocess.TimeoutExpired:
+        return "bwrap does not end"
+    return None if done.returncode == 0 else (done.stderr.strip() or f"bwrap ended with {done.returncode}")
+
+
+def _refusal(attempt: Callable[[], None]) -> str | None:
+    """Run ``attempt`` in a forked process; None where it succeeds, else the reason."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writer, 1)
+            attempt()
+            os._exit(0)
+        except BaseException as error:
+            os.write(1, str(error).encode(errors="replace")[:500])
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read().decode(errors="replace")
+    failed = os.waitpid(child, 0)[1] != 0
+    return (text or "unknown reason") if failed else None
+
+
+def _try_seccomp() -> None:
+    linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.install(seccomp.build_filter(seccomp.LOCAL_AND_INTERNET))
+    try:
+        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW).close()
+    except PermissionError:
+        return
+    raise OSError("the filter is not obeyed")
+
+
+def _choose_first_uid(server_process_id: int, workers: int) -> int | None:
+    """The first of ``workers`` uids that this user namespace has and that no other server uses; None if too few."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    full = any(first <= _FIRST_UID and first + count >= 0x7FFFFFFF for first, _, count in ranges)
+    if full:
+        return _FIRST_UID + (server_process_id % _UIDS_PER_SERVER) * _UIDS_PER_SERVER
+    first, _, count = max(ranges, key=lambda entry: entry[2])
+    if count < 1000 + workers:
+        return None
+    places = (count - 1000) // workers
+    return first + 1000 + (server_process_id % places) * workers
+
+
+def can_change_user(uid: int) -> bool:
+    """Whether this process may become ``uid``: a container can lack the capability although its user is root."""
+
+    def attempt() -> None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+    return _refusal(attempt) is None
+
+
+def kill_user(uid: int) -> None:
+    """End every process of ``uid``; for hosts on which no pid namespace does that."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(child, 0)

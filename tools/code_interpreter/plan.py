@@ -1,0 +1,41 @@
+"""How this host isolates: decided once by the warden, obeyed by zygote and workers, told by /health."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tools.code_interpreter.cgroups import CgroupParent
+from tools.code_interpreter.settings import SandboxSettings
+
+
+@dataclass
+class IsolationPlan:
+    """The layers in force."""
+
+    settings: SandboxSettings
+    kind: str
+    """One of settings.ISOLATION_ORDER."""
+    user_namespace: bool = False
+    """The server is not root: it is root only inside a user namespace of its own."""
+    first_uid: int | None = None
+    """Worker i runs its snippets as first_uid + i; None: all run as the server's user."""
+    cgroups: CgroupParent | None = None
+    seccomp: bool = False
+    scratch: str = ""
+    """A private directory of the server on the host, removed when it ends."""
+    python_directories: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict:
+        """What /health says."""
+        return {
+            "isolation": self.kind,
+            "user_namespace": self.user_namespace,
+            "uid_per_worker": self.first_uid is not None,
+            "cgroup_version": self.cgroups.version if self.cgroups else None,
+            "seccomp": self.seccomp,
+            "warnings": self.warnings,
+        }
+
+    def uid(self, worker: int) -> int | None:
+        return None if self.first_uid is None else self.first_uid + worker

@@ -1,0 +1,417 @@
+"""The server's side of the workers: starts them, gives each one request at a time, turns reports into results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+from tools.code_interpreter import snippet
+from tools.code_interpreter.fair_queue import FairQueue, QueueFull
+from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
+from tools.code_interpreter.settings import SandboxSettings
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 1 << 16
+_START_TIMEOUT_SECONDS = 180.0
+_ANSWER_GRACE_SECONDS = 20.0
+"""How long after a snippet's time limit the worker's report may come."""
+_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class SandboxStartError(RuntimeError):
+    """The workers could not be started; the message says why."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    index: int
+    channel: socket.socket
+    answer: asyncio.Future[dict] | None = None
+    request_id: int = 0
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Descriptors of collected files that arrived for the current request."""
+
+
+@dataclasses.dataclass
+class _Streams:
+    request: int
+    stdin: int
+    stdout: int
+    stderr: int
+
+    def close(self) -> None:
+        for descriptor in dataclasses.astuple(self):
+            os.close(descriptor)
+
+
+class WorkerPool:
+    """Runs snippets in at most ``settings.workers`` isolated processes at a time."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self.settings = settings
+        self.isolation: dict = {}
+        """What /health says about the isolation in force; filled by ``start``."""
+        self.restarts = 0
+        """Workers that died and were replaced."""
+        self._queue: FairQueue[_Worker] = FairQueue(settings.max_queue)
+        self._workers: dict[int, _Worker] = {}
+        self._next_request = 0
+        self._control: socket.socket | None = None
+        self._lifeline: int | None = None
+        self._warden: asyncio.subprocess.Process | None = None
+        self._closing = False
+        self._restart: asyncio.Task | None = None
+
+    @property
+    def started_workers(self) -> int:
+        return len(self._workers)
+
+    @property
+    def busy_workers(self) -> int:
+        return sum(worker.answer is not None for worker in self._workers.values())
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.waiting
+
+    async def start(self) -> None:
+        """Start warden and zygote and wait until the modules are imported.
+
+        Raises:
+            SandboxStartError: the isolation asked for is not available, or the zygote failed.
+        """
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline_reader, lifeline = os.pipe()
+        command = [sys.executable, "-I", str(Path(__file__).with_name("warden.py")), self.settings.to_json()]
+        command += [str(os.getpid()), str(theirs.fileno()), str(lifeline_reader)]
+        self._warden = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=_ENVIRONMENT,
+            pass_fds=(theirs.fileno(), lifeline_reader),
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(lifeline_reader)
+        control.setblocking(False)
+        self._control, self._lifeline = control, lifeline
+        try:
+            message = await asyncio.wait_for(self._receive_control(), _START_TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:
+            message = {"error": f"not ready after {_START_TIMEOUT_SECONDS:g} s"}
+        if "ready" not in message:
+            await self._stop_warden()
+            raise SandboxStartError(message.get("error", "the zygote ended without a word"))
+        self.isolation = message["ready"]
+        asyncio.get_running_loop().add_reader(control.fileno(), self._on_control_closed)
+
+    async def close(self) -> None:
+        """End all workers and snippets and wait until they are gone."""
+        self._closing = True
+        if self._restart is not None:
+            self._restart.cancel()
+        await self._stop_warden()
+
+    async def run(self, request: ExecutionRequest, client: str = "") -> tuple[ExecutionResult, float]:
+        """Run a snippet; return its result and the seconds that it waited for a worker.
+
+        Args:
+            client: whose turn this request counts for in the queue.
+        """
+        arrived = time.monotonic()
+        try:
+            worker = await self._acquire(client)
+        except QueueFull as error:
+            waited = time.monotonic() - arrived
+            return ExecutionResult(Outcome.BUSY, message=f"busy: {error}"), waited
+        except (SandboxStartError, OSError) as error:
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=str(error)), time.monotonic() - arrived
+        waited = time.monotonic() - arrived
+        # The worker outlives a client that hangs up, so its return to the queue must not depend on the caller.
+        task = asyncio.ensure_future(self._run_on(worker, request))
+        try:
+            return await asyncio.shield(task), waited
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                worker.channel.send(json.dumps({"cancel": worker.request_id}).encode())
+            raise
+
+    async def _acquire(self, client: str) -> _Worker:
+        if self._restart is not None:
+            await asyncio.shield(self._restart)
+        worker = self._queue.take_idle()
+        if worker is None and len(self._workers) < self.settings.workers:
+            worker = self._spawn()
+        if worker is None:
+            worker = await self._queue.get(client, self.settings.max_queue_seconds)
+        return worker
+
+    def _spawn(self) -> _Worker:
+        assert self._control is not None
+        index = next(i for i in range(self.settings.workers) if i not in self._workers)
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            socket.send_fds(self._control, [json.dumps({"worker": index}).encode()], [theirs.fileno()])
+        except OSError as error:
+            channel.close()
+            raise SandboxStartError(f"no worker can be started: {error}") from error
+        finally:
+            theirs.close()
+        channel.setblocking(False)
+        worker = _Worker(index, channel)
+        self._workers[index] = worker
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._on_message, worker)
+        return worker
+
+    def _discard(self, worker: _Worker, reason: str) -> None:
+        """Forget a worker that died or does not answer; the next request that needs one gets a new one."""
+        if self._workers.get(worker.index) is not worker:
+            return
+        asyncio.get_running_loop().remove_reader(worker.channel.fileno())
+        worker.channel.close()
+        del self._workers[worker.index]
+        self._queue.discard_idle(worker)
+        self.restarts += 1
+        for descriptor in worker.files.values():
+            os.close(descriptor)
+        worker.files.clear()
+        if worker.answer is not None and not worker.answer.done():
+            worker.answer.set_result({"state": "failed", "error": reason})
+        if not self._closing and self._queue.waiting:
+            with contextlib.suppress(SandboxStartError):
+                self._queue.put(self._spawn())
+
+    def _on_message(self, worker: _Worker) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(worker.channel, _MESSAGE_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._discard(worker, "the worker died")
+            return
+        message = json.loads(data)
+        if "file" in message:
+            if message["id"] == worker.request_id and worker.answer is not None:
+                worker.files[message["file"]] = descriptors[0]
+            else:
+                os.close(descriptors[0])
+        elif message["id"] is None:
+            logger.error("%s", message["error"])
+            self._discard(worker, message["error"])
+        elif worker.answer is not None and not worker.answer.done():
+            worker.answer.set_result(message)
+
+    async def _run_on(self, worker: _Worker, request: ExecutionRequest) -> ExecutionResult:
+        settings = self.settings
+        self._next_request += 1
+        worker.request_id = self._next_request
+        worker.answer = asyncio.get_running_loop().create_future()
+        timeout = min(request.run_timeout, settings.max_run_seconds)
+        memory = min(request.memory_limit_mb or settings.memory_limit_mb, settings.memory_limit_mb) << 20
+        try:
+            streams = self._open_streams(request, memory)
+        except OSError as error:
+            worker.answer = None
+            self._queue.put(worker)
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"no room for the request: {error}")
+        files: dict[str, int] = {}
+        try:
+            message = {
+                "id": worker.request_id,
+                "timeout": timeout,
+                "memory_bytes": memory,
+                "collect": bool(request.fetch_files),
+            }
+            try:
+                socket.send_fds(worker.channel, [json.dumps(message).encode()], list(dataclasses.astuple(streams)))
+            except OSError as error:
+                self._discard(worker, f"the worker died: {error}")
+            try:
+                answer = await asyncio.wait_for(worker.answer, timeout + _ANSWER_GRACE_SECONDS)
+            except asyncio.TimeoutError:
+                self._discard(worker, "the worker did not answer")
+                answer = {"state": "failed", "error": "the worker did not answer", "seconds": timeout}
+            files, worker.files = worker.files, {}
+            return self._result(answer, streams, files)
+        finally:
+            streams.close()
+            for descriptor in files.values():
+                os.close(descriptor)
+            worker.answer = None
+            if self._workers.get(worker.index) is worker:
+                self._queue.put(worker)
+
+    def _open_streams(self, request: ExecutionRequest, memory: int) -> _Streams:
+        """In-memory files for all that crosses the sandbox's wall.
+
+        Input of any length is there at once, and output can neither fill a pipe nor wait for a reader: the kernel
+        refuses to let a stream grow beyond the file size limit.
+        """
+        last = request.print_last_expression
+        header = json.dumps(
+            {
+                "code": request.code,
+                "print_last_expression": self.settings.print_last_expression if last is None else last,
+                "files": [[path, len(content)] for path, content in request.files.items()],
+                "fetch_files": list(request.fetch_files),
+                "limits": {
+                    "memory_bytes": memory,
+                    "max_processes": self.settings.max_processes,
+                    "file_bytes": self.settings.workspace_mb << 20,
+                },
+            }
+        ).encode()
+        opened: list[int] = []
+        try:
+            for name, parts in (
+                ("request", [struct.pack("!I", len(header)), header, *request.files.values()]),
+                ("stdin", [request.stdin]),
+                ("stdout", []),
+                ("stderr", []),
+            ):
+                writable = os.memfd_create(name)
+                opened.append(writable)
+                for part in parts:
+                    view = memoryview(part)
+                    while view:
+                        view = view[os.write(writable, view) :]
+                if name in ("request", "stdin"):
+                    opened[-1] = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+                    os.close(writable)
+        except OSError:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+        return _Streams(*opened)
+
+    def _result(self, answer: dict, streams: _Streams, files: dict[str, int]) -> ExecutionResult:
+        if answer["state"] in ("failed", "cancelled"):
+            reason = answer.get("error") or "the client hung up"
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=reason, seconds=answer.get("seconds", 0.0))
+        settings = self.settings
+        stream_limit = settings.workspace_mb << 20
+        stdout, stdout_size = _read_stream(streams.stdout, settings.max_output_bytes)
+        stderr, stderr_size = _read_stream(streams.stderr, settings.max_output_bytes)
+        messages = [
+            f"{name} truncated: {size} bytes, {settings.max_output_bytes} kept"
+            for name, size in (("stdout", stdout_size), ("stderr", stderr_size))
+            if size > settings.max_output_bytes
+        ]
+        truncated = bool(messages)
+        code: int | None = os.waitstatus_to_exitcode(answer["wait_status"])
+        flags = answer["flags"].encode()
+        if answer["state"] == "timeout":
+            outcome, code = Outcome.TIME_LIMIT_EXCEEDED, None
+            messages.insert(0, "the time limit was exceeded")
+        elif answer["memory_exceeded"] or snippet.MEMORY_ERROR in flags:
+            outcome = Outcome.MEMORY_LIMIT_EXCEEDED
+            messages.insert(0, "the memory limit was exceeded")
+        elif max(stdout_size, stderr_size) >= stream_limit:
+            outcome = Outcome.OUTPUT_LIMIT_EXCEEDED
+            messages.insert(0, f"a stream reached the limit of {stream_limit} bytes")
+        elif snippet.COMPILE_ERROR in flags:
+            outcome = Outcome.COMPILE_ERROR
+        else:
+            outcome = Outcome.FINISHED
+            if code is not None and code < 0:
+                with contextlib.suppress(ValueError):
+                    messages.insert(0, f"ended by {signal.Signals(-code).name}")
+        contents, budget = {}, settings.workspace_mb << 20
+        for path, descriptor in files.items():
+            content = _read_all(descriptor, budget)
+            if content is None:
+                messages.append(f"file {path!r} left out: the files together are longer than {stream_limit} bytes")
+                continue
+            budget -= len(content)
+            contents[path] = content
+        return ExecutionResult(
+            outcome, stdout, stderr, code, answer["seconds"], "; ".join(messages), truncated, contents
+        )
+
+    async def _receive_control(self) -> dict:
+        assert self._control is not None
+        data = await asyncio.get_running_loop().sock_recv(self._control, _MESSAGE_BYTES)
+        return json.loads(data) if data else {}
+
+    def _on_control_closed(self) -> None:
+        """The zygote died (it sends nothing after "ready"): replace it together with all workers."""
+        self._forget_control()
+        for worker in list(self._workers.values()):
+            self._discard(worker, "all workers died")
+        if not self._closing and self._restart is None:
+            logger.error("the sandbox's zygote died; starting another")
+            self._restart = asyncio.ensure_future(self._start_again())
+
+    async def _start_again(self) -> None:
+        try:
+            await self._stop_warden()
+            for delay in (0.0, 1.0, 5.0, 15.0):
+                await asyncio.sleep(delay)
+                try:
+                    await self.start()
+                    return
+                except SandboxStartError as error:
+                    logger.error("the sandbox cannot start again: %s", error)
+            raise SandboxStartError("the sandbox died and could not be started again")
+        finally:
+            self._restart = None
+
+    def _forget_control(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+
+    async def _stop_warden(self) -> None:
+        self._forget_control()
+        for worker in list(self._workers.values()):
+            self._discard(worker, "the server stops")
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        if self._warden is not None:
+            try:
+                await asyncio.wait_for(self._warden.wait(), 20)
+            except asyncio.TimeoutError:
+                self._warden.kill()
+                await self._warden.wait()
+            self._warden = None
+
+
+def _read_stream(descriptor: int, limit: int) -> tuple[str, int]:
+    """A stream's text (its first and last half ``limit`` bytes if it is longer) and its size in bytes."""
+    size = os.fstat(descriptor).st_size
+    if size <= limit:
+        data = os.pread(descriptor, size, 0)
+        return data.decode("utf-8", "replace"), size
+    head, tail = limit - limit // 2, limit // 2
+    first = os.pread(descriptor, head, 0).decode("utf-8", "replace")
+    last = os.pread(descriptor, tail, size - tail).decode("utf-8", "replace")
+    return f"{first}\n... [{size - limit} bytes left out] ...\n{last}", size
+
+
+def _read_all(descriptor: int, limit: int) -> bytes | None:
+    """A file's content, or None where it is longer than ``limit`` bytes."""
+    size = os.fstat(descriptor).st_size
+    if size > limit:
+        return None
+    content = b""
+    while len(content) < size:
+        part = os.pread(descriptor, size - len(content), len(content))
+        if not part:
+            break
+        content += part
+    return content

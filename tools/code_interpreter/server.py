@@ -1,0 +1,257 @@
+"""The sandbox as an HTTP service with SandboxFusion's API.
+
+    python -m tools.code_interpreter.server --workers 128 --port 8080
+
+POST /run_code runs a Python snippet in a fresh isolated process; GET /v1/ping answers "pong"; GET /health tells which
+isolation is in force; GET /metrics is for Prometheus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import prometheus_client
+from aiohttp import web
+
+from tools.code_interpreter.pool import SandboxStartError, WorkerPool
+from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, InvalidRequest, Outcome
+from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, SandboxSettings
+
+logger = logging.getLogger("tools.code_interpreter")
+
+_MAX_BODY_BYTES = 256 << 20
+_HTTP_STATUS = {Outcome.BUSY: 503, Outcome.INVALID_REQUEST: 422}
+
+
+class Metrics:
+    """Prometheus metrics of one server."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        self.requests = prometheus_client.Counter(
+            "sandbox_requests", "Answered requests by outcome", ["outcome"], registry=self.registry
+        )
+        buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300)
+        self.queue_seconds = prometheus_client.Histogram(
+            "sandbox_queue_seconds", "Wait for a worker", registry=self.registry, buckets=buckets
+        )
+        self.run_seconds = prometheus_client.Histogram(
+            "sandbox_run_seconds", "Run time of snippets", registry=self.registry, buckets=buckets
+        )
+        for name, text, read in (
+            ("workers_started", "Worker processes", lambda: pool.started_workers),
+            ("workers_busy", "Workers that run a snippet", lambda: pool.busy_workers),
+            ("queue_length", "Requests that wait for a worker", lambda: pool.waiting),
+            ("worker_restarts", "Workers that died and were replaced", lambda: pool.restarts),
+        ):
+            prometheus_client.Gauge(f"sandbox_{name}", text, registry=self.registry).set_function(read)
+        for outcome in Outcome:
+            self.requests.labels(outcome.value)
+
+    def record(self, result: ExecutionResult, waited: float) -> None:
+        self.requests.labels(result.outcome.value).inc()
+        self.queue_seconds.observe(waited)
+        if result.return_code is not None or result.seconds:
+            self.run_seconds.observe(result.seconds)
+
+
+class SandboxApplication:
+    """The HTTP routes over a worker pool."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._metrics = Metrics(pool)
+        self._started = time.monotonic()
+
+    def build(self) -> web.Application:
+        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application.router.add_post("/run_code", self.run_code)
+        application.router.add_get("/v1/ping", self.ping)
+        application.router.add_get("/health", self.health)
+        application.router.add_get("/metrics", self.metrics)
+        return application
+
+    async def run_code(self, http_request: web.Request) -> web.Response:
+        waited = 0.0
+        try:
+            request = ExecutionRequest.from_json(json.loads(await http_request.read()))
+        except (InvalidRequest, ValueError) as error:
+            result = ExecutionResult(Outcome.INVALID_REQUEST, message=str(error))
+        else:
+            client = http_request.headers.get("X-Client-Id") or http_request.remote or ""
+            try:
+                result, waited = await self._pool.run(request, client)
+            except Exception as error:
+                logger.exception("request failed")
+                result = ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}")
+        self._metrics.record(result, waited)
+        headers = {"Retry-After": "1"} if result.outcome is Outcome.BUSY else {}
+        return web.json_response(result.to_json(), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
+
+    async def ping(self, _: web.Request) -> web.Response:
+        return web.json_response("pong")
+
+    async def health(self, _: web.Request) -> web.Response:
+        pool = self._pool
+        weak = pool.isolation.get("isolation") == "rlimits"
+        body = {
+            "status": "degraded" if weak else "ok",
+            **pool.isolation,
+            "workers": {
+                "limit": pool.settings.workers,
+                "started": pool.started_workers,
+                "busy": pool.busy_workers,
+                "restarts": pool.restarts,
+            },
+            "queue": {"waiting": pool.waiting, "limit": pool.settings.max_queue},
+            "memory_limit_mb": pool.settings.memory_limit_mb,
+            "print_last_expression": pool.settings.print_last_expression,
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+        }
+        return web.json_response(body)
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        body = prometheus_client.generate_latest(self._metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
+
+
+async def serve(settings: SandboxSettings, host: str, port: int, port_file: str | None, parent: int | None) -> None:
+    """Run until SIGTERM, SIGINT, or the end of process ``parent``; then leave nothing behind.
+
+    Args:
+        port: 0 for any free one.
+        port_file: where to write the port (with a rename, so that a reader never sees half a number) once the server
+            answers.
+
+    Raises:
+        SandboxStartError: the isolation asked for is not available, or the port is taken.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if parent is not None:
+        _watch_parent(parent, stop)
+    pool = WorkerPool(settings)
+    application = SandboxApplication(pool)
+    runner = web.AppRunner(application.build(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, backlog=1024)
+    try:
+        starting = asyncio.ensure_future(pool.start())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            starting.cancel()
+            return
+        await starting
+        try:
+            await site.start()
+        except OSError as error:
+            message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+            raise SandboxStartError(message) from error
+        for warning in pool.isolation["warnings"]:
+            logger.warning("%s", warning)
+        chosen = runner.addresses[0][1]
+        print(f"sandbox ready on http://{host}:{chosen} isolation={pool.isolation['isolation']}", flush=True)
+        if port_file is not None:
+            temporary = Path(f"{port_file}.{os.getpid()}")
+            temporary.write_text(str(chosen))
+            temporary.replace(port_file)
+        await stop.wait()
+    finally:
+        await site.stop() if site in runner.sites else None
+        await pool.close()
+        await runner.cleanup()
+
+
+def _watch_parent(parent: int, stop: asyncio.Event) -> None:
+    """Set ``stop`` when process ``parent`` ends.
+
+    PR_SET_PDEATHSIG would fire when the *thread* that started the server ends, however long its process lives on.
+    """
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        stop.set()
+        return
+    if os.getppid() != parent:
+        stop.set()
+        return
+
+    def ended() -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        stop.set()
+
+    asyncio.get_running_loop().add_reader(descriptor, ended)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    defaults = SandboxSettings()
+    parser = argparse.ArgumentParser(prog="python -m tools.code_interpreter.server", description=__doc__.split("\n")[0])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080, help="0: any free port")
+    parser.add_argument("--port-file", help="write the port here when the server is ready")
+    parser.add_argument("--workers", type=int, default=defaults.workers, help="snippets that run at the same time")
+    parser.add_argument("--isolation", choices=("auto", *ISOLATION_ORDER), default="auto")
+    parser.add_argument("--memory-limit-mb", type=int, default=defaults.memory_limit_mb, help="of one snippet")
+    parser.add_argument("--max-run-seconds", type=float, default=defaults.max_run_seconds)
+    parser.add_argument("--max-processes", type=int, default=defaults.max_processes, help="of one snippet")
+    parser.add_argument("--workspace-mb", type=int, default=defaults.workspace_mb, help="files of one snippet")
+    parser.add_argument("--max-output-bytes", type=int, default=defaults.max_output_bytes, help="of each stream")
+    parser.add_argument("--max-queue", type=int, default=defaults.max_queue, help="requests that may wait")
+    parser.add_argument("--max-queue-seconds", type=float, default=defaults.max_queue_seconds)
+    parser.add_argument("--print-last-expression", action="store_true", help="as an interactive interpreter does")
+    parser.add_argument(
+        "--preimport", nargs="*", default=list(DEFAULT_PREIMPORT), help="modules that every snippet finds imported"
+    )
+    parser.add_argument("--read-only-path", action="append", default=[], help="a directory that snippets may read")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
+    parsed = parser.parse_args(arguments)
+    for name in ("workers", "memory_limit_mb", "max_run_seconds", "max_processes", "workspace_mb", "max_output_bytes"):
+        if getattr(parsed, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parsed = parse_arguments(arguments)
+    parent = os.getppid() if parsed.die_with_parent else None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = SandboxSettings(
+        workers=parsed.workers,
+        isolation=parsed.isolation,
+        memory_limit_mb=parsed.memory_limit_mb,
+        max_run_seconds=parsed.max_run_seconds,
+        max_processes=parsed.max_processes,
+        workspace_mb=parsed.workspace_mb,
+        max_output_bytes=parsed.max_output_bytes,
+        max_queue=parsed.max_queue,
+        max_queue_seconds=parsed.max_queue_seconds,
+        print_last_expression=parsed.print_last_expression,
+        preimport=tuple(parsed.preimport),
+        read_only_paths=tuple(parsed.read_only_path),
+    )
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    try:
+        asyncio.run(serve(settings, parsed.host, parsed.port, parsed.port_file, parent))
+    except SandboxStartError as error:
+        print(f"sandbox: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

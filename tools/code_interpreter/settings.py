@@ -1,0 +1,52 @@
+"""What a sandbox server is told when it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+ISOLATION_ORDER = ("namespaces", "bubblewrap", "rlimits")
+"""From the strongest to the weakest; ``auto`` takes the first that this host allows."""
+
+DEFAULT_PREIMPORT = ("numpy", "sympy", "scipy", "math")
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """Limits and choices of one server, the same for all its workers."""
+
+    workers: int = 128
+    """Snippets that run at the same time. Workers are forked when they are first needed."""
+    isolation: str = "auto"
+    """``auto`` or one of ISOLATION_ORDER; a named one that the host refuses is an error, never a silent downgrade."""
+    memory_limit_mb: int = 1024
+    """Memory of one snippet with all its processes; a request may ask for less."""
+    max_run_seconds: float = 300.0
+    """Upper bound of a request's run_timeout."""
+    max_processes: int = 64
+    """Processes and threads that one snippet may have."""
+    workspace_mb: int = 64
+    """Size of a snippet's private file system, and of its longest file or output stream."""
+    max_output_bytes: int = 1 << 20
+    """Bytes of stdout, and of stderr, that an answer carries; a longer stream loses its middle."""
+    max_queue: int = 4096
+    """Requests that may wait for a worker; the next one is answered "busy"."""
+    max_queue_seconds: float = 60.0
+    """Longest wait for a worker before the answer is "busy"."""
+    print_last_expression: bool = False
+    """Default of the request field of the same name."""
+    preimport: tuple[str, ...] = DEFAULT_PREIMPORT
+    """Modules that every snippet finds already imported."""
+    read_only_paths: tuple[str, ...] = field(default_factory=tuple)
+    """Further host directories that snippets may read."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SandboxSettings:
+        values = json.loads(text)
+        for key in ("preimport", "read_only_paths"):
+            values[key] = tuple(values[key])
+        return cls(**values)

@@ -1,0 +1,175 @@
+"""Runs one snippet in the process that was made for it. Standard library only: bubblewrap executes it as a script.
+
+The request comes in a file descriptor as a 4-byte big-endian header length, the header (JSON: code,
+print_last_expression, files as [path, size] pairs, fetch_files, limits), and the input files' bytes one after the
+other.  What happened beyond the exit status is told as single letters on the status descriptor: see the constants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import sys
+
+STARTED = b"S"
+"""The sandbox is set up; what fails from here on is the snippet's own doing."""
+COMPILE_ERROR = b"C"
+MEMORY_ERROR = b"M"
+SETUP_FAILED = b"E"
+"""Followed by a message."""
+
+FILE_NAME = "main.py"
+
+
+def read_header(descriptor: int) -> tuple[dict, int]:
+    """The request's header and the offset of the bytes behind it."""
+    (length,) = struct.unpack("!I", os.pread(descriptor, 4, 0))
+    return json.loads(os.pread(descriptor, length, 4)), 4 + length
+
+
+def write_files(descriptor: int, offset: int, files: list[list], directory: str) -> None:
+    """Write the input files below ``directory``; their paths were checked by the server."""
+    for path, size in files:
+        target = os.path.join(directory, path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        end = offset + size
+        while offset < end:
+            offset += os.write(file, os.pread(descriptor, min(1 << 20, end - offset), offset))
+        os.close(file)
+
+
+def set_limits(limits: dict, address_space_in_use: int) -> None:
+    """Bind this process and its descendants by rlimits.
+
+    Args:
+        limits: memory_bytes, max_processes, file_bytes.
+        address_space_in_use: bytes that the interpreter had mapped before the snippet.
+    """
+    memory = limits["memory_bytes"] + address_space_in_use
+    for kind, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_NPROC, limits["max_processes"]),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, 256),
+        # 1 byte, not 0: with 0 the kernel would still feed a dump to a core_pattern that is a pipe.
+        (resource.RLIMIT_CORE, 1),
+        (resource.RLIMIT_MEMLOCK, 1 << 20),
+        (resource.RLIMIT_MSGQUEUE, 1 << 20),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def environment(home: str, temporary: str) -> dict[str, str]:
+    """All the environment that a snippet has."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": home,
+        "TMPDIR": temporary,
+        "LANG": "C.UTF-8",
+        "PYTHONIOENCODING": "utf-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+
+
+def run(code: str, print_last_expression: bool, status: int) -> int:
+    """Execute ``code`` as the main module, as ``python main.py`` would, and return the exit status."""
+    import atexit
+    import builtins
+    import linecache
+    import threading
+    import traceback
+    import types
+
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.argv = [FILE_NAME]
+    sys.path.insert(0, os.getcwd())
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __file__=os.path.join(os.getcwd(), FILE_NAME))
+    sys.modules["__main__"] = module
+    linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
+
+    exit_status = 0
+    try:
+        try:
+            programs = _compile(code, print_last_expression)
+        except Exception:
+            os.write(status, COMPILE_ERROR)
+            raise
+        for program in programs:
+            exec(program, module.__dict__)
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            exit_status = error.code & 0xFF
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            exit_status = 1
+    except BaseException as error:
+        exit_status = 1
+        if isinstance(error, MemoryError):
+            os.write(status, MEMORY_ERROR)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != FILE_NAME:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        del trace
+        traceback.print_exception(error)
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        exit_status = exit_status or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+            exit_status = exit_status or 1
+    return exit_status
+
+
+def _compile(code: str, print_last_expression: bool) -> list:
+    if not print_last_expression:
+        return [compile(code, FILE_NAME, "exec", dont_inherit=True)]
+    import ast
+
+    tree = ast.parse(code, FILE_NAME)
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return [compile(tree, FILE_NAME, "exec", dont_inherit=True)]
+    # "single" sends an expression statement's value through sys.displayhook, as the interactive interpreter does.
+    last = ast.Interactive([tree.body.pop()])
+    return [compile(part, FILE_NAME, mode, dont_inherit=True) for part, mode in ((tree, "exec"), (last, "single"))]
+
+
+def main() -> None:
+    """``python -I snippet.py REQUEST_FD STATUS_FD``, inside bubblewrap."""
+    request, status = int(sys.argv[1]), int(sys.argv[2])
+    try:
+        header, offset = read_header(request)
+        os.environ.clear()
+        os.environ.update(environment(os.getcwd(), "/tmp"))
+        with open("/proc/self/statm") as statm:
+            in_use = int(statm.read().split()[0]) * resource.getpagesize()
+        set_limits(header["limits"], in_use)
+        write_files(request, offset, header["files"], os.getcwd())
+        os.close(request)
+        sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
+        os.write(status, STARTED)
+    except BaseException as error:
+        os.write(status, SETUP_FAILED + str(error).encode(errors="replace")[:1000])
+        os._exit(125)
+    os._exit(run(header["code"], header["print_last_expression"], status))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The code interpreter as a tool: code in, what it printed out."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_retool.config import CodeInterpreterConfig
+from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
+from tools.code_interpreter.protocol import ExecutionResult, Outcome
+from tools.tool import ToolResult, shorten_middle
+
+logger = logging.getLogger(__name__)
+
+_EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Exit|Interrupt|Iteration|Group)\b")
+
+
+class CodeInterpreterTool:
+    """Runs the model's Python code on a sandbox server."""
+
+    name = "code_interpreter"
+    schema: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Run Python code and return what it prints. Each call starts afresh.",
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "The Python code to run."}},
+                "required": ["code"],
+            },
+        },
+    }
+
+    def __init__(self, config: CodeInterpreterConfig, url: str, client: CodeInterpreterClient | None = None) -> None:
+        """Args:
+        config: limits, and how results are put to the model.
+        url: of the server.
+        """
+        self._config = config
+        self._client = client or CodeInterpreterClient(url)
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        started = time.monotonic()
+        config = self._config
+        try:
+            result = await self._client.run_code(
+                arguments["code"],
+                run_timeout=config.run_timeout_seconds,
+                memory_limit_mb=config.memory_limit_mb,
+                print_last_expression=config.print_last_expression,
+            )
+        except SandboxUnavailable as error:
+            logger.warning("%s", error)
+            text = "SandboxError: the code interpreter is not available at the moment"
+            return ToolResult("error", text, time.monotonic() - started)
+        status = "ok" if result.ok else "timeout" if result.outcome is Outcome.TIME_LIMIT_EXCEEDED else "error"
+        return ToolResult(status, describe(result, config), time.monotonic() - started)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def describe(result: ExecutionResult, config: CodeInterpreterConfig) -> str:
+    """The text that the model reads: what was printed and, where the code failed, why."""
+    error = "" if result.ok else _error_text(result, config)
+    if config.max_error_characters is not None:
+        error = error[: config.max_error_characters]
+    text = "\n".join(part for part in (result.stdout.strip("\n").rstrip(), error) if part)
+    return shorten_middle(text, config.max_output_characters) or config.empty_output_text
+
+
+def _error_text(result: ExecutionResult, config: CodeInterpreterConfig) -> str:
+    if result.outcome is Outcome.TIME_LIMIT_EXCEEDED:
+        return f"TimeoutError: the code ran longer than {config.run_timeout_seconds:g} s"
+    if result.outcome in (Outcome.SANDBOX_ERROR, Outcome.BUSY, Outcome.INVALID_REQUEST):
+        return f"SandboxError: {result.message}"
+    stderr = result.stderr.strip()
+    if result.outcome is Outcome.OUTPUT_LIMIT_EXCEEDED:
+        return "OutputLimitError: the code printed too much"
+    if result.outcome is Outcome.MEMORY_LIMIT_EXCEEDED and "MemoryError" not in stderr:
+        return "MemoryError: the memory limit was exceeded"
+    if not stderr:
+        return f"Error: {result.message or f'exit status {result.return_code}'}"
+    if config.error_style == "traceback":
+        return stderr
+    lines = stderr.splitlines()
+    return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), lines[-1])

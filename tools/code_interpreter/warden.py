@@ -1,0 +1,68 @@
+"""Stands between the server and the zygote: chooses the isolation, and cleans up however the others end.
+
+    python -I warden.py SETTINGS_JSON SERVER_PID CONTROL_FD LIFELINE_FD
+
+The server starts it with an empty environment, so that no snippet inherits a secret.  The zygote is pid 1 of a pid
+namespace where the host allows one: when the warden ends it, the kernel ends every worker and snippet with it.  The
+server holds the other end of the lifeline; when the server dies, even by SIGKILL, the warden reads its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tools.code_interpreter import filesystem, isolation, linux, worker, zygote
+    from tools.code_interpreter.settings import SandboxSettings
+
+    sys.path.pop(0)
+    settings = SandboxSettings.from_json(sys.argv[1])
+    server, lifeline = int(sys.argv[2]), int(sys.argv[4])
+    control = socket.socket(fileno=int(sys.argv[3]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the lifeline alone decides: a signal to the group must not orphan
+    try:
+        plan = isolation.make_plan(settings, server)
+    except (isolation.IsolationUnavailable, OSError) as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return 1
+    try:
+        if plan.kind == "namespaces":
+            isolation.enter_namespaces(plan.user_namespace)
+        child = os.fork()
+        if child == 0:
+            os.close(lifeline)
+            zygote.redirect_standard_streams()
+            zygote.run_zygote(plan, control)
+        control.close()
+        process = os.pidfd_open(child)
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.register(lifeline, select.POLLIN | select.POLLHUP)
+        poll.poll()
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if plan.first_uid is not None and plan.kind != "namespaces":
+            for index in range(settings.workers):
+                isolation.kill_user(plan.first_uid + index)
+        worker.kill_children()
+    finally:
+        filesystem.remove_directory(plan.scratch)
+        if plan.cgroups is not None:
+            plan.cgroups.remove()
+    return 0
+
+
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""One worker: takes a request at a time, makes a fresh isolated process for it, watches the clock, and reports.
+
+A worker never reads what a request carries: code, input and output pass by in file descriptors between the server and
+the process made for the request.  So a worker's memory, which every later process starts as a copy of, holds nothing
+of earlier requests.
+
+Messages on the channel (SOCK_SEQPACKET, JSON). Server to worker: {"id", "timeout", "memory_bytes", "collect"} with the
+descriptors request, stdin, stdout, stderr; or {"cancel": id}.  Worker to server: {"id", "file", "size"} with a
+descriptor for each collected file, then {"id", "state", "wait_status", "seconds", "flags", "error", "memory_exceeded"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from tools.code_interpreter import filesystem, isolation, linux, seccomp, snippet
+from tools.code_interpreter.plan import IsolationPlan
+
+MESSAGE_BYTES = 1 << 16
+_KILL_GRACE_SECONDS = 5.0
+
+
+class Worker:
+    """Owns one uid, network namespace, mount namespace and cgroup, as far as the plan has them."""
+
+    def __init__(self, plan: IsolationPlan, index: int, channel: socket.socket, zygote_bytes: tuple[int, int]) -> None:
+        """Args:
+        plan: what isolates.
+        index: number of the worker, from 0.
+        channel: SOCK_SEQPACKET to the server.
+        zygote_bytes: address space and resident memory that the zygote had when it was ready.
+        """
+        self._plan = plan
+        self._settings = plan.settings
+        self._channel = channel
+        self._address_space, self._resident = zygote_bytes
+        self._uid = plan.uid(index)
+        self._forks = plan.kind != "bubblewrap"
+        """Whether a snippet starts as a copy of this process, with the imported modules, or as a new interpreter."""
+        self._cgroup = None
+        if plan.cgroups is not None:
+            self._cgroup = plan.cgroups.create_worker(f"worker-{index}", self._settings.max_processes + 2)
+            self._cgroup.join()
+        if plan.kind == "namespaces":
+            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
+            linux.sethostname("sandbox")
+            self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
+        else:
+            linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+            self._workspace = filesystem.DirectoryWorkspace(plan.scratch, self._uid)
+        linux.drop_bounding_set()
+        isolated_network = plan.kind != "rlimits"
+        self._families = seccomp.LOCAL_AND_INTERNET if isolated_network else ()
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the server closes the channel."""
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 4)
+            except ConnectionError:
+                os._exit(0)
+            if not message:
+                os._exit(0)
+            request = json.loads(message)
+            if "cancel" in request:  # came too late: that request is answered already
+                continue
+            answer = {"id": request["id"], "state": "failed", "error": None}
+            try:
+                with self._workspace.fresh() as directory:
+                    answer.update(self._run(request, descriptors, directory))
+                    if request["collect"] and answer["state"] != "failed":
+                        self._collect(request["id"], descriptors[0], directory)
+            except OSError as error:
+                answer.update(state="failed", error=f"the worker failed: {error}")
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            self._channel.send(json.dumps(answer).encode())
+
+    def _run(self, request: dict, descriptors: list[int], directory: str) -> dict:
+        status_reader, status_writer = os.pipe()
+        if self._cgroup is not None:
+            # Pages of the zygote that the snippet writes to are copied at the snippet's expense: leave room for them.
+            self._cgroup.set_memory_limit(request["memory_bytes"] + self._resident)
+        started = time.monotonic()
+        try:
+            child = self._fork()
+            if child == 0:
+                try:
+                    self._become_snippet(request, descriptors, status_writer, directory)
+                except BaseException as error:
+                    os.write(status_writer, snippet.SETUP_FAILED + repr(error).encode(errors="replace")[:1000])
+                finally:
+                    os._exit(125)
+            os.close(status_writer)
+            status_writer = -1
+            state = self._wait(child, started + request["timeout"], request["id"])
+            seconds = time.monotonic() - started
+            _, wait_status = os.waitpid(child, 0)
+            self._end_descendants()
+            os.set_blocking(status_reader, False)
+            try:
+                flags = os.read(status_reader, 2048)
+            except BlockingIOError:
+                flags = b""
+        finally:
+            os.close(status_reader)
+            if status_writer >= 0:
+                os.close(status_writer)
+        answer = {
+            "state": state,
+            "wait_status": wait_status,
+            "seconds": seconds,
+            "flags": "",
+            "memory_exceeded": self._cgroup is not None and self._cgroup.was_memory_exceeded(),
+        }
+        if flags.startswith(snippet.STARTED):
+            answer["flags"] = flags[1:64].decode("latin-1")
+        elif state == "ended" and not answer["memory_exceeded"]:
+            reason = flags.removeprefix(snippet.SETUP_FAILED).decode(errors="replace")
+            answer.update(state="failed", error=f"the sandbox could not be set up: {reason or 'it ended at once'}")
+        return answer
+
+    def _fork(self) -> int:
+        if self._plan.kind != "namespaces":
+            return os.fork()
+        # The first process forked after this is pid 1 of the new namespace; when it ends, the kernel ends the rest.
+        linux.unshare(linux.CLONE_NEWPID)
+        child = os.fork()
+        if child != 0:
+            linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
+        return child
+
+    def _wait(self, child: int, deadline: float, request_id: int) -> str:
+        """Wait for ``child`` to end, or end it at the deadline or at the server's wish: ended, timeout, cancelled."""
+        process = os.pidfd_open(child)
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.register(self._channel, select.POLLIN)
+        state = "ended"
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                ready = dict(poll.poll(max(0, math.ceil(left * 1000))))
+                if process in ready:
+                    return state
+                if self._channel.fileno() in ready:
+                    message = self._channel.recv(MESSAGE_BYTES)
+                    if message and json.loads(message).get("cancel") != request_id:
+                        continue
+                    state = "cancelled"
+                elif deadline - time.monotonic() > 0:
+                    continue
+                else:
+                    state = "timeout"
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                poll.unregister(self._channel)
+                deadline = time.monotonic() + _KILL_GRACE_SECONDS
+                if not poll.poll(_KILL_GRACE_SECONDS * 1000):
+                    os._exit(1)  # cannot be killed: give the whole worker up, the server starts another
+                return state
+        finally:
+            os.close(process)
+
+    def _end_descendants(self) -> None:
+        """Without a pid namespace: end what the snippet left behind."""
+        if self._plan.kind == "namespaces":
+            return
+        if self._uid is not None:
+            isolation.kill_user(self._uid)
+        kill_children()
+
+    def _become_snippet(self, request: dict, descriptors: list[int], status: int, directory: str) -> NoReturn:
+        request_fd, *streams = descriptors
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        kept = sorted((2, request_fd, status))
+        for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
+            os.closerange(low + 1, high)
+        if not self._forks:
+            self._execute_bubblewrap(request_fd, status, directory)
+
+        header, offset = snippet.read_header(request_fd)
+        if self._plan.kind == "namespaces":
+            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
+            filesystem.mount_proc()
+            home, temporary = filesystem.HOME, "/tmp"
+        else:
+            os.setsid()
+            home, temporary = f"{directory}/home", f"{directory}/tmp"
+        # The kernel, short of memory, takes the snippet and not its worker.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        self._drop_privileges()
+        snippet.set_limits(header["limits"], self._address_space)
+        os.chdir(home)
+        snippet.write_files(request_fd, offset, header["files"], home)
+        os.close(request_fd)
+        os.environ.clear()
+        os.environ.update(snippet.environment(home, temporary))
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        if self._plan.seccomp:
+            shares_uid = self._plan.kind == "rlimits" and self._uid is None
+            seccomp.install(seccomp.build_filter(self._families, os.getpid() if shares_uid else None))
+        _forget_sandbox_modules()
+        os.write(status, snippet.STARTED)
+        os._exit(snippet.run(header["code"], header["print_last_expression"], status))
+
+    def _drop_privileges(self) -> None:
+        if self._uid is not None:
+            os.setgroups([])
+            os.setresgid(self._uid, self._uid, self._uid)
+            os.setresuid(self._uid, self._uid, self._uid)
+        elif self._plan.user_namespace:
+            # In a namespace of its own the snippet has no rights over the mounts, and its processes count for it alone.
+            linux.unshare(linux.CLONE_NEWUSER)
+            isolation.write_id_maps(1000, 0, 0)
+        if os.geteuid() != 0 or self._plan.user_namespace:
+            linux.clear_capabilities()
+        # These come last: a change of uid resets them. Dumpable lets the code read its own /proc/self.
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)
+        linux.die_with_parent(signal.SIGKILL)
+
+    def _execute_bubblewrap(self, request_fd: int, status: int, directory: str) -> NoReturn:
+        linux.die_with_parent(signal.SIGKILL)
+        command = isolation.bubblewrap_command(self._plan, directory)
+        command += ["--ro-bind", os.path.abspath(snippet.__file__), f"{filesystem.SANDBOX}/snippet.py"]
+        command += ["--remount-ro", "/"]
+        if self._plan.seccomp:
+            filter_fd = os.memfd_create("seccomp", 0)
+            os.write(filter_fd, seccomp.build_filter(self._families))
+            os.lseek(filter_fd, 0, os.SEEK_SET)
+            command += ["--seccomp", str(filter_fd)]
+        os.set_inheritable(request_fd, True)
+        os.set_inheritable(status, True)
+        command += [sys.executable, "-I", "-X", "utf8", f"{filesystem.SANDBOX}/snippet.py"]
+        command += [str(request_fd), str(status)]
+        os.execvpe("bwrap", command, {"PATH": os.defpath + ":/usr/local/bin"})
+
+    def _collect(self, request_id: int, request_fd: int, directory: str) -> None:
+        """Send the server the files that the request asks for, opened with the snippet's own rights."""
+        child = os.fork()
+        if child != 0:
+            os.waitpid(child, 0)
+            return
+        try:
+            header, _ = snippet.read_header(request_fd)
+            if self._uid is not None:
+                os.setresgid(self._uid, self._uid, self._uid)
+                os.setresuid(self._uid, self._uid, self._uid)
+            for path in header["fetch_files"]:
+                try:
+                    file = filesystem.open_regular_file(f"{directory}/home", path)
+                except OSError:
+                    continue
+                message = {"id": request_id, "file": path, "size": os.fstat(file).st_size}
+                socket.send_fds(self._channel, [json.dumps(message).encode()], [file])
+                os.close(file)
+        finally:
+            os._exit(0)
+
+
+def kill_children() -> None:
+    """End all descendants of this process, which adopts orphans, and reap them."""
+    while True:
+        children = []
+        with open("/proc/self/stat") as file:
+            own = int(file.read().split()[0])
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == own:
+                    children.append(int(entry))
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _forget_sandbox_modules() -> None:
+    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
+        del sys.modules[name]
+    random_module = getattr(sys.modules.get("numpy"), "random", None)
+    if random_module is not None:
+        random_module.seed()  # random reseeds itself after a fork, NumPy's global generator does not
+    gc.enable()
+
+
+def run_worker(plan: IsolationPlan, index: int, channel: socket.socket, zygote_bytes: tuple[int, int]) -> NoReturn:
+    """Entry of a freshly forked worker process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    linux.die_with_parent(signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        worker = Worker(plan, index, channel, zygote_bytes)
+    except OSError as error:
+        message = {"id": None, "state": "failed", "error": f"worker {index} could not start: {error}"}
+        channel.send(json.dumps(message).encode())
+        os._exit(1)
+    worker.serve()
