@@ -61,8 +61,8 @@ def render(
         return []
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model's tokenizer "
-            "(model.tokenizer_path) or set chat_template in its tokenizer_config.json"
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model's "
+            "tokenizer (model.tokenizer_path) or set chat_template in its tokenizer_config.json"
         )
     try:
         return tokenizer.apply_chat_template(
@@ -103,7 +103,7 @@ def _normalize_message(message: Message) -> Message:
         return message
     normalized = []
     for call in calls:
-        call = _drop_none(call)
+        call = drop_none(call)
         function = call.get("function", call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -118,11 +118,12 @@ def _normalize_message(message: Message) -> Message:
     return message
 
 
-def _drop_none(value: Any) -> Any:
+def drop_none(value: Any) -> Any:
+    """``value`` without the keys whose value is None, at every depth."""
     if isinstance(value, dict):
-        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_drop_none(item) for item in value]
+        return [drop_none(item) for item in value]
     return value
 
 
@@ -149,7 +150,9 @@ class ConversationTokenizer:
         """``encode_batch`` for one conversation."""
         return self.encode_batch([messages], tools)[0]
 
-    def encode_batch(self, conversations: Sequence[Sequence[Message]], tools: Tools = None) -> list[TokenizedConversation]:
+    def encode_batch(
+        self, conversations: Sequence[Sequence[Message]], tools: Tools = None
+    ) -> list[TokenizedConversation]:
         """Token ids and loss mask of each conversation, up to its last assistant turn.
 
         Raises:
@@ -250,7 +253,9 @@ class ConversationTokenizer:
             pieces += [_Piece(text[position:start], -1), _Piece(text[start:end], turn)]
             position = end
         if text.find(CHATML_HEADER, position) >= 0:
-            raise _at(row, f"{count} assistant messages, but the rendered text shows more: a message holds ChatML's marks")
+            raise _at(
+                row, f"{count} assistant messages, but the rendered text shows more: some message holds ChatML's marks"
+            )
         return pieces
 
 

@@ -29,7 +29,9 @@ def read_table(path: str | Path) -> pa.Table:
         raise DataError(f"{path}: the file does not exist")
     try:
         if path.suffix == ".parquet":
-            table = pq.read_table(path)
+            with pq.ParquetFile(path) as file:
+                _refuse_repeated(path, file.schema_arrow.names)
+                table = file.read()
         elif path.suffix in (".jsonl", ".ndjson"):
             table = pyarrow.json.read_json(path)
         elif path.suffix == ".json":
@@ -41,12 +43,15 @@ def read_table(path: str | Path) -> pa.Table:
             raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
     except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
-    repeated = [name for name, count in Counter(table.column_names).items() if count > 1]
-    if repeated:
-        raise DataError(f"{path}: column {repeated[0]!r} appears {table.column_names.count(repeated[0])} times")
     if table.num_rows == 0:
         raise DataError(f"{path}: no rows")
     return table
+
+
+def _refuse_repeated(path: Path, names: list[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise DataError(f"{path}: column {name!r} appears {count} times")
 
 
 def require_columns(path: str | Path, table: pa.Table, names: Iterable[str]) -> None:

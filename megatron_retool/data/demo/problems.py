@@ -125,7 +125,7 @@ def draw(rng: random.Random, family: str, excluded: Collection[str] = ()) -> Pro
         if problem.question not in excluded:
             return problem
     raise ValueError(
-        f"the demo family {family!r} has too few distinct questions left: ask for fewer demo.train_rows and demo.val_rows"
+        f"the demo family {family!r} has too few distinct questions left: lower demo.train_rows or demo.val_rows"
     )
 
 

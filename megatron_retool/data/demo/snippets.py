@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import traceback
+from types import CodeType
 
 from megatron_retool.data.demo.traces import ToolOutput
 
@@ -40,20 +41,19 @@ class SnippetRunner:
         stdout = io.StringIO()
         error = ""
         try:
-            tree = ast.parse(code)
-            if self.print_last_expression and tree.body and isinstance(tree.body[-1], ast.Expr):
-                _print_value(tree.body[-1])
-                ast.fix_missing_locations(tree)
             with contextlib.redirect_stdout(stdout):
-                exec(compile(tree, "main.py", "exec"), {"__name__": "__main__"})
+                names = {"__name__": "__main__"}
+                for part in self._compile(code):
+                    exec(part, names)
         except Exception as raised:
             error = traceback.format_exception_only(raised)[-1].strip()
         printed = stdout.getvalue().strip()
         return ToolOutput((error or printed)[:MAX_OUTPUT_CHARACTERS], succeeded=not error and bool(printed))
 
-
-def _print_value(statement: ast.Expr) -> None:
-    call = statement.value
-    is_print = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"
-    if not is_print:
-        statement.value = ast.Call(ast.Name("print", ast.Load()), [call], [])
+    def _compile(self, code: str) -> list[CodeType]:
+        tree = ast.parse(code)
+        if not self.print_last_expression or not tree.body or not isinstance(tree.body[-1], ast.Expr):
+            return [compile(tree, "main.py", "exec")]
+        # As the interactive interpreter runs it: the value of an expression statement is printed.
+        last = ast.Interactive([tree.body.pop()])
+        return [compile(tree, "main.py", "exec"), compile(last, "main.py", "single")]

@@ -82,7 +82,7 @@ def build_tokenizer(run: RunSnippet, vocab_size: int, sample_traces: int = 2000)
         transformers.PreTrainedTokenizerFast with its chat template; <|im_end|> ends a turn, <|endoftext|> pads.
 
     Raises:
-        ConfigError: ``vocab_size`` is no multiple of 128, holds no byte alphabet, or is more than the demo's text fills.
+        ConfigError: ``vocab_size`` is no multiple of 128, holds no byte alphabet, or more than the demo's text fills.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

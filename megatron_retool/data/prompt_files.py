@@ -1,0 +1,307 @@
+"""Reading prompts: verl's parquet columns, DAPO-Math-17k, AIME 2024 and 2025, and reasoning-gym's generators.
+
+What a source looks like is told from its columns:
+
+* verl's layout, which DAPO-Math-17k shares: prompt (a list of messages, JSON text of one, or a bare question),
+  reward_model {ground_truth, …}, and optionally data_source and extra_info;
+* a competition's layout, as AIME is published: problem or question, and answer (in any capitals);
+* ``reasoning_gym:<task>?size=1000&seed=0&<setting>=<value>`` in the place of a path: problems that the reasoning-gym
+  library makes, each with its own verifier.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from megatron_retool.data.files import DataError, decode_json, read_table, require_columns
+
+REASONING_GYM = "reasoning_gym:"
+PROBLEM_COLUMNS = ("problem", "question")
+_BATCH_ROWS = 65536
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """One row of a source before tokenisation."""
+
+    file: str
+    row: int
+    data_source: str
+    messages: list[dict[str, Any]]
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ReadCounts:
+    """What became of the rows."""
+
+    rows: int = 0
+    duplicates: int = 0
+    conflicting_answers: int = 0
+    """Duplicates whose ground truth differs from the row that was kept."""
+
+
+def read_prompts(
+    sources: Sequence[str], prompt_key: str = "prompt", instruction: str = "", deduplicate: bool = True
+) -> tuple[list[RawPrompt], ReadCounts]:
+    """The prompts of ``sources`` in order, distinct ones only where ``deduplicate`` is set.
+
+    Args:
+        sources: paths (.parquet, .jsonl, .json) and ``reasoning_gym:`` specifications.
+        prompt_key: the column of verl's layout that holds the prompt.
+        instruction: added below questions of sources that hold bare questions.
+        deduplicate: keep the first row of each distinct prompt, over all sources together.
+
+    Raises:
+        DataError: naming source, row and column.
+    """
+    counts = ReadCounts()
+    seen: dict[str, str] = {}
+    prompts: list[RawPrompt] = []
+    for source in sources:
+        reader = (
+            _read_reasoning_gym(source, instruction)
+            if source.startswith(REASONING_GYM)
+            else _read_file(source, prompt_key, instruction)
+        )
+        for keys, answers, take in reader:
+            kept = []
+            for place, (key, answer) in enumerate(zip(keys, answers, strict=True)):
+                if deduplicate and key in seen:
+                    counts.duplicates += 1
+                    counts.conflicting_answers += seen[key] != answer
+                    continue
+                seen[key] = answer
+                kept.append(place)
+            counts.rows += len(keys)
+            prompts += take(kept)
+    return prompts, counts
+
+
+# A reader yields, for a stretch of rows: the prompts' keys for de-duplication, their answers, and a function that
+# builds the rows at given places. Only distinct rows are ever built: DAPO-Math-17k has a hundred copies of each.
+_Stretch = tuple[list[str], list[str], Any]
+
+
+def _read_file(source: str, prompt_key: str, instruction: str) -> Iterator[_Stretch]:
+    table = read_table(source)
+    by_lower = {name.lower(): name for name in table.column_names}
+    problem = next((by_lower[name] for name in PROBLEM_COLUMNS if name in by_lower), None)
+    if prompt_key not in table.column_names and problem is not None and "answer" in by_lower:
+        reader = _competition_rows(source, table, problem, by_lower, instruction)
+    else:
+        require_columns(source, table, (prompt_key, "reward_model"))
+        reader = _verl_rows(source, table, prompt_key, instruction)
+    yield from reader
+
+
+# ---- verl's layout ------------------------------------------------------------------------------------------------
+
+
+def _verl_rows(source: str, table: pa.Table, prompt_key: str, instruction: str) -> Iterator[_Stretch]:
+    _check_prompt_type(source, table, prompt_key)
+    first = 0
+    for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
+        column = batch.column(prompt_key)
+        keys = _prompt_keys(source, column, first, prompt_key)
+        answers = [
+            str(_ground_truth(source, first + place, reward_model))
+            for place, reward_model in enumerate(batch.column("reward_model").to_pylist())
+        ]
+
+        def take(places: list[int], batch: pa.RecordBatch = batch, first: int = first) -> list[RawPrompt]:
+            rows = batch.take(pa.array(places, pa.int64())).to_pylist()
+            return [
+                _verl_row(source, first + place, row, prompt_key, instruction)
+                for place, row in zip(places, rows, strict=True)
+            ]
+
+        yield keys, answers, take
+        first += batch.num_rows
+
+
+def _check_prompt_type(source: str, table: pa.Table, prompt_key: str) -> None:
+    kind = table.schema.field(prompt_key).type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        fields = kind.value_type
+        if pa.types.is_struct(fields) and {"role", "content"} <= {f.name for f in fields}:
+            texts = (fields.field("role").type, fields.field("content").type)
+            if all(pa.types.is_string(t) or pa.types.is_large_string(t) for t in texts):
+                return
+    raise DataError(
+        f"{source}: column {prompt_key!r} has type {kind}; expected a list of messages {{role, content}} with text, "
+        "or text"
+    )
+
+
+def _prompt_keys(source: str, column: pa.Array, first: int, prompt_key: str) -> list[str]:
+    """A text for each row that is equal where the prompts are equal."""
+
+    def fail(places: np.ndarray, reason: str) -> None:
+        if len(places):
+            raise DataError(f"{source}, row {first + int(places[0])}, column {prompt_key!r}: {reason}")
+
+    fail(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)), "the prompt is missing")
+    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
+        blank = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
+        fail(np.flatnonzero(blank.to_numpy(zero_copy_only=False)), "the prompt is empty")
+        return column.to_pylist()
+
+    parents = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+    messages = pc.list_flatten(column)
+    roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
+    for name, values in (("role", roles), ("content", contents)):
+        fail(parents[values.is_null().to_numpy(zero_copy_only=False)], f"a message has no {name}")
+    filled = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(contents)), 0)
+    asked = pc.and_(pc.not_equal(roles, "system"), filled).to_numpy(zero_copy_only=False)
+    has_question = np.zeros(len(column), bool)
+    has_question[parents[asked]] = True
+    fail(np.flatnonzero(~has_question), "the prompt is empty: no message besides the system's has text")
+
+    counts = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+    texts = pc.binary_join_element_wise(roles.cast(pa.string()), contents.cast(pa.string()), "\x1f")
+    return pc.binary_join(pa.ListArray.from_arrays(offsets, texts), "\x1e").to_pylist()
+
+
+def _ground_truth(source: str, number: int, reward_model: Any) -> Any:
+    reward_model = decode_json(reward_model, source, number, "reward_model")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{source}, row {number}, column 'reward_model': expected a mapping with ground_truth")
+    return reward_model["ground_truth"]
+
+
+def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, instruction: str) -> RawPrompt:
+    data_source = row.get("data_source") or Path(source).stem
+    extra = decode_json(row.get("extra_info") or {}, source, number, "extra_info")
+    if not isinstance(extra, dict):
+        raise DataError(f"{source}, row {number}, column 'extra_info': expected a mapping, found {extra!r:.60}")
+    if row.get("ability") is not None:
+        extra.setdefault("ability", row["ability"])
+    return RawPrompt(
+        file=source,
+        row=number,
+        data_source=str(data_source),
+        messages=_messages(source, number, row[prompt_key], prompt_key, instruction),
+        ground_truth=_ground_truth(source, number, row["reward_model"]),
+        extra_info={key: value for key, value in extra.items() if value is not None},
+    )
+
+
+def _messages(source: str, number: int, prompt: Any, prompt_key: str, instruction: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        if not prompt.lstrip().startswith("[{"):
+            return _question(prompt, instruction)
+        try:
+            prompt = json.loads(prompt)
+        except json.JSONDecodeError:
+            return _question(prompt, instruction)
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(
+                f"{source}, row {number}, column {prompt_key!r}: expected messages with role and content as text"
+            )
+    if not any(message["content"].strip() for message in prompt if message["role"] != "system"):
+        raise DataError(f"{source}, row {number}, column {prompt_key!r}: the prompt is empty")
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _question(question: str, instruction: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{question.strip()}\n\n{instruction}" if instruction else question.strip()}]
+
+
+# ---- AIME and the like --------------------------------------------------------------------------------------------
+
+
+def _competition_rows(
+    source: str, table: pa.Table, problem: str, by_lower: dict[str, str], instruction: str
+) -> Iterator[_Stretch]:
+    rows = table.to_pylist()
+    data_source = _competition_name(source)
+    prompts = []
+    for number, row in enumerate(rows):
+        question, answer = row[problem], row[by_lower["answer"]]
+        if not isinstance(question, str) or not question.strip():
+            raise DataError(f"{source}, row {number}, column {problem!r}: the problem is missing or no text")
+        if answer is None or not str(answer).strip():
+            raise DataError(f"{source}, row {number}, column {by_lower['answer']!r}: the answer is missing")
+        name = data_source
+        if "year" in by_lower and row[by_lower["year"]] is not None and "aime" in data_source:
+            name = f"aime_{row[by_lower['year']]}"
+        extra = {
+            column: row[column]
+            for column in table.column_names
+            if column not in (problem, by_lower["answer"]) and column.lower() != "solution" and row[column] is not None
+        }
+        truth = str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
+        messages = _question(question, instruction)
+        prompts.append(RawPrompt(source, number, name, messages, truth, {"index": number, **extra}))
+    yield (
+        [prompt.messages[-1]["content"] for prompt in prompts],
+        [prompt.ground_truth for prompt in prompts],
+        lambda places: [prompts[place] for place in places],
+    )
+
+
+def _competition_name(source: str) -> str:
+    """``aime_2025`` for files such as AIME2025-I.jsonl or aime-2025/test.parquet; otherwise the file's name."""
+    for part in reversed(Path(source).parts[-3:]):
+        found = re.search(r"aime\D{0,3}(20\d\d|\d\d)(?!\d)", part.lower())
+        if found:
+            year = found[1]
+            return f"aime_{year if len(year) == 4 else '20' + year}"
+    return Path(source).stem
+
+
+# ---- reasoning-gym ------------------------------------------------------------------------------------------------
+
+
+def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
+    task, _, query = source.removeprefix(REASONING_GYM).partition("?")
+    settings = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    settings.setdefault("size", 1000)
+    settings.setdefault("seed", 0)
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError(f"{source}: the reasoning-gym library is not installed: pip install reasoning-gym") from error
+    try:
+        dataset = reasoning_gym.create_dataset(task, **settings)
+        entries = [dataset[index] for index in range(len(dataset))]
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(f"{source}: reasoning-gym refuses it: {error}") from error
+    prompts = [
+        RawPrompt(
+            file=source,
+            row=index,
+            data_source=f"reasoning_gym/{task}",
+            messages=_question(str(entry["question"]), instruction),
+            ground_truth=str(entry["answer"]),
+            # The verifier scores an answer against the whole entry.
+            extra_info={"index": index, "task": task, "entry": entry},
+        )
+        for index, entry in enumerate(entries)
+    ]
+    yield (
+        [prompt.messages[-1]["content"] for prompt in prompts],
+        [prompt.ground_truth for prompt in prompts],
+        lambda places: [prompts[place] for place in places],
+    )

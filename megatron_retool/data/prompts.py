@@ -1,0 +1,220 @@
+"""Prompts for rollouts: read, checked, tokenised once, and handed out in an order that a seed and a number fix."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_retool.config import ConfigError, DataConfig
+from megatron_retool.data.chat_template import ChatTemplateError, render, tokenize
+from megatron_retool.data.files import DataError
+from megatron_retool.data.prompt_files import RawPrompt, read_prompts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt to sample from.
+
+    ``prompt_ids`` are the chat-templated prompt's token ids up to and including the header that asks the assistant to
+    speak: a rollout appends to them and never tokenises the prompt again. ``group_id`` counts the prompts handed out
+    since the start of the run, so that a prompt drawn again in a later epoch opens a new group; ``uid`` names the
+    prompt itself.
+    """
+
+    prompt_ids: list[int]
+    group_id: int
+    uid: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """Rows read, and why some of them are not used."""
+
+    rows: int
+    duplicates: int
+    conflicting_answers: int
+    overlong: int
+    kept: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.kept} prompts of {self.rows} rows"]
+        if self.duplicates:
+            parts.append(f"{self.duplicates} repeat an earlier prompt")
+        if self.conflicting_answers:
+            parts.append(f"{self.conflicting_answers} of these with another answer")
+        if self.overlong:
+            parts.append(f"{self.overlong} over data.max_prompt_length")
+        return ", ".join(parts)
+
+
+class PromptSource:
+    """The training prompts, in a new random order each epoch, without end.
+
+    The order is a function of ``seed`` and the epoch's number alone, so that the position is two integers and a
+    resumed run goes on with exactly the prompts that the stopped one would have drawn.
+
+    Raises:
+        ConfigError: data.train_files is empty.
+        DataError: a file is wrong (naming file, row and column), a prompt is too long under
+            data.overlong_prompts=error, or no prompt is left.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]], seed: int) -> None:
+        self._rows, self.counts = _load(config, "train_files", tokenizer, tool_schemas)
+        self._shuffle = config.shuffle
+        self._seed = seed
+        self._drawn = 0
+        self._order: tuple[int, np.ndarray] | None = None
+        self._fingerprint = _fingerprint(self._rows)
+        logger.info("training prompts: %s", self.counts)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the prompts that are complete."""
+        return self._drawn // len(self._rows)
+
+    def next_batch(self, count: int) -> list[PromptRow]:
+        """The next ``count`` prompts; where an epoch ends, the next one begins within the batch."""
+        batch = []
+        for _ in range(count):
+            epoch, place = divmod(self._drawn, len(self._rows))
+            row = self._rows[int(self._epoch_order(epoch)[place])]
+            batch.append(_with_group(row, self._drawn))
+            self._drawn += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as JSON types."""
+        return {"drawn": self._drawn, "seed": self._seed, "shuffle": self._shuffle, "prompts": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``.
+
+        Raises:
+            DataError: the prompts, their seed or their shuffling are not the ones that the state was saved with.
+        """
+        current = self.state_dict()
+        for key, setting in (("seed", "trainer.seed"), ("shuffle", "data.shuffle"), ("prompts", "data.train_files")):
+            if state[key] != current[key]:
+                raise DataError(
+                    f"the checkpoint's data position was saved with another {setting} ({state[key]}, now "
+                    f"{current[key]}): resume with the same data settings, or start a new run"
+                )
+        self._drawn = int(state["drawn"])
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            count = len(self._rows)
+            order = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+class ValidationSet(Sequence[PromptRow]):
+    """The held-out prompts in the order of the files; at most data.max_val_samples, spread evenly over them.
+
+    Raises:
+        ConfigError: data.val_files is empty.
+        DataError: as for PromptSource.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]) -> None:
+        rows, self.counts = _load(config, "val_files", tokenizer, tool_schemas)
+        limit = config.max_val_samples
+        if limit is not None and limit < len(rows):
+            rows = [rows[int(place)] for place in np.linspace(0, len(rows) - 1, limit).round()]
+        self._rows = [_with_group(row, group) for group, row in enumerate(rows)]
+        logger.info("validation prompts: %s", self.counts)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return iter(self._rows)
+
+
+def _load(
+    config: DataConfig, key: str, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]
+) -> tuple[list[PromptRow], PromptCounts]:
+    files = getattr(config, key)
+    if not files:
+        raise ConfigError(f"data.{key} is empty: name at least one file of prompts")
+    raw, counts = read_prompts(files, config.prompt_key, config.question_instruction, config.deduplicate)
+    rows = []
+    overlong = 0
+    for prompt, ids in zip(raw, _tokenize_prompts(raw, tokenizer, tool_schemas), strict=True):
+        if len(ids) > config.max_prompt_length:
+            if config.overlong_prompts == "error":
+                raise DataError(
+                    f"{prompt.file}, row {prompt.row}, column {config.prompt_key!r}: {len(ids)} tokens, more than "
+                    f"data.max_prompt_length={config.max_prompt_length}; raise it, or set data.overlong_prompts=filter"
+                )
+            overlong += 1
+            continue
+        rows.append(
+            PromptRow(
+                prompt_ids=ids,
+                group_id=-1,
+                uid=_uid(prompt.messages),
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=prompt.extra_info,
+                messages=prompt.messages,
+            )
+        )
+    if not rows:
+        raise DataError(
+            f"data.{key}: none of the {counts.rows} rows is left: {overlong} prompts are longer than "
+            f"data.max_prompt_length={config.max_prompt_length}"
+        )
+    return rows, PromptCounts(counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows))
+
+
+def _tokenize_prompts(
+    prompts: Sequence[RawPrompt], tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]
+) -> list[list[int]]:
+    try:
+        texts = render(tokenizer, [p.messages for p in prompts], tool_schemas, add_generation_prompt=True)
+    except ChatTemplateError as error:
+        for prompt in prompts:
+            try:
+                render(tokenizer, [prompt.messages], tool_schemas, add_generation_prompt=True)
+            except ChatTemplateError as single:
+                raise DataError(f"{prompt.file}, row {prompt.row}: {single}") from single
+        raise DataError(str(error)) from error
+    return tokenize(tokenizer, texts)
+
+
+def _with_group(row: PromptRow, group_id: int) -> PromptRow:
+    return PromptRow(
+        row.prompt_ids, group_id, row.uid, row.data_source, row.ground_truth, row.extra_info, row.messages
+    )
+
+
+def _uid(messages: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fingerprint(rows: Sequence[PromptRow]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.uid.encode())
+    return f"{len(rows)}:{digest.hexdigest()[:16]}"

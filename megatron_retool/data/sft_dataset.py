@@ -1,0 +1,228 @@
+"""Conversations for supervised fine-tuning: read, tokenised once, kept in memory, and cut into batches.
+
+A conversation becomes one row of a TrajectoryBatch, the contract that reinforcement learning uses as well: the prompt
+is everything before the first trained token, the response everything after it up to the last trained one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_retool.data.chat_template import (
+    ChatTemplateError,
+    ConversationTokenizer,
+    TokenizedConversation,
+    drop_none,
+    normalize_messages,
+)
+from megatron_retool.data.files import DataError, decode_json, read_table, require_columns
+from megatron_retool.trajectory import TrajectoryBatch
+
+logger = logging.getLogger(__name__)
+
+_ENCODE_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class SFTCounts:
+    """Conversations read, and what max_length did to them. ``tokens`` and ``trained_tokens`` are of the kept ones."""
+
+    rows: int
+    dropped: int
+    truncated: int
+    kept: int
+    tokens: int
+    trained_tokens: int
+
+    def __str__(self) -> str:
+        text = f"{self.kept} conversations, {self.tokens} tokens of which {self.trained_tokens} trained"
+        if self.dropped:
+            text += f", {self.dropped} over max_length dropped"
+        if self.truncated:
+            text += f", {self.truncated} truncated to max_length"
+        return text
+
+
+class SFTDataset:
+    """The tokenised conversations of some files.
+
+    Args:
+        files: parquet, JSON Lines or JSON files.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        max_length: tokens of a whole conversation.
+        overlong: what happens to a longer one: "drop", "truncate" (dropped if no trained token is left) or "error".
+        messages_key: column of the messages: JSON text or a nested column.
+        tools_key: column of the tools' JSON schemas, likewise; optional in the files.
+
+    Raises:
+        DataError: naming file, row and column.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: Any,
+        max_length: int,
+        overlong: str = "drop",
+        messages_key: str = "messages",
+        tools_key: str = "tools",
+    ) -> None:
+        encoder = ConversationTokenizer(tokenizer)
+        kept: list[TokenizedConversation] = []
+        rows = dropped = truncated = 0
+        for path in files:
+            conversations = _encode_file(path, encoder, messages_key, tools_key)
+            rows += len(conversations)
+            for row, conversation in enumerate(conversations):
+                if len(conversation.ids) > max_length:
+                    if overlong == "error":
+                        raise DataError(
+                            f"{path}, row {row}, column {messages_key!r}: {len(conversation.ids)} tokens, more than "
+                            f"max_length={max_length}; raise it, or set the stage's overlong to drop or truncate"
+                        )
+                    if overlong == "drop" or not conversation.loss_mask[:max_length].any():
+                        dropped += 1
+                        continue
+                    truncated += 1
+                    conversation = TokenizedConversation(
+                        conversation.ids[:max_length],
+                        conversation.loss_mask[:max_length],
+                        conversation.turn_ids[:max_length],
+                    )
+                kept.append(conversation)
+        if not kept:
+            raise DataError(f"{', '.join(files)}: none of the {rows} conversations fits into max_length={max_length}")
+        self._batch = as_trajectory_batch(kept)
+        self.counts = SFTCounts(
+            rows=rows,
+            dropped=dropped,
+            truncated=truncated,
+            kept=len(kept),
+            tokens=int(self._batch.total_lengths.sum()),
+            trained_tokens=int(self._batch.loss_mask.sum()),
+        )
+        logger.info("%s: %s", ", ".join(files), self.counts)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def batch(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
+        """The conversations ``rows`` with the column loss_weights: 1 / (trained tokens of the batch) on each of them.
+
+        The weighted sum of the token losses is then their mean over the batch, however it is cut up afterwards.
+        """
+        batch = self._batch.select(rows)
+        return batch.with_columns(loss_weights=batch.loss_mask / np.float64(batch.loss_mask.sum()))
+
+
+class BatchOrder:
+    """Which rows make up the batch of a step: a fresh permutation each epoch, cut into batches across epochs' borders.
+
+    A function of seed and step alone, so that a resumed run needs no stored position. Batches are plain random ones:
+    bucketing by length saves padding that packed sequences do not have, and correlates each batch's content with its
+    length.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: Sequence[int]) -> None:
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self._seed = tuple(seed)
+        self._epochs: dict[int, npt.NDArray[np.int64]] = {}
+
+    def rows(self, step: int) -> npt.NDArray[np.int64]:
+        """int64 [batch_size]: the rows of step 0, 1, …"""
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
+        epochs, places = np.divmod(places, self.num_rows)
+        return np.concatenate([self._permutation(int(e))[places[epochs == e]] for e in np.unique(epochs)])
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        if epoch not in self._epochs:
+            while len(self._epochs) > 2:
+                del self._epochs[min(self._epochs)]
+            self._epochs[epoch] = np.random.default_rng((*self._seed, epoch)).permutation(self.num_rows)
+        return self._epochs[epoch]
+
+
+def as_trajectory_batch(conversations: Sequence[TokenizedConversation]) -> TrajectoryBatch:
+    """Rows in the learner's contract; tokens after the last trained one are left out, nothing depends on them."""
+    count = len(conversations)
+    prompts, responses, masks, turns = [], [], [], []
+    for conversation in conversations:
+        trained = np.flatnonzero(conversation.loss_mask)
+        start, end = int(trained[0]), int(trained[-1]) + 1
+        prompts.append(conversation.ids[:start])
+        responses.append(conversation.ids[start:end])
+        masks.append(conversation.loss_mask[start:end])
+        turns.append(conversation.turn_ids[start:end])
+    total = sum(map(len, responses))
+    return TrajectoryBatch(
+        prompt_ids=np.concatenate(prompts),
+        prompt_lengths=np.array([len(p) for p in prompts], np.int32),
+        response_ids=np.concatenate(responses),
+        response_lengths=np.array([len(r) for r in responses], np.int32),
+        loss_mask=np.concatenate(masks),
+        rollout_log_probs=np.zeros(total, np.float32),
+        turn_ids=np.concatenate(turns),
+        weight_versions=np.full(total, -1, np.int32),
+        group_ids=np.arange(count, dtype=np.int32),
+        indices=np.zeros(count, np.int32),
+        rewards=np.zeros(count, np.float32),
+    )
+
+
+def _encode_file(
+    path: str, encoder: ConversationTokenizer, messages_key: str, tools_key: str
+) -> list[TokenizedConversation]:
+    table = read_table(path)
+    require_columns(path, table, (messages_key,))
+    messages = [_messages(path, row, cell, messages_key) for row, cell in enumerate(table[messages_key].to_pylist())]
+    cells = table[tools_key].to_pylist() if tools_key in table.column_names else [None] * len(messages)
+    # Rows with the same tools are rendered in one call; a file usually has one set of tools.
+    by_tools: dict[str, list[int]] = {}
+    for row, cell in enumerate(cells):
+        key = cell if isinstance(cell, str) else json.dumps(cell)
+        by_tools.setdefault(key, []).append(row)
+    encoded: dict[int, TokenizedConversation] = {}
+    for key, rows in by_tools.items():
+        tools = _tools(path, rows[0], key, tools_key)
+        for first in range(0, len(rows), _ENCODE_ROWS):
+            part = rows[first : first + _ENCODE_ROWS]
+            try:
+                encoded.update(zip(part, encoder.encode_batch([messages[row] for row in part], tools), strict=True))
+            except ChatTemplateError as error:
+                place = getattr(error, "row", None)
+                where = "" if place is None else f", row {part[place]}"
+                raise DataError(f"{path}{where}, column {messages_key!r}: {error}") from error
+    return [encoded[row] for row in range(len(messages))]
+
+
+def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any]]:
+    def fail(reason: str) -> DataError:
+        return DataError(f"{path}, row {row}, column {column!r}: {reason}")
+
+    cell = decode_json(cell, path, row, column)
+    if not isinstance(cell, list) or not cell:
+        raise fail(f"expected a list of messages, found {cell!r:.60}")
+    for message in cell:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise fail(f"expected messages with a role, found {message!r:.60}")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise fail(f"a message's content is no text: {content!r:.60}")
+        if message["role"] == "assistant" and not content and not message.get("tool_calls"):
+            raise fail("an assistant message has neither text nor a tool call")
+    return normalize_messages(cell)
+
+
+def _tools(path: str, row: int, text: str, column: str) -> list[dict[str, Any]] | None:
+    tools = decode_json(text, path, row, column) if text.strip() else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{path}, row {row}, column {column!r}: expected a list of tool schemas, found {tools!r:.60}")
+    return drop_none(tools) if tools else None

@@ -1,0 +1,297 @@
+"""Prompt sources: what is read, what is refused and how, and the order in which prompts are handed out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_retool.config import ConfigError, DataConfig, ModelConfig
+from megatron_retool.data.files import DataError
+from megatron_retool.data.prompt_files import read_prompts
+from megatron_retool.data.prompts import PromptSource, ValidationSet
+from megatron_retool.data.tokenizer import load_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "code_interpreter",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}},
+        },
+    }
+]
+
+
+def verl_row(question: str, answer: str = "1", **columns) -> dict:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": question, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"id-{question}"},
+        **columns,
+    }
+
+
+def write(path, rows: list[dict]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def data_config(*files: str, **settings) -> DataConfig:
+    return DataConfig(train_files=list(files), val_files=list(files), **settings)
+
+
+# ---- order, epochs, resume
+
+
+def test_batches_cover_each_epoch_and_roll_over(demo_directory, tokenizer):
+    source = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=3)
+    assert len(source) == 60
+    drawn = [row for _ in range(5) for row in source.next_batch(24)]
+    assert [row.group_id for row in drawn] == list(range(120))
+    first, second = [r.uid for r in drawn[:60]], [r.uid for r in drawn[60:]]
+    assert len(set(first)) == 60
+    assert set(first) == set(second)
+    assert first != second
+    assert source.epoch == 2
+    other = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=4)
+    assert [r.uid for r in other.next_batch(60)] != first
+
+
+def test_state_goes_through_json_and_resumes_exactly(demo_directory, tokenizer):
+    config = data_config(str(demo_directory / "train.parquet"))
+    source = PromptSource(config, tokenizer, TOOLS, seed=3)
+    source.next_batch(49)
+    state = json.loads(json.dumps(source.state_dict()))
+    expected = [source.next_batch(16) for _ in range(5)]
+    resumed = PromptSource(config, tokenizer, TOOLS, seed=3)
+    resumed.load_state_dict(state)
+    assert [resumed.next_batch(16) for _ in range(5)] == expected
+
+
+def test_state_of_other_data_is_refused(demo_directory, tokenizer):
+    config = data_config(str(demo_directory / "train.parquet"))
+    state = PromptSource(config, tokenizer, TOOLS, seed=3).state_dict()
+    with pytest.raises(DataError, match="trainer.seed"):
+        PromptSource(config, tokenizer, TOOLS, seed=4).load_state_dict(state)
+    with pytest.raises(DataError, match="data.train_files"):
+        other = data_config(str(demo_directory / "val.parquet"))
+        PromptSource(other, tokenizer, TOOLS, seed=3).load_state_dict(state)
+
+
+def test_without_shuffling_the_order_is_the_files(demo_directory, tokenizer):
+    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=3)
+    assert [row.extra_info["index"] for row in source.next_batch(61)] == [*range(60), 0]
+
+
+# ---- what a row carries
+
+
+def test_prompt_ids_are_the_chat_template_with_the_tools(demo_directory, tokenizer):
+    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=0)
+    row = source.next_batch(1)[0]
+    raw = pq.read_table(demo_directory / "train.parquet").to_pylist()[0]
+    expected = tokenizer.apply_chat_template(raw["prompt"], tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(row.prompt_ids) == expected
+    assert row.prompt_ids == tokenizer(expected).input_ids
+    assert row.ground_truth == raw["reward_model"]["ground_truth"]
+    assert row.data_source == "demo_integer_math"
+    assert row.extra_info["family"] == raw["extra_info"]["family"]
+    assert row.messages == raw["prompt"]
+
+
+def test_validation_set(demo_directory, tokenizer):
+    path = str(demo_directory / "val.parquet")
+    full = ValidationSet(data_config(path), tokenizer, TOOLS)
+    assert [row.extra_info["index"] for row in full] == list(range(18))
+    assert [row.group_id for row in full] == list(range(18))
+    few = ValidationSet(data_config(path, max_val_samples=4), tokenizer, TOOLS)
+    assert len(few) == 4
+    assert {row.uid for row in few} < {row.uid for row in full}
+    assert few[0].uid == full[0].uid
+    assert few[3].uid == full[17].uid
+    with pytest.raises(ConfigError, match="data.val_files"):
+        ValidationSet(DataConfig(), tokenizer, TOOLS)
+
+
+def test_overlong_prompts_are_counted_or_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "p.parquet", [verl_row("short"), verl_row("long " * 100), verl_row("brief")])
+    source = PromptSource(data_config(path, max_prompt_length=100), tokenizer, TOOLS, seed=0)
+    assert (len(source), source.counts.overlong, source.counts.rows) == (2, 1, 3)
+    assert "1 over data.max_prompt_length" in str(source.counts)
+    with pytest.raises(DataError, match=r"p.parquet, row 1, column 'prompt': \d+ tokens"):
+        PromptSource(data_config(path, max_prompt_length=100, overlong_prompts="error"), tokenizer, TOOLS, seed=0)
+    with pytest.raises(DataError, match="none of the 3 rows is left"):
+        PromptSource(data_config(path, max_prompt_length=2), tokenizer, TOOLS, seed=0)
+
+
+# ---- layouts
+
+
+def test_dapo_math_repeats_are_dropped_over_chunks_and_files(tmp_path, tokenizer):
+    rows = [verl_row(f"question {index % 700}", str(index % 700)) for index in range(70_000)]
+    rows[-1]["reward_model"] = {"ground_truth": "other", "style": "rule-lighteval/MATH_v2"}
+    first = write(tmp_path / "dapo-math-17k.parquet", rows)
+    second = write(tmp_path / "more.parquet", [verl_row("question 5", "5"), verl_row("new", "2")])
+    source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLS, seed=0)
+    counts = source.counts
+    assert (counts.rows, counts.duplicates, counts.conflicting_answers, counts.kept) == (70_002, 69_301, 1, 701)
+    batch = source.next_batch(701)
+    assert [row.ground_truth for row in batch] == [*map(str, range(700)), "2"]
+    assert batch[0].extra_info == {"index": "id-question 0", "ability": "MATH"}
+    every, _ = read_prompts([second, second], deduplicate=False)
+    assert [prompt.row for prompt in every] == [0, 1, 0, 1]
+
+
+def test_dapo_math_with_bare_questions_and_json_columns(tmp_path):
+    rows = [
+        verl_row("", prompt="What is 1+1?", reward_model=json.dumps({"ground_truth": "2"})),
+        verl_row("", prompt=json.dumps([{"role": "user", "content": "2+2?"}]), reward_model='{"ground_truth": "4"}'),
+    ]
+    prompts, _ = read_prompts([write(tmp_path / "p.parquet", rows)], instruction="Answer in a box.")
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["What is 1+1?\n\nAnswer in a box.", "2+2?"]
+    assert [prompt.ground_truth for prompt in prompts] == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "data_source"),
+    [
+        ("aime_2024.parquet", {"ID": "2024-I-4", "Problem": "P", "Solution": "S", "Answer": 33}, "aime_2024"),
+        ("aime24.parquet", {"id": 60, "problem": "P", "solution": "S", "answer": "033", "year": "2024"}, "aime_2024"),
+        ("AIME2025-I.jsonl", {"question": "P", "answer": "70"}, "aime_2025"),
+        ("aime_2025/train.parquet", {"problem_idx": 1, "answer": 70, "kind": ["A"], "problem": "P"}, "aime_2025"),
+        ("hmmt.json", {"problem": "P", "answer": "70"}, "hmmt"),
+    ],
+)
+def test_competition_layouts(tmp_path, name, row, data_source):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if name.endswith(".parquet"):
+        write(path, [row])
+    elif name.endswith(".jsonl"):
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        path.write_text(json.dumps([row]))
+    [prompt], _ = read_prompts([str(path)], instruction="Box it.")
+    assert prompt.data_source == data_source
+    assert prompt.messages == [{"role": "user", "content": "P\n\nBox it."}]
+    assert prompt.ground_truth == str(row.get("answer", row.get("Answer")))
+    assert "Solution" not in prompt.extra_info and "solution" not in prompt.extra_info
+
+
+def test_aime_in_verls_layout_repeats_each_problem(tmp_path):
+    rows = [verl_row(f"AIME {index}", str(index), data_source="math_dapo_aime") for index in range(30)] * 32
+    prompts, counts = read_prompts([write(tmp_path / "aime-2024.parquet", rows)])
+    assert len(prompts) == 30
+    assert counts.duplicates == 930
+
+
+def test_reasoning_gym(monkeypatch):
+    class Sums:
+        def __init__(self, size: int, seed: int, terms: int) -> None:
+            self.size, self.seed, self.terms = size, seed, terms
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, index: int) -> dict:
+            return {"question": f"{index} + {self.terms}", "answer": str(index + self.terms), "metadata": {"a": (1, 2)}}
+
+    def create_dataset(name: str, **settings) -> Sums:
+        if name != "sums":
+            raise ValueError(f"Dataset '{name}' not registered")
+        return Sums(**settings)
+
+    library = types.ModuleType("reasoning_gym")
+    library.create_dataset = create_dataset
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    prompts, _ = read_prompts(["reasoning_gym:sums?size=3&terms=7"], instruction="Box it.")
+    assert [prompt.ground_truth for prompt in prompts] == ["7", "8", "9"]
+    assert prompts[1].data_source == "reasoning_gym/sums"
+    assert prompts[1].messages[0]["content"] == "1 + 7\n\nBox it."
+    assert prompts[1].extra_info["entry"]["metadata"] == {"a": (1, 2)}
+    for source in ("reasoning_gym:nothing", "reasoning_gym:sums?colour=red"):
+        with pytest.raises(DataError, match="reasoning-gym refuses it"):
+            read_prompts([source])
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match="pip install reasoning-gym"):
+        read_prompts(["reasoning_gym:sums"])
+
+
+# ---- bad input: one message naming file, row and column
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"data_source": "x", "reward_model": {"ground_truth": "1"}}], "column 'prompt' is missing; the file has"),
+        ([{"prompt": [{"role": "user", "content": "q"}]}], "column 'reward_model' is missing"),
+        ([verl_row("q"), verl_row("q", prompt=None)], "row 1, column 'prompt': the prompt is missing"),
+        ([verl_row("q"), verl_row("q", prompt=[])], "row 1, column 'prompt': the prompt is empty"),
+        ([verl_row("q"), verl_row(" \n")], "row 1, column 'prompt': the prompt is empty"),
+        ([verl_row("q", prompt=[{"role": "user", "content": None}, {"role": "user", "content": "q"}])], "no content"),
+        ([verl_row("q", prompt=3)], "column 'prompt' has type int64; expected"),
+        ([verl_row("q", prompt=["q"])], "column 'prompt' has type list<.*>; expected"),
+        ([verl_row("q", prompt=" ")], "row 0, column 'prompt': the prompt is empty"),
+        ([verl_row("q"), verl_row("r", None)], "row 1, column 'reward_model': expected a mapping with ground_truth"),
+        ([verl_row("q", reward_model="{")], "row 0, column 'reward_model': not valid JSON"),
+        ([verl_row("q", extra_info="[1]")], "row 0, column 'extra_info': expected a mapping"),
+        ([{"problem": "p", "answer": "1"}, {"problem": "", "answer": "1"}], "row 1, column 'problem': the problem is"),
+        ([{"Problem": "p", "Answer": None}], "row 0, column 'Answer': the answer is missing"),
+        ([verl_row("q", prompt='[{"role": "user"}]')], "row 0, column 'prompt': expected messages"),
+    ],
+)
+def test_bad_rows(tmp_path, rows, message):
+    with pytest.raises(DataError, match=f"bad.parquet.*{message}"):
+        read_prompts([write(tmp_path / "bad.parquet", rows)])
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(DataError, match="missing.parquet: the file does not exist"):
+        read_prompts([str(tmp_path / "missing.parquet")])
+    (tmp_path / "text.csv").write_text("a")
+    with pytest.raises(DataError, match="text.csv: expected a .parquet, .jsonl or .json file"):
+        read_prompts([str(tmp_path / "text.csv")])
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match="torn.parquet: cannot be read"):
+        read_prompts([str(tmp_path / "torn.parquet")])
+    empty = pa.Table.from_pylist([verl_row("q")]).slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="empty.parquet: no rows"):
+        read_prompts([str(tmp_path / "empty.parquet")])
+    twice = pa.table([["a"], ["b"], ["c"]], names=["prompt", "reward_model", "prompt"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="twice.parquet: column 'prompt' appears 2 times"):
+        read_prompts([str(tmp_path / "twice.parquet")])
+
+
+def test_template_errors_name_the_row(tmp_path, tokenizer):
+    path = write(tmp_path / "p.parquet", [verl_row("fine"), verl_row("bad")])
+    broken = dataclasses.replace(data_config(path))
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(DataError, match="p.parquet, row 1: the chat template failed"):
+        PromptSource(broken, tokenizer, TOOLS, seed=0)
+
+
+def test_load_tokenizer(demo_directory, tmp_path):
+    assert len(load_tokenizer(ModelConfig(path=str(demo_directory / "model")))) == 512
+    assert len(load_tokenizer(ModelConfig(path="elsewhere", tokenizer_path=str(demo_directory / "model")))) == 512
+    for model, message in (
+        (ModelConfig(), "model.path is not set"),
+        (ModelConfig(path=str(tmp_path)), "holds no tokenizer"),
+        (ModelConfig(path=str(tmp_path / "none")), "does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_tokenizer(model)
