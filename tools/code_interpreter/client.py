@@ -113,7 +113,7 @@ class CodeInterpreterClient:
             async with self._open().get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(10)) as response:
                 response.raise_for_status()
                 return await response.json(content_type=None)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise SandboxUnavailable(f"sandbox {self.url}: {type(error).__name__}: {error}") from error
 
     async def ping(self) -> bool:
@@ -121,7 +121,7 @@ class CodeInterpreterClient:
         try:
             async with self._open().get(f"{self.url}/v1/ping", timeout=aiohttp.ClientTimeout(10)) as response:
                 return response.status == 200 and "pong" in await response.text()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        except (TimeoutError, aiohttp.ClientError, OSError):
             return False
 
     async def close(self) -> None:
@@ -156,5 +156,5 @@ class CodeInterpreterClient:
                     return text, ExecutionResult(Outcome.INVALID_REQUEST, message=f"HTTP {response.status}: {text}")
                 result = ExecutionResult.from_json(await response.json(content_type=None))
                 return result.message, result
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}", None

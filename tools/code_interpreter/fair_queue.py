@@ -68,7 +68,7 @@ class FairQueue(Generic[T]):
         self._count += 1
         try:
             return await asyncio.wait_for(asyncio.shield(future), timeout)
-        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             self._forget(client, future)
             if isinstance(error, asyncio.TimeoutError):
                 raise QueueFull(f"no worker became free within {timeout:g} s") from None

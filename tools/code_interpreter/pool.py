@@ -108,7 +108,7 @@ class WorkerPool:
         self._control, self._lifeline = control, lifeline
         try:
             message = await asyncio.wait_for(self._receive_control(), _START_TIMEOUT_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             message = {"error": f"not ready after {_START_TIMEOUT_SECONDS:g} s"}
         if "ready" not in message:
             await self._stop_warden()
@@ -241,7 +241,7 @@ class WorkerPool:
                 self._discard(worker, f"the worker died: {error}")
             try:
                 answer = await asyncio.wait_for(worker.answer, timeout + _ANSWER_GRACE_SECONDS)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._discard(worker, "the worker did not answer")
                 answer = {"state": "failed", "error": "the worker did not answer", "seconds": timeout}
             files, worker.files = worker.files, {}
@@ -385,7 +385,7 @@ class WorkerPool:
         if self._warden is not None:
             try:
                 await asyncio.wait_for(self._warden.wait(), 20)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._warden.kill()
                 await self._warden.wait()
             self._warden = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Outcome(str, enum.Enum):
+class Outcome(enum.StrEnum):
     """What became of a request. Exactly one holds for every answer."""
 
     FINISHED = "finished"
