@@ -78,8 +78,8 @@ class RotaryTable:
 class PackedAttention(MegatronModule):
     """Core attention of the local layer spec: rotary embedding, causality, sequence boundaries, sliding window.
 
-    Replaces Megatron's DotProductAttention.  The rotary embedding is applied here, once per micro-batch's table, because
-    Megatron's own path for packed sequences loops over them in every layer.
+    Replaces Megatron's DotProductAttention.  The rotary embedding is applied here, from a table made once per
+    micro-batch, because Megatron's own path for packed sequences loops over them in every layer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Everything that Megatron-Core 0.16 needs on a host without CUDA: gloo in place of NCCL, host tensors in place of GPU ones.
+"""Everything that Megatron-Core 0.16 needs on a host without CUDA: what it asks of the GPU, the host answers.
 
     from megatron_retool.learner import cpu
 
@@ -46,7 +46,6 @@ def install() -> bool:
     compile_function = torch.compile
     torch.compile = _identity_compile  # type: ignore[assignment]
     try:
-        import megatron.core
         from megatron.core import jit
     finally:
         torch.compile = compile_function

@@ -131,7 +131,9 @@ class _Settings:
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         n = hidden.size(0)
         # The target's row in this rank's part of the vocabulary; 0, and not owned, where it lies in another's.
@@ -175,8 +177,10 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             # fp32, since bf16 cannot add up many chunks.
-            grad_weight = settings.main_grad if settings.main_grad is not None else torch.zeros(
-                weight.shape, dtype=torch.float32, device=weight.device
+            grad_weight = (
+                settings.main_grad
+                if settings.main_grad is not None
+                else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
             )
         for take in settings.chunks(hidden.size(0)):
             log_p = settings.logits(hidden[take], head).sub_(log_z[take].unsqueeze(-1))

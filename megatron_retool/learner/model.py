@@ -60,7 +60,10 @@ def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 def build_transformer_config(
-    architecture: Architecture, learner: LearnerConfig, layout: ParallelLayout, acceleration: Acceleration,
+    architecture: Architecture,
+    learner: LearnerConfig,
+    layout: ParallelLayout,
+    acceleration: Acceleration,
     random_weights: bool = False,
 ) -> TransformerConfig:
     """Megatron's description of the model in this layout and precision.
@@ -95,6 +98,8 @@ def build_transformer_config(
         "expert_tensor_parallel_size": layout.expert_tensor if architecture.is_moe else None,
         # Packed micro-batches differ in length, so stages tell each other the shape first.
         "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "cuda_graph_scope": [],
         # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
         "batch_p2p_comm": True,
@@ -115,7 +120,6 @@ def build_transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": acceleration.transformer_engine is not None,
         }
     return TransformerConfig(**options, **transformer_options(learner, acceleration))
@@ -148,7 +152,7 @@ def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: 
 
 
 class PackedModel(GPTModel):
-    """A GPTModel that reads packed micro-batches; on the last pipeline stage ``_head`` turns hidden states into output."""
+    """A GPTModel that reads packed micro-batches; ``_head`` of a subclass turns the last hidden states into output."""
 
     def __init__(
         self,
@@ -271,7 +275,10 @@ class CriticModel(PackedModel):
             self.output_layer = None
             # Zero at the start: no value is better than a random one.
             self.value_head = torch.nn.Linear(
-                self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype,
+                self.config.hidden_size,
+                1,
+                bias=False,
+                dtype=self.config.params_dtype,
                 device=self.decoder.final_layernorm.weight.device,
             )
             torch.nn.init.zeros_(self.value_head.weight)

@@ -128,7 +128,7 @@ class Packer:
         self.attention_buckets = attention_buckets
         self.pairs_per_call = pairs_per_call
 
-    def plan(self, lengths: Sequence[int] | npt.NDArray[Any], keep_order: bool = False) -> list[list[Int64Array]]:
+    def plan(self, lengths: Sequence[int] | npt.NDArray[Any]) -> list[list[Int64Array]]:
         """Rows of every micro-batch of every data-parallel rank.
 
         All ranks get equally many micro-batches, under VPP a multiple of the pipeline size; ranks that have too few
@@ -176,6 +176,20 @@ class Packer:
         lengths = batch.total_lengths.astype(np.int64)
         stream = _Stream(batch)
         return [self._cut(batch, stream, rows, head_on) for rows in self.plan(lengths)[self.data_rank]]
+
+    def balance_metrics(self, batch: TrajectoryBatch) -> dict[str, float]:
+        """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
+        lengths = batch.total_lengths.astype(np.int64)
+        in_order = [int(part.sum()) for part in np.array_split(lengths, self.layout.data)]
+        planned = [sum(int(lengths[rows].sum()) for rows in share) for share in self.plan(lengths)]
+        return {
+            "global_seqlen/mean": float(np.mean(in_order)),
+            "global_seqlen/min": float(min(in_order)),
+            "global_seqlen/max": float(max(in_order)),
+            "global_seqlen/minmax_diff": float(max(in_order) - min(in_order)),
+            "global_seqlen/balanced_min": float(min(planned)),
+            "global_seqlen/balanced_max": float(max(planned)),
+        }
 
     def _padded(self, lengths: Int64Array) -> Int64Array:
         multiple = self.layout.sequence_multiple

@@ -50,7 +50,7 @@ class ParallelLayout:
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     """Rows of the embedding and output layer: ``vocab_size`` rounded up to a multiple of 8 x TP.
 
-    Published vocabularies are multiples of 64 or 128, so that the padding is zero and checkpoints have the same shape in
+    Published vocabularies are multiples of 64 or 128, so that nothing is padded and checkpoints have the same shapes in
     every layout up to TP 8.
     """
     multiple = 8 * tensor_parallel_size
@@ -106,8 +106,8 @@ def validate_layout(learner: LearnerConfig, architecture: Architecture) -> Paral
             raise ConfigError("learner.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
         if pp == 2:
             raise ConfigError(
-                "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong gradients "
-                "in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4, or no VPP"
+                "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong "
+                "gradients in Megatron-Core 0.16 without overlapped communication: use PP >= 4, or no VPP"
             )
     stages = pp * (vpp or 1)
     if architecture.num_layers % stages:
@@ -121,8 +121,9 @@ def validate_layout(learner: LearnerConfig, architecture: Architecture) -> Paral
         divides("num_experts", architecture.num_experts, "expert_model_parallel_size", ep)
         divides("moe_intermediate_size", architecture.moe_ffn_hidden_size, "expert_tensor_parallel_size", etp)
         if tp > 1 and not learner.sequence_parallel:
-            raise ConfigError("a mixture-of-experts model with tensor_model_parallel_size > 1 needs "
-                              "learner.sequence_parallel=true")
+            raise ConfigError(
+                "a mixture-of-experts model with tensor_model_parallel_size > 1 needs learner.sequence_parallel=true"
+            )
         if learner.world_size % (etp * ep * pp):
             raise ConfigError(
                 f"learner.world_size={learner.world_size} is not divisible by ETP x EP x PP = {etp * ep * pp}"
@@ -137,7 +138,7 @@ def validate_layout(learner: LearnerConfig, architecture: Architecture) -> Paral
     budget = learner.max_tokens_per_micro_batch
     if budget < sequence * tp:
         raise ConfigError(
-            f"learner.max_tokens_per_micro_batch={budget} is smaller than the padding unit of the layout, {sequence * tp}"
+            f"learner.max_tokens_per_micro_batch={budget} is smaller than the layout's padding unit, {sequence * tp}"
         )
     return ParallelLayout(
         world_size=learner.world_size,
@@ -152,6 +153,10 @@ def validate_layout(learner: LearnerConfig, architecture: Architecture) -> Paral
     )
 
 
+_active: ParallelLayout | None = None
+"""The layout whose process groups this process has joined: an actor and a critic share them."""
+
+
 def resolve_device(device: str) -> torch.device:
     """The device of this process for ``learner.device``; with CUDA, the one that LOCAL_RANK names.
 
@@ -162,8 +167,10 @@ def resolve_device(device: str) -> torch.device:
     if device == "cuda" and not present:
         raise ConfigError("learner.device=cuda, but torch finds no CUDA device on this host: use cpu or auto")
     if device == "cpu" and present:
-        raise ConfigError("learner.device=cpu on a host with CUDA is not supported: hide the GPUs with "
-                          "CUDA_VISIBLE_DEVICES= or use auto")
+        raise ConfigError(
+            "learner.device=cpu on a host with CUDA is not supported: hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES= or use auto"
+        )
     if not present:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -173,7 +180,7 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
     """Join torch.distributed (unless the process already has) and Megatron's process groups; seed the generators.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; a single process needs none of them.
-    A process that has Megatron groups of another layout leaves those first.
+    Does nothing where the process has joined the layout's groups already; leaves those of another layout first.
 
     Raises:
         ConfigError: WORLD_SIZE is not the layout's.
@@ -201,6 +208,9 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
             )
         else:
             torch.distributed.init_process_group(backend, timeout=timeout)
+    global _active
+    if _active == layout and parallel_state.model_parallel_is_initialized():
+        return
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -212,10 +222,13 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    _active = layout
 
 
 def shutdown() -> None:
     """Leave every process group."""
+    global _active
+    _active = None
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
@@ -236,14 +249,15 @@ def is_last_stage() -> bool:
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def sum_over_data_parallel(tensor: torch.Tensor) -> torch.Tensor:
+def sum_over_data_parallel(tensor: torch.Tensor, with_context_parallel: bool = False) -> torch.Tensor:
     """Sum a tensor that the last pipeline stage has over data-parallel ranks, in place, and give it to every rank.
 
-    Context- and tensor-parallel ranks hold equal copies already.  Every rank passes a tensor of the same shape; what
-    earlier stages pass in is overwritten.
+    Every rank passes a tensor of the same shape; what earlier stages pass in is overwritten.  Tensor-parallel ranks
+    hold equal copies; context-parallel ranks too, unless ``with_context_parallel`` says that theirs are parts.
     """
-    if is_last_stage() and data_parallel_size() > 1:
-        torch.distributed.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
+    if is_last_stage() and group.size() > 1:
+        torch.distributed.all_reduce(tensor, group=group)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
             tensor,

@@ -102,35 +102,44 @@ def check_precision(
         if learner.dtype != "bfloat16":
             raise ConfigError(f"learner.fp8.recipe={recipe} needs learner.dtype=bfloat16, not {learner.dtype}")
         if not acceleration.cuda:
-            raise ConfigError(f"learner.fp8.recipe={recipe} needs a CUDA device with FP8, and this host has none: set "
-                              "learner.fp8.recipe=null")
+            raise ConfigError(
+                f"learner.fp8.recipe={recipe} needs a CUDA device with FP8, and this host has none: set "
+                "learner.fp8.recipe=null"
+            )
         if acceleration.transformer_engine is None:
             raise ConfigError(f"learner.fp8.recipe={recipe} needs Transformer Engine, which is not installed")
         if _version(acceleration.transformer_engine) < needs.minimum_te:
             raise ConfigError(
-                f"learner.fp8.recipe={recipe} needs Transformer Engine {'.'.join(map(str, needs.minimum_te))} or later, "
+                f"learner.fp8.recipe={recipe} needs Transformer Engine {_dotted(needs.minimum_te)} or later, "
                 f"found {acceleration.transformer_engine}"
             )
         if acceleration.capability is not None and acceleration.capability < needs.minimum_capability:
             raise ConfigError(
-                f"learner.fp8.recipe={recipe} needs compute capability {'.'.join(map(str, needs.minimum_capability))} "
-                f"or later, {acceleration.gpu_name} has {'.'.join(map(str, acceleration.capability))}"
+                f"learner.fp8.recipe={recipe} needs compute capability {_dotted(needs.minimum_capability)} "
+                f"or later, {acceleration.gpu_name} has {_dotted(acceleration.capability)}"
             )
         if recipe == "delayed" and learner.fp8.keep_first_last_bf16:
-            raise ConfigError("learner.fp8.recipe=delayed cannot keep the first and last layer in bf16: set "
-                              "learner.fp8.keep_first_last_bf16=false, or use tensorwise or blockwise")
+            raise ConfigError(
+                "learner.fp8.recipe=delayed cannot keep the first and last layer in bf16: set "
+                "learner.fp8.keep_first_last_bf16=false, or use tensorwise or blockwise"
+            )
     if optimizer.cpu_offload and not (acceleration.cuda and acceleration.transformer_engine):
         raise ConfigError("learner.optimizer.cpu_offload=true needs CUDA and Transformer Engine: set it to false")
-    if architecture.sliding_window is not None and learner.context_parallel_size > 1 and acceleration.transformer_engine:
-        raise ConfigError("Transformer Engine has no context parallelism for the model's sliding-window attention: set "
-                          "learner.context_parallel_size=1")
+    windowed = architecture.sliding_window is not None
+    if windowed and learner.context_parallel_size > 1 and acceleration.transformer_engine:
+        raise ConfigError(
+            "Transformer Engine has no context parallelism for the model's sliding-window attention: set "
+            "learner.context_parallel_size=1"
+        )
     _check_recompute(learner, architecture, acceleration)
 
 
 def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceleration: Acceleration) -> None:
     recompute = learner.recompute
     if recompute.granularity not in (None, "full", "selective"):
-        raise ConfigError(f"learner.recompute.granularity={recompute.granularity!r} is not one of full, selective, null")
+        raise ConfigError(
+            f"learner.recompute.granularity={recompute.granularity!r} is not one of full, selective, null"
+        )
     if recompute.granularity == "full":
         if recompute.method not in (None, "uniform", "block"):
             raise ConfigError(f"learner.recompute.method={recompute.method!r} is not one of uniform, block, null")
@@ -147,9 +156,7 @@ def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceler
     if recompute.granularity == "selective":
         for module in recompute.modules:
             if module not in RECOMPUTE_MODULES:
-                raise ConfigError(
-                    f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}"
-                )
+                raise ConfigError(f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}")
             if module in ("moe", "moe_act") and not architecture.is_moe:
                 raise ConfigError(f"learner.recompute.modules: {module} needs a mixture-of-experts model")
             if module == "moe_act" and not acceleration.transformer_engine:
@@ -224,6 +231,10 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
 def token_multiple(learner: LearnerConfig) -> int:
     """Tokens of a micro-batch are padded to a multiple of this on every rank."""
     return FP8_RECIPES[learner.fp8.recipe].token_multiple if learner.fp8.recipe else 1
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -1,0 +1,525 @@
+# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
+"""The learner: a Megatron-Core model that is asked for log-probs and taught by mini-batches.
+
+SPMD: every rank builds a ``Learner`` and calls the same methods with the same whole batch; each takes its own share,
+and answers are the same on every rank.  Runs under torchrun as well as under Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from conversion.architecture import Architecture
+from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
+from megatron_retool.config import Config, ConfigError, OptimizerConfig
+from megatron_retool.learner import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_retool.learner import flops, parallel
+from megatron_retool.learner.model import (
+    CriticModel,
+    PackedModel,
+    PolicyModel,
+    build_model_chunks,
+    build_transformer_config,
+)
+from megatron_retool.learner.packing import MicroBatch, Packer
+from megatron_retool.learner.precision import Acceleration, check_precision, optimizer_options, token_multiple
+from megatron_retool.learner.weights import export_hf_weights, load_hf_weights, weight_checksums
+from megatron_retool.trajectory import TrajectoryBatch
+
+logger = logging.getLogger(__name__)
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Learner:
+    """Model, optimizer and schedule of one rank.
+
+    Attributes that other rooms read: ``model_chunks`` (this rank's virtual pipeline stages, DDP-wrapped),
+    ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``.
+
+    Args:
+        config: the run's configuration; ``learner``, ``algorithm`` and ``trainer.seed`` are read.
+        optimizer: hyperparameters; a run's stages may differ in them.
+        total_optimizer_steps: length of the learning-rate schedule.
+        hf_dir: Hugging Face directory with config.json, and with the weights unless ``mcore_dir`` has them.
+        mcore_dir: distributed checkpoint of conversion/hf_to_mcore.py to take the weights from.
+        architecture: instead of ``hf_dir``: a model with random weights.
+        with_reference: also keep a frozen copy of the initial weights, for ``log_probs(reference=True)``.
+        role: "actor", or "critic" for one value per token in place of the vocabulary.
+
+    Raises:
+        ConfigError: the layout or the precision does not fit the model, the machine or the number of processes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        optimizer: OptimizerConfig,
+        total_optimizer_steps: int,
+        hf_dir: str | Path | None = None,
+        mcore_dir: str | Path | None = None,
+        architecture: Architecture | None = None,
+        with_reference: bool = False,
+        role: str = "actor",
+    ) -> None:
+        if role not in ("actor", "critic"):
+            raise ConfigError(f"role={role!r} is neither actor nor critic")
+        if architecture is None:
+            if hf_dir is None:
+                raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
+            architecture = Architecture.from_pretrained(hf_dir)
+        self.config = config
+        self.role = role
+        self.architecture = architecture
+        self.layout = parallel.validate_layout(config.learner, architecture)
+        self.device = parallel.resolve_device(config.learner.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(config.learner.threads)
+        self.acceleration = Acceleration.detect()
+        check_precision(config.learner, optimizer, architecture, self.acceleration)
+        parallel.initialize(self.layout, self.device, config.trainer.seed)
+        if torch.distributed.get_rank() == 0:
+            logger.info("learner: %s", self.acceleration.describe())
+
+        random_weights = hf_dir is None
+        self.transformer_config = build_transformer_config(
+            architecture, config.learner, self.layout, self.acceleration, random_weights
+        )
+        model_class = PolicyModel if role == "actor" else CriticModel
+        chunks = self._build(model_class, hf_dir, mcore_dir)
+        self.reference_chunks: list[PackedModel] | None = None
+        if with_reference:
+            self.reference_chunks = self._build(PolicyModel, hf_dir, mcore_dir)
+            for chunk in self.reference_chunks:
+                chunk.requires_grad_(False).eval()
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=config.learner.use_distributed_optimizer,
+            grad_reduce_in_fp32=True,
+            # Gradients of the whole mini-batch are summed in one go at its end; the head adds to its main gradient
+            # without passing through autograd's hooks, which overlapping would wait for.
+            overlap_grad_reduce=False,
+        )
+        self.model_chunks = [
+            DistributedDataParallel(self.transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        no_sync = [chunk.no_sync for chunk in self.model_chunks]
+        self.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.transformer_config.finalize_model_grads_func = _sum_gradients
+        cpu.fix_torch_adam()
+        self.reset_optimizer(optimizer, total_optimizer_steps)
+        self.packer = Packer(
+            self.layout,
+            config.learner.max_tokens_per_micro_batch,
+            parallel.data_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            self.device,
+            quadratic_cost=flops.quadratic_cost(architecture),
+            token_multiple=token_multiple(config.learner),
+            attention_buckets=self.acceleration.transformer_engine is None,
+            # An attention call's overhead, in pairs: some 2 million multiply-adds.
+            pairs_per_call=2e6 / (architecture.query_size / self.layout.tensor),
+        )
+
+    def _build(
+        self, model_class: type[PackedModel], hf_dir: str | Path | None, mcore_dir: str | Path | None
+    ) -> list[PackedModel]:
+        chunks = build_model_chunks(self.architecture, self.transformer_config, self.acceleration, model_class)
+        own = ("value_head.weight",) if model_class is CriticModel else ()
+        if mcore_dir is not None:
+            from megatron_retool.learner.checkpoint import load_model_weights
+
+            load_model_weights(chunks, self.architecture, mcore_dir)
+        elif hf_dir is not None:
+            load_hf_weights(chunks, self.architecture, hf_dir, except_names=own)
+        return chunks
+
+    def reset_optimizer(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
+        """Start a stage: fresh optimizer state and schedule on the present weights.
+
+        Raises:
+            ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
+        """
+        if optimizer.warmup_steps >= total_optimizer_steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps={optimizer.warmup_steps} must be less than the {total_optimizer_steps} "
+                "optimizer steps of the stage"
+            )
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+        self.optimizer_config = optimizer
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(**optimizer_options(self.config.learner, optimizer)), self.model_chunks
+        )
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.
+            init_lr=optimizer.lr / (optimizer.warmup_steps + 1),
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            lr_warmup_steps=optimizer.warmup_steps,
+            lr_decay_steps=total_optimizer_steps,
+            lr_decay_style=optimizer.schedule,
+            start_wd=optimizer.weight_decay,
+            end_wd=optimizer.weight_decay,
+            wd_incr_steps=total_optimizer_steps,
+            wd_incr_style="constant",
+        )
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def log_probs(
+        self, batch: TrajectoryBatch, *, reference: bool = False, temperature: float = 1.0
+    ) -> dict[str, FloatArray]:
+        """log pi of every token of the loss mask and the entropy of the distribution it came from.
+
+        Returns:
+            log_probs, entropy: float32 [T] in the batch's order, 0 where ``loss_mask`` is false.
+
+        Raises:
+            ConfigError: ``reference`` without a reference policy.
+        """
+        if reference and self.reference_chunks is None:
+            raise ConfigError("the learner was built without a reference policy (with_reference=True)")
+        chunks = self.reference_chunks if reference else None
+        found = self._read(self.packer.micro_batches(batch), 2, batch.num_response_tokens, chunks, temperature)
+        return {"log_probs": found[0], "entropy": found[1]}
+
+    def values(self, batch: TrajectoryBatch) -> FloatArray:
+        """The critic's value of the state in which each response token is generated: float32 [T]."""
+        micro_batches = self.packer.micro_batches(batch, head_on="response")
+        return self._read(micro_batches, 1, batch.num_response_tokens, None, 1.0)[0]
+
+    def sft_loss(self, batch: TrajectoryBatch) -> float:
+        """-sum(loss_weights * log_probs), without a gradient; weights as in ``sft_update``."""
+        log_probs = self.log_probs(batch)["log_probs"].astype(np.float64)
+        return float(-(_sft_weights(batch).astype(np.float64) * log_probs).sum())
+
+    @torch.no_grad()
+    def _read(
+        self,
+        micro_batches: list[MicroBatch],
+        columns: int,
+        num_tokens: int,
+        chunks: list[PackedModel] | None,
+        temperature: float,
+    ) -> FloatArray:
+        found = torch.zeros(columns, num_tokens, dtype=torch.float32, device=self.device)
+
+        def collect(micro_batch: MicroBatch, output: Tensor) -> None:
+            positions = torch.from_numpy(micro_batch.response_positions).to(self.device)[micro_batch.slots]
+            found[:, positions] = output.view(columns, -1)
+
+        modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
+        for module in modules:
+            module.eval()
+        self._run(modules, micro_batches, temperature, collect=collect)
+        # Every token was found by one context-parallel rank of one data-parallel rank.
+        parallel.sum_over_data_parallel(found, with_context_parallel=True)
+        return found.cpu().numpy()
+
+    # --- learning -------------------------------------------------------------------------------------------------
+
+    def update(self, mini_batch: TrajectoryBatch, *, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the policy loss of a mini-batch.
+
+        Args:
+            mini_batch: with the columns old_log_probs, advantages and loss_weights (of the whole mini-batch, 0 where
+                rejected), optionally importance_weights and ref_log_probs.
+            temperature: of the rollout; log-probs are those of softmax(logits / temperature).
+
+        Returns:
+            actor/pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, grad_norm, lr and the like;
+            global_seqlen/*; perf/mfu/actor where the device's peak is known.
+        """
+        columns = _columns(
+            mini_batch, ("old_log_probs", "advantages", "loss_weights"), ("importance_weights", "ref_log_probs")
+        )
+        algorithm = self.config.algorithm
+        correction = algorithm.rollout_correction
+        bypass = correction if correction.bypass_old_log_probs else None
+
+        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+            log_probs, entropy = self._whole_sequences(micro_batch, output)
+            inputs = PolicyLossInputs(
+                log_probs=log_probs,
+                entropy=entropy,
+                sequence_ids=micro_batch.sequence_ids,
+                loss_mask=micro_batch.column(mini_batch.loss_mask),
+                **{name: micro_batch.column(column) for name, column in columns.items()},
+            )
+            return policy_loss(inputs, algorithm, bypass)
+
+        return self._learn("actor", mini_batch, "loss_mask", temperature, loss)
+
+    def update_critic(self, mini_batch: TrajectoryBatch) -> dict[str, float]:
+        """One optimizer step on the value loss; columns values (before the update), returns and loss_weights."""
+        columns = _columns(mini_batch, ("values", "returns", "loss_weights"), ())
+        clip = self.config.learner.critic.value_clip
+
+        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+            (values,) = self._whole_sequences(micro_batch, output[None])
+            column = {name: micro_batch.column(array) for name, array in columns.items()}
+            return value_loss(
+                values,
+                column["values"],
+                column["returns"],
+                micro_batch.column(mini_batch.loss_mask),
+                column["loss_weights"],
+                clip,
+            )
+
+        return self._learn("critic", mini_batch, "response", 1.0, loss)
+
+    def sft_update(self, batch: TrajectoryBatch) -> dict[str, float]:
+        """One optimizer step of supervised fine-tuning on the tokens of ``loss_mask``.
+
+        The loss is -sum(loss_weights * log_probs); without that column, the mean over the batch's masked-in tokens.
+
+        Returns:
+            loss, grad_norm, lr.
+        """
+        weights = _sft_weights(batch)
+
+        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
+            # The weights are sums over the batch, so each context-parallel rank may add up the tokens it has.
+            share = micro_batch.column(weights)[micro_batch.slots]
+            value = -(share * output[0]).sum()
+            pair = torch.stack([value.detach().double(), torch.zeros((), dtype=torch.float64, device=value.device)])
+            return LossOutput(value, {"sft/loss": pair})
+
+        metrics = self._learn("sft", batch, "loss_mask", 1.0, loss, sum_over_context=True)
+        return {name.removeprefix("sft/"): value for name, value in metrics.items()}
+
+    def _learn(
+        self,
+        room: str,
+        batch: TrajectoryBatch,
+        head_on: str,
+        temperature: float,
+        loss: Callable[[MicroBatch, Tensor], LossOutput],
+        sum_over_context: bool = False,
+    ) -> dict[str, float]:
+        start = time.perf_counter()
+        micro_batches = self.packer.micro_batches(batch, head_on)
+        for chunk in self.model_chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts: list[dict[str, Tensor]] = []
+        self._run(self.model_chunks, micro_batches, temperature, loss=loss, metrics=parts)
+        lr = self.learning_rate
+        applied, grad_norm = self._step()
+        metrics = self._reduce(parts, sum_over_context)
+        metrics[f"{room}/grad_norm"] = grad_norm
+        metrics[f"{room}/lr"] = lr
+        if not applied:
+            metrics[f"{room}/nonfinite_grad"] = 1.0
+            logger.warning("the gradient norm is %s: this update was left out", grad_norm)
+        if room != "sft":
+            metrics |= self.packer.balance_metrics(batch)
+            metrics |= self._mfu(room, batch, time.perf_counter() - start)
+        return metrics
+
+    def _step(self) -> tuple[bool, float]:
+        """Clip and apply; returns whether the update was applied and the norm before clipping.
+
+        Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it.
+        """
+        optimizers = [o for o in self.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
+        found_inf = self.optimizer.prepare_grads()
+        norm = float("inf") if found_inf else float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return False, norm
+        for optimizer in optimizers:
+            parameters = optimizer.get_parameters()
+            if parameters and optimizer.config.clip_grad > 0:
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=optimizer.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        applied = bool(self.optimizer.step_with_ready_grads())
+        if applied:
+            self.scheduler.step(increment=1)
+        return applied, norm
+
+    def _run(
+        self,
+        chunks: list[Any],
+        micro_batches: list[MicroBatch],
+        temperature: float,
+        *,
+        loss: Callable[[MicroBatch, Tensor], LossOutput] | None = None,
+        metrics: list[dict[str, Tensor]] | None = None,
+        collect: Callable[[MicroBatch, Tensor], None] | None = None,
+    ) -> None:
+        """One pass of Megatron's pipeline schedule: with ``loss`` forward and backward, with ``collect`` forward."""
+        learner = self.config.learner
+        options = {
+            "temperature": temperature,
+            "chunk_tokens": learner.log_prob_chunk_tokens,
+            "fp32_head": learner.fp32_lm_head,
+        }
+
+        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
+            micro_batch = next(iterator)
+
+            def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+                if loss is None:
+                    assert collect is not None
+                    return collect(micro_batch, output)
+                result = loss(micro_batch, output)
+                assert metrics is not None
+                metrics.append(result.metrics)
+                # The token count would divide the gradient, which is normalised already (_sum_gradients drops it).
+                return result.loss, torch.zeros((), dtype=torch.int, device=output.device), {}
+
+            return model(micro_batch, **options), finish
+
+        several = len(chunks) > 1
+        iterators = [iter(micro_batches) for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=learner.max_tokens_per_micro_batch,  # a placeholder: stages exchange the real shapes
+            micro_batch_size=1,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
+        )
+
+    def _whole_sequences(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
+        """[columns, n] at the head's tokens -> [columns, R] at all response tokens, on every context-parallel rank."""
+        if self.layout.context == 1 and output.size(1) == len(micro_batch.response_positions):
+            return output
+        whole = output.new_zeros(output.size(0), len(micro_batch.response_positions))
+        whole = whole.index_copy(1, micro_batch.slots, output)
+        return whole if self.layout.context == 1 else _SumOverContextParallel.apply(whole)
+
+    def _reduce(self, parts: list[dict[str, Tensor]], sum_over_context: bool) -> dict[str, float]:
+        """Sum (sum, count) pairs over micro-batches and ranks; the same answer on every rank."""
+        names = sorted(parts[0]) if parts else []
+        if self.layout.pipeline > 1:
+            # Earlier stages see no loss and do not know the names.
+            box = [names]
+            torch.distributed.broadcast_object_list(
+                box,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+            names = box[0]
+        total = torch.zeros(len(names), 2, dtype=torch.float64, device=self.device)
+        for part in parts:
+            total += torch.stack([part[name] for name in names])
+        parallel.sum_over_data_parallel(total, with_context_parallel=sum_over_context)
+        return reduce_metrics([dict(zip(names, total.cpu(), strict=True))])
+
+    def _mfu(self, room: str, batch: TrajectoryBatch, seconds: float) -> dict[str, float]:
+        peak = flops.peak_flops(self.acceleration.gpu_name)
+        if peak is None:
+            return {}
+        achieved = self.model_flops(batch) / seconds / self.layout.world_size
+        return {f"perf/mfu/{room}": achieved / peak}
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        """What the next update is going to use."""
+        return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
+
+    def model_flops(self, batch: TrajectoryBatch) -> float:
+        """FLOPs of a forward and backward pass over the batch, over all ranks together."""
+        return flops.training_flops(self.architecture, batch.total_lengths, int(batch.loss_mask.sum()))
+
+    def export_weights(self, bucket_bytes: int = 512 * 2**20) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full tensors by Hugging Face name in buckets, on rank 0; every rank must drain the iterator."""
+        return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes)
+
+    def weights_checksum(self) -> dict[str, str]:
+        """A fingerprint of every exported tensor by Hugging Face name, on rank 0."""
+        return weight_checksums(self.model_chunks, self.architecture)
+
+    def save(self, directory: str | Path) -> None:
+        """Write model, optimizer, schedule and random state; see ``checkpoint.save_checkpoint``."""
+        from megatron_retool.learner.checkpoint import save_checkpoint
+
+        save_checkpoint(self, directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Continue from ``save``'s directory, written in any layout; see ``checkpoint.load_checkpoint``."""
+        from megatron_retool.learner.checkpoint import load_checkpoint
+
+        load_checkpoint(self, directory)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.shutdown()
+
+
+class _SumOverContextParallel(torch.autograd.Function):
+    """Add up what context-parallel ranks hold of the same sequences.
+
+    Every rank then computes the same loss from the sum, so each rank's own part gets the gradient as it is: summing
+    gradients over ranks here would count the loss CP times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x, group=parallel_state.get_context_parallel_group())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@functools.wraps(finalize_model_grads)
+def _sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    # calculate_per_token_loss makes Megatron's DDP sum; without a token count nothing is divided afterwards.
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _columns(
+    batch: TrajectoryBatch, needed: tuple[str, ...], optional: tuple[str, ...]
+) -> dict[str, npt.NDArray[np.float32]]:
+    missing = [name for name in needed if name not in batch.columns]
+    if missing:
+        raise ValueError(f"the mini-batch lacks the column(s) {', '.join(missing)}")
+    return {name: batch.columns[name] for name in (*needed, *optional) if name in batch.columns}
+
+
+def _sft_weights(batch: TrajectoryBatch) -> FloatArray:
+    if "loss_weights" in batch.columns:
+        return np.where(batch.loss_mask, batch.columns["loss_weights"], 0).astype(np.float32)
+    count = max(int(batch.loss_mask.sum()), 1)
+    return (batch.loss_mask / count).astype(np.float32)
