@@ -1,0 +1,261 @@
+"""Scores trajectories: in this process where that is instant, else in a pool of processes that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import megatron_retool
+from megatron_retool.config import ConfigError, RewardConfig
+from megatron_retool.rewards import math as math_reward
+from megatron_retool.rewards.base import BUILT_IN
+from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
+from megatron_retool.rewards.worker import plain_json
+from megatron_retool.trajectory import FinishReason, Trajectory
+
+FAILURES = ("timeout", "exception", "bad_result", "memory", "worker_died")
+_START_SECONDS = 120.0
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+
+class RewardManager:
+    """Fills ``reward`` and ``reward_info`` of trajectories.
+
+    reward_info: score (before shaping), acc, pred and whatever else the function returned; overlong_penalty where
+    shaping is on; overlong_filtered: True where overlong filtering says that the response must give no loss; failure
+    and failure_message where the function failed.
+
+    A failure never stops a run: the response gets ``failure_score``, the failure is one of ``FAILURES`` and counted
+    (``take_metrics``). A function that cannot be loaded does stop it, when the manager is made.
+
+    ``score`` may be called from several threads.
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer: Decoder, max_response_length: int | None = None) -> None:
+        """
+        Args:
+            config: the ``reward`` section.
+            tokenizer: decodes responses.
+            max_response_length: data.max_response_length, needed by overlong.mode=soft_punish.
+
+        Raises:
+            ConfigError: the reward function cannot be loaded, or the overlong settings contradict each other.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_response_length = max_response_length
+        try:
+            self._pieces = parse_pieces(config.overlong.pieces) if config.overlong.mode == "piecewise" else []
+            if config.overlong.mode == "soft_punish":
+                if max_response_length is None:
+                    raise ValueError("reward.overlong.mode=soft_punish needs data.max_response_length")
+                soft_punishment(0, max_response_length, config.overlong.buffer_length, config.overlong.penalty)
+        except ValueError as error:
+            raise ConfigError(f"reward.overlong: {error}") from error
+        self._failures: Counter[str] = Counter()
+        self._scored = 0
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._own = threading.local()
+        # A thread for each worker: the kernel ties a worker's life to the thread that started it.
+        self._threads = ThreadPoolExecutor(max(config.processes, 1), thread_name_prefix="reward")
+        if config.function not in BUILT_IN:
+            try:
+                self._threads.submit(self._worker).result()
+            except ValueError as error:
+                self.close()
+                raise ConfigError(str(error)) from error
+
+    def score(self, trajectories: Sequence[Trajectory]) -> None:
+        """Score all of them; returns when every one has a reward."""
+        waiting = []
+        for trajectory in trajectories:
+            request = self._request(trajectory)
+            info = self._quick(request)
+            if info is None:
+                waiting.append((trajectory, self._threads.submit(self._score_in_worker, request)))
+            else:
+                self._fill(trajectory, info)
+        for trajectory, future in waiting:
+            self._fill(trajectory, future.result())
+
+    def take_metrics(self) -> dict[str, float]:
+        """reward/scored and reward/failures/<kind> since the last call."""
+        with self._lock:
+            metrics = {"reward/scored": float(self._scored)}
+            metrics |= {f"reward/failures/{kind}": float(self._failures[kind]) for kind in FAILURES}
+            self._failures.clear()
+            self._scored = 0
+        return metrics
+
+    def close(self) -> None:
+        """End the worker processes."""
+        with self._lock:
+            workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(self, trajectory: Trajectory) -> dict[str, Any]:
+        extra = trajectory.extra_info
+        turns = trajectory.turn_ids
+        final = trajectory.response_ids[turns == turns.max()] if len(turns) and turns.max() >= 0 else []
+        return {
+            "data_source": str(extra.get("data_source", "unknown")),
+            "solution_str": self._tokenizer.decode(_ids(trajectory.response_ids), skip_special_tokens=False),
+            "ground_truth": extra.get("ground_truth"),
+            "extra_info": {
+                **extra,
+                "final_turn": self._tokenizer.decode(_ids(final), skip_special_tokens=True),
+                "num_turns": trajectory.num_turns,
+                "tool_calls": [{"name": call.name, "status": call.status} for call in trajectory.tool_calls],
+                "finish_reason": trajectory.finish_reason.value,
+            },
+        }
+
+    def _quick(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        if self._config.function != "math":
+            return None
+        return math_reward.quick_score(request["solution_str"], request["ground_truth"], request["extra_info"])
+
+    def _score_in_worker(self, request: dict[str, Any]) -> dict[str, Any]:
+        reply = self._worker().ask(request, self._config.timeout_seconds)
+        if "result" in reply:
+            info: dict[str, Any] = reply["result"]
+            return info
+        with self._lock:
+            self._failures[reply["failure"]] += 1
+        return {
+            "score": self._config.failure_score,
+            "acc": 0.0,
+            "pred": None,
+            "failure": reply["failure"],
+            "failure_message": reply["message"],
+        }
+
+    def _worker(self) -> _Worker:
+        worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is None or not worker.alive:
+            if worker is not None:
+                with self._lock:
+                    self._workers.remove(worker)
+            worker = _Worker(self._config.function, self._config.memory_limit_mb)
+            self._own.worker = worker
+            with self._lock:
+                self._workers.append(worker)
+        return worker
+
+    def _fill(self, trajectory: Trajectory, info: dict[str, Any]) -> None:
+        overlong = self._config.overlong
+        length = len(trajectory.response_ids)
+        info = dict(info)
+        penalty = 0.0
+        if overlong.mode == "soft_punish":
+            assert self._max_response_length is not None
+            penalty = soft_punishment(length, self._max_response_length, overlong.buffer_length, overlong.penalty)
+        elif overlong.mode == "piecewise":
+            penalty = piecewise_penalty(length, self._pieces)
+        if overlong.mode != "none":
+            info["overlong_penalty"] = penalty
+        if overlong.filter and trajectory.finish_reason is FinishReason.LENGTH:
+            info["overlong_filtered"] = True
+        trajectory.reward = float(info["score"]) + penalty
+        trajectory.reward_info = info
+        with self._lock:
+            self._scored += 1
+
+
+def _ids(ids: Any) -> list[int]:
+    return [int(token) for token in ids]
+
+
+class _Worker:
+    """One reward process. Used by the one thread that made it, except for ``kill``."""
+
+    def __init__(self, function: str, memory_limit_mb: int) -> None:
+        """Raises ValueError where the process reports that it cannot load ``function``."""
+        root = str(Path(megatron_retool.__file__).resolve().parents[1])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_retool.rewards.worker", function, str(memory_limit_mb), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout.fileno()
+        self._pending = b""
+        self._poll = select.poll()
+        self._poll.register(self._replies, select.POLLIN | select.POLLHUP)
+        try:
+            greeting = self._read_line(_START_SECONDS)
+        except (TimeoutError, EOFError):
+            self.kill()
+            raise ValueError(
+                f"reward.function={function!r}: its process did not start; see the messages above"
+            ) from None
+        if not greeting["ready"]:
+            self.kill()
+            raise ValueError(greeting["error"])
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        """The worker's reply, or {"failure": kind, "message": text}; after a time-out the process is dead."""
+        try:
+            self._requests.write(json.dumps(request, default=plain_json).encode() + b"\n")
+            self._requests.flush()
+            return self._read_line(timeout_seconds)
+        except TimeoutError:
+            self.kill()
+            return {"failure": "timeout", "message": f"no result after {timeout_seconds:g} s"}
+        except (EOFError, OSError):
+            self.kill()
+            return {"failure": "worker_died", "message": f"exit status {self._process.returncode}"}
+
+    def _read_line(self, timeout_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_seconds
+        while b"\n" not in self._pending:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not self._poll.poll(remaining * 1000):
+                raise TimeoutError
+            chunk = os.read(self._replies, 65536)
+            if not chunk:
+                raise EOFError
+            self._pending += chunk
+        line, _, self._pending = self._pending.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

@@ -1,0 +1,58 @@
+"""Length penalties, added to a response's reward. Pure functions of lengths in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+def soft_punishment(length: int, max_response_length: int, buffer_length: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13.
+
+    0 up to ``max_response_length - buffer_length``, then linear down to ``-penalty`` at ``max_response_length``, and
+    ``-penalty`` beyond.
+
+    Raises:
+        ValueError: the buffer is not inside the response.
+    """
+    if not 0 < buffer_length <= max_response_length:
+        raise ValueError(
+            f"reward.overlong.buffer_length={buffer_length} must lie between 1 and data.max_response_length="
+            f"{max_response_length}"
+        )
+    excess = length - (max_response_length - buffer_length)
+    return -penalty * min(max(excess / buffer_length, 0.0), 1.0)
+
+
+class Piece(NamedTuple):
+    """From ``start`` tokens on, every further 1000 tokens cost ``per_thousand``."""
+
+    start: int
+    per_thousand: float
+
+
+def parse_pieces(texts: Sequence[str]) -> list[Piece]:
+    """Parse ``["8000 0.01", "12000 0.05"]``, each "<from tokens> <penalty per 1000 tokens>".
+
+    Raises:
+        ValueError: an entry is not a pair of numbers, or starts do not ascend.
+    """
+    pieces = []
+    for text in texts:
+        try:
+            start, slope = text.split()
+            pieces.append(Piece(int(start), float(slope)))
+        except ValueError:
+            raise ValueError(f"piece {text!r} is not of the form '<from tokens> <penalty per 1000 tokens>'") from None
+    if not pieces or any(b.start <= a.start for a, b in zip(pieces, pieces[1:], strict=False)):
+        raise ValueError(f"the pieces {list(texts)} must begin at ascending lengths")
+    return pieces
+
+
+def piecewise_penalty(length: int, pieces: Sequence[Piece]) -> float:
+    """Continuous piecewise-linear penalty: nothing before the first piece, then the sum over the pieces passed."""
+    total = 0.0
+    for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+        end = length if following is None else min(length, following.start)
+        total -= max(end - piece.start, 0) / 1000.0 * piece.per_thousand
+    return total

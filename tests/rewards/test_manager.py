@@ -1,0 +1,208 @@
+"""The reward manager with real worker processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig
+from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+
+
+class Characters:
+    """A tokenizer whose tokens are Unicode code points."""
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join(map(chr, token_ids))
+
+
+def trajectory(*turns, truth="42", finish=FinishReason.STOP, **extra):
+    """Assistant turns with a tool result '=99' between them."""
+    ids, turn_ids = [], []
+    for number, text in enumerate(turns):
+        if number:
+            ids += [ord(c) for c in "=\\boxed{99}"]
+            turn_ids += [-1] * len("=\\boxed{99}")
+        ids += [ord(c) for c in text]
+        turn_ids += [number] * len(text)
+    turn_ids = np.array(turn_ids, np.int16)
+    return Trajectory(
+        prompt_ids=np.array([1]), response_ids=np.array(ids), loss_mask=turn_ids >= 0,
+        rollout_log_probs=np.where(turn_ids >= 0, -1.0, 0.0), turn_ids=turn_ids,
+        weight_versions=np.zeros(len(ids)), group_id=0, index=0, finish_reason=finish,
+        tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1)] * (len(turns) - 1),
+        extra_info={"data_source": "demo", "ground_truth": truth, **extra},
+    )
+
+
+@pytest.fixture
+def function(tmp_path):
+    """Write a module of reward functions; returns the name to put into reward.function."""
+
+    def write(source, name="score"):
+        path = tmp_path / "my_reward.py"
+        path.write_text(textwrap.dedent(source))
+        return f"{path}:{name}"
+
+    return write
+
+
+def test_integers_are_scored_without_a_process():
+    with RewardManager(RewardConfig(), Characters()) as manager:
+        good, bad, none = trajectory("\\boxed{042}"), trajectory("\\boxed{43}"), trajectory("it is 42")
+        started = time.monotonic()
+        for _ in range(200):
+            manager.score([good, bad, none])
+        assert time.monotonic() - started < 2.0
+        assert (good.reward, bad.reward, none.reward) == (1.0, -1.0, -1.0)
+        assert good.reward_info == {"score": 1.0, "acc": 1.0, "pred": "042"}
+        assert manager._workers == []
+        assert manager.take_metrics()["reward/scored"] == 600
+        assert manager.take_metrics()["reward/scored"] == 0
+
+
+def test_only_the_last_assistant_turn_counts():
+    with RewardManager(RewardConfig(), Characters()) as manager:
+        early, late = trajectory("\\boxed{42}", "done"), trajectory("hm", "\\boxed{42}", truth=42)
+        copied = trajectory("calling", "done", truth="99")
+        manager.score([early, late, copied])
+        assert [t.reward for t in (early, late, copied)] == [-1.0, 1.0, -1.0]
+
+
+def test_symbolic_answers_go_through_the_pool_and_hostile_ones_are_bounded():
+    with RewardManager(RewardConfig(timeout_seconds=2.0), Characters()) as manager:
+        good = trajectory("\\boxed{\\frac{\\sqrt 2}{2}}", truth="\\sin(\\pi/4)")
+        hostile = trajectory("\\boxed{9^{9^{9^{9}}}}", truth="\\sqrt{2}")
+        manager.score([good])
+        started = time.monotonic()
+        manager.score([hostile, hostile])
+        assert time.monotonic() - started < 10
+        assert good.reward == 1.0 and good.reward_info["acc"] == 1.0
+        assert hostile.reward == -1.0
+        manager.score([good])
+        assert good.reward == 1.0
+
+
+def test_custom_functions_get_what_they_need(function):
+    name = function(
+        """
+        import sys
+        def score(data_source, solution_str, ground_truth, extra_info):
+            print("noise on stdout")
+            assert "torch" not in sys.modules
+            return {"score": 0.25, "acc": 0, "pred": 7, "source": data_source, "text": solution_str,
+                    "truth": ground_truth, "extra": extra_info}
+        """
+    )
+    with RewardManager(RewardConfig(function=name), Characters()) as manager:
+        scored = trajectory("a", "b", truth=["x", "y"], level=np.int64(3))
+        manager.score([scored])
+    info = scored.reward_info
+    assert scored.reward == 0.25
+    assert (info["acc"], info["pred"], info["source"]) == (0.0, "7", "demo")
+    assert info["text"] == "a=\\boxed{99}b" and info["truth"] == ["x", "y"]
+    extra = info["extra"]
+    assert (extra["final_turn"], extra["num_turns"], extra["level"], extra["finish_reason"]) == ("b", 3, 3, "stop")
+    assert extra["tool_calls"] == [{"name": "code_interpreter", "status": "ok"}]
+    json.dumps(info)
+
+
+def test_every_failure_is_typed_counted_and_survived(function):
+    name = function(
+        """
+        import ctypes, os, time
+        def score(data_source, solution_str, ground_truth, extra_info):
+            if solution_str == "slow": time.sleep(60)
+            if solution_str == "stuck": pow(3, 10**8)
+            if solution_str == "raise": raise KeyError("no such thing")
+            if solution_str == "text": return "good"
+            if solution_str == "nan": return float("nan")
+            if solution_str == "memory": bytearray(10**12)
+            if solution_str == "crash": os.kill(os.getpid(), 11)
+            return 1
+        """
+    )
+    kinds = {
+        "slow": "timeout", "stuck": "timeout", "raise": "exception", "text": "bad_result", "nan": "bad_result",
+        "memory": "memory", "crash": "worker_died",
+    }
+    config = RewardConfig(function=name, timeout_seconds=0.5, failure_score=-2.0)
+    with RewardManager(config, Characters()) as manager:
+        for text, kind in kinds.items():
+            failed, fine = trajectory(text), trajectory("fine")
+            manager.score([failed, fine])
+            assert failed.reward == -2.0 and failed.reward_info["failure"] == kind, text
+            assert failed.reward_info["acc"] == 0.0 and failed.reward_info["failure_message"]
+            assert fine.reward == 1.0 and fine.reward_info["acc"] == 1.0
+        metrics = manager.take_metrics()
+    assert metrics["reward/failures/timeout"] == metrics["reward/failures/bad_result"] == 2
+    assert metrics["reward/failures/worker_died"] == metrics["reward/failures/memory"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "is neither math"),
+        ("/does/not/exist.py:score", "there is no file /does/not/exist.py"),
+        ("json:score", "json has no function 'score'"),
+        ("no_such_module_here:score", "importing no_such_module_here failed"),
+    ],
+)
+def test_a_function_that_does_not_load_stops_the_run_at_once(name, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardManager(RewardConfig(function=name), Characters())
+
+
+def test_overlong_shaping_and_filtering():
+    overlong = OverlongConfig(mode="soft_punish", buffer_length=10, penalty=0.5, filter=True)
+    with RewardManager(RewardConfig(overlong=overlong), Characters(), max_response_length=20) as manager:
+        short, long = trajectory("\\boxed{42}"), trajectory("\\boxed{42} and on", finish=FinishReason.LENGTH)
+        manager.score([short, long])
+    assert short.reward == 1.0 and "overlong_filtered" not in short.reward_info
+    assert long.reward == pytest.approx(1.0 - 0.5 * 7 / 10) and long.reward_info["score"] == 1.0
+    assert long.reward_info["overlong_filtered"] is True
+    with pytest.raises(ConfigError, match="data.max_response_length"):
+        RewardManager(RewardConfig(overlong=overlong), Characters())
+
+
+def test_workers_die_with_their_parent(function):
+    """SIGKILL of the parent leaves no worker behind, not even one inside an endless C call."""
+    name = function(
+        """
+        def score(data_source, solution_str, ground_truth, extra_info):
+            return pow(3, 10**9)
+        """
+    )
+    script = textwrap.dedent(
+        f"""
+        import threading
+        from megatron_retool.config import RewardConfig
+        from megatron_retool.rewards.manager import RewardManager
+        from tests.rewards.test_manager import Characters, trajectory
+        manager = RewardManager(RewardConfig(function={name!r}, processes=1), Characters())
+        print(manager._workers[0]._process.pid, flush=True)
+        manager.score([trajectory("x")])
+        """
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+    worker = int(parent.stdout.readline())
+    time.sleep(0.3)
+    assert os.path.exists(f"/proc/{worker}")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
+        with open(f"/proc/{worker}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                break
+        time.sleep(0.05)
+    else:
+        assert not os.path.exists(f"/proc/{worker}")
