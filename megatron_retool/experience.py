@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,9 +116,16 @@ def filter_step(groups: list[list[Trajectory]], metric: str) -> GroupFilter:
 
 
 def correct_rollout(
-    config: Config, batch: TrajectoryBatch, current_version: int
+    config: Config, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], current_version: int
 ) -> tuple[TrajectoryBatch, dict[str, float], bool]:
-    """Weights and masks against the mismatch of learner and engine, as columns importance_weights and keep."""
+    """Weights and masks against the mismatch of learner and engine, as columns importance_weights and keep.
+
+    ``trajectories`` are the batch's rows; the ones that overlong filtering marked give no loss either.
+
+    Returns:
+        The batch, rollout_corr/* metrics, and whether the whole update is to be skipped.
+    """
+    filtered = np.array([bool(t.reward_info.get("overlong_filtered")) for t in trajectories], dtype=bool)
     result = rollout_correction(
         torch.from_numpy(batch.columns["old_log_probs"]),
         torch.from_numpy(batch.rollout_log_probs),
@@ -130,7 +137,8 @@ def correct_rollout(
         weight_versions=torch.from_numpy(batch.weight_versions),
         current_version=current_version,
     )
-    batch = batch.with_columns(importance_weights=result.importance_weights.numpy(), keep=result.keep_mask.numpy())
+    keep = result.keep_mask.numpy() & ~np.repeat(filtered, batch.response_lengths)
+    batch = batch.with_columns(importance_weights=result.importance_weights.numpy(), keep=keep)
     return batch, result.metrics, result.skip_update
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,12 @@ from megatron_retool.validation import validate
 async def train(config: Config, console: Console) -> None:
     """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so."""
     resume = find_resume_point(config)
+    if resume is not None and resume.step == config.trainer.total_steps:
+        console.print(f"{resume.path} is the last step already: nothing to train")
+        return
     async with Deployment(config, console) as run:
         step = await restore(run, resume)
-        await run.learner.sync_weights(run.engines.urls, version=step)
+        await run.sync_weights(step)
         with MetricLogger(config.run_dir, config.trainer.loggers, first_step=step + bool(step), console=console) as log:
             if step == 0 and config.trainer.val_before_train:
                 log.log(0, await validate(run, step=0))
@@ -46,12 +48,12 @@ async def train(config: Config, console: Console) -> None:
                     with timer.phase("old_log_prob"):
                         batch = await add_log_probs(run, batch)
                     with timer.phase("adv"):
-                        batch, correction_metrics, skip_update = correct_rollout(config, batch, step - 1)
+                        batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
                         batch = add_advantages(config, batch)
                     with timer.phase("update_actor"):
-                        updates = [] if skip_update else await update(run, batch, step)
+                        updates = [] if skip else await update(run, batch, step)
                     with timer.phase("weight_sync"):
-                        sync_metrics = await run.learner.sync_weights(run.engines.urls, version=step)
+                        sync_metrics = await run.sync_weights(step)
                 metrics = {
                     **rollout_metrics(collected.generated),
                     **collected.metrics,
@@ -59,7 +61,7 @@ async def train(config: Config, console: Console) -> None:
                     **correction_metrics,
                     **mean_metrics(updates),
                     **sync_metrics,
-                    "actor/skipped_updates": float(skip_update),
+                    "actor/skipped_updates": float(skip),
                     **performance_metrics(
                         int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size
                     ),
@@ -135,10 +137,3 @@ async def save(run: Deployment, step: int) -> None:
     }
     commit_checkpoint(workspace, step, files)
     prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)
-
-
-def total_training_steps(config: Config, num_prompts: int) -> int:
-    """``trainer.total_steps``, or as many as ``total_epochs`` passes over the prompts take."""
-    if config.trainer.total_steps is not None:
-        return config.trainer.total_steps
-    return config.trainer.total_epochs * math.ceil(num_prompts / config.data.train_batch_size)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
+from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.config import Config
 from megatron_retool.evaluation import evaluation_metrics
+from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.trajectory import Trajectory, write_trajectories
-
-if TYPE_CHECKING:
-    from megatron_retool.cluster.deployment import Deployment
 
 _SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
 
@@ -43,3 +43,10 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
         **evaluation_metrics(trajectories, seed=config.trainer.seed),
         **{f"val-aux/{name}": behaviour[name] for name in _SHOWN},
     }
+
+
+async def evaluate_model(config: Config, console: Console) -> None:
+    """Validate ``model.path`` without a learner; metrics.jsonl and validation/ under the run's directory."""
+    async with Deployment(config, console, with_learner=False) as run:
+        with MetricLogger(config.run_dir, config.trainer.loggers, console=console) as log:
+            log.log(0, await validate(run, step=0))

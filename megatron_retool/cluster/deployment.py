@@ -9,17 +9,28 @@ and learner side by side. Whatever happens, leaving the block stops every proces
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from sglang_rollout.rollout_manager import RolloutManager
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.config import Config
+from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.cluster.runtime import ray_runtime
+from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
+from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.trajectory import Trajectory
+from sglang_rollout.rollout_manager import RolloutManager
+from tools.code_interpreter.client import CodeInterpreterClient
+from tools.code_interpreter.process import SandboxServerProcess
+from tools.registry import ToolRegistry
 
 
 class Deployment:
@@ -37,6 +48,8 @@ class Deployment:
         self.config = config
         self.console = console
         self.with_learner = with_learner
+        self.version = 0
+        """Version of the weights that the engines serve: the number of the last completed step."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Deployment:
@@ -51,3 +64,95 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    async def _start(self) -> None:
+        config = self.config
+        placement = plan_placement(config)
+        tokenizer = load_tokenizer(config.model)
+        self._tokenizer = tokenizer
+        self.rewards = self._stack.enter_context(
+            RewardManager(config.reward, tokenizer, config.data.max_response_length)
+        )
+        self.tools = await self._start_tools()
+        self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
+        if self.with_learner:
+            self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
+            self.total_steps = total_training_steps(config, len(self.prompts))
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.run_dir / "config.yaml")
+
+        if placement.gpus_per_node:
+            self.console.print(placement.table())
+        with self.console.status("starting engines and learner"):
+            self._stack.enter_context(ray_runtime(config))
+            self.engines = EngineGroup(config, placement)
+            self._stack.push_async_callback(self.engines.stop)
+            starts = [self.engines.start(config.model.path)]
+            if self.with_learner:
+                self.learner = LearnerGroup(config, placement)
+                responses = config.data.train_batch_size * config.rollout.train.n
+                steps = self.total_steps * responses // config.learner.mini_batch_size
+                starts.append(self.learner.setup(steps))
+            await gather_or_cancel(starts)
+        self.rollout = await self._stack.enter_async_context(
+            RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
+        )
+
+    async def _start_tools(self) -> ToolRegistry:
+        """The tools of the run, with a code interpreter server of the run's own unless one is named.
+
+        Raises:
+            ConfigError: the named server does not answer.
+        """
+        config = self.config
+        names = config.rollout.multi_turn.tools
+        url = config.tools.code_interpreter.url
+        if "code_interpreter" in names and url is None:
+            server = SandboxServerProcess(
+                config.tools.code_interpreter, log_file=config.run_dir / "logs" / "code_interpreter.log"
+            )
+            url = server.start()
+            self._stack.callback(server.stop)
+        elif "code_interpreter" in names:
+            async with CodeInterpreterClient(url) as client:
+                if not await client.ping():
+                    raise ConfigError(
+                        f"tools.code_interpreter.url={url} does not answer: start the server there (python -m "
+                        "tools.code_interpreter.server), or leave the key unset and the trainer starts one"
+                    )
+        registry = ToolRegistry.from_config(config.tools, names, code_interpreter_url=url)
+        return await self._stack.enter_async_context(registry)
+
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Give every engine the learner's weights; returns when each of them serves ``version``."""
+        metrics = await self.learner.sync_weights(self.engines.urls, version)
+        self.version = version
+        return metrics
+
+    async def _restart_engine(self, url: str) -> str | None:
+        """Bring a dead engine back with the current weights; the other engines go on meanwhile."""
+        new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
+        if self.with_learner:
+            await self.learner.sync_weights([new_url], self.version)
+        return new_url
+
+    def decode(self, trajectory: Trajectory) -> tuple[str, str]:
+        """Prompt and response as text, special tokens included."""
+        return self._tokenizer.decode(trajectory.prompt_ids), self._tokenizer.decode(trajectory.response_ids)
+
+
+def total_training_steps(config: Config, num_prompts: int) -> int:
+    """``trainer.total_steps``, or as many as ``total_epochs`` passes over the prompts take."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    return config.trainer.total_epochs * math.ceil(num_prompts / config.data.train_batch_size)
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    """Await all side by side; the first error cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -12,6 +12,8 @@ from megatron_retool.cluster.runtime import node_address, redirect_output
 from megatron_retool.config import Config
 from sglang_rollout.engine import EngineProcess
 
+STOP_SECONDS = 6.0
+
 
 class EngineWorker:
     """Owner of one SGLang server. The server dies with this actor, and this actor with the driver."""
@@ -71,7 +73,12 @@ class EngineGroup:
         return self.urls[index]
 
     async def stop(self) -> None:
-        await asyncio.gather(*(_await(worker.stop.remote()) for worker in self.workers), return_exceptions=True)
+        """End every server. An actor that is still busy starting one is killed, which ends its server as well."""
+        stops = [asyncio.ensure_future(_await(worker.stop.remote())) for worker in self.workers]
+        await asyncio.wait(stops, timeout=STOP_SECONDS)
+        for stop, worker in zip(stops, self.workers, strict=True):
+            if not stop.done() or stop.exception() is not None:
+                ray.kill(worker)
 
 
 async def _await(reference: Any) -> Any:

@@ -1,0 +1,118 @@
+"""One short but real run (Ray, Megatron-Core, SGLang, sandbox), shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[2]
+MARKER = "MEGATRON_RETOOL_TEST_RUN"
+
+
+def processes_of(marker: str) -> list[str]:
+    """Command lines of live processes that inherited the marker of one test's run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(marker: str, seconds: float) -> list[str]:
+    """Processes of the run that are still there after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (left := processes_of(marker)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@dataclass
+class CommandLine:
+    """Runs commands of this project as a user would, marked so that their processes can be found afterwards."""
+
+    config: Path
+
+    def start(self, command: str, *overrides: str) -> tuple[subprocess.Popen[str], str]:
+        marker = uuid.uuid4().hex
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_retool", command, "--config", str(self.config), *overrides],
+            cwd=ROOT,
+            env={**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return process, marker
+
+    def run(self, command: str, *overrides: str, timeout: float = 400) -> tuple[int, str]:
+        """Exit code and output; fails where a process outlives the command."""
+        process, marker = self.start(command, *overrides)
+        output, _ = process.communicate(timeout=timeout)
+        assert wait_until_gone(marker, 10) == []
+        return process.returncode, output
+
+
+@dataclass
+class FinishedRun:
+    command_line: CommandLine
+    run_dir: Path
+    output: str
+
+    def copy(self, name: str, upto: int | None) -> Path:
+        """The run under another name, with checkpoints up to a step only (None: none at all)."""
+        target = self.run_dir.with_name(name)
+        shutil.copytree(self.run_dir, target, ignore=shutil.ignore_patterns("rollouts", "report", "export", "validation"))
+        for path in (target / "checkpoints").iterdir():
+            if upto is None or int(path.name.rsplit("_", 1)[1]) > upto:
+                shutil.rmtree(path)
+        return target
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """The demo's whole pipeline with three small RL steps."""
+    directory = tmp_path_factory.mktemp("demo")
+    tree = OmegaConf.load(ROOT / "configs" / "demo_cpu.yaml")
+    tree.trainer.update(
+        {
+            "runs_dir": str(directory),
+            "experiment_name": "short",
+            "total_steps": 3,
+            "test_freq": 0,
+            "save_freq": 1,
+            "keep_checkpoints": 5,
+        }
+    )
+    tree.demo.update({"pretrain_rows": 1600, "sft_rows": 640, "train_rows": 64, "val_rows": 12, "sft_val_rows": 16})
+    tree.sft.stages[0].steps, tree.sft.stages[1].steps = 80, 60
+    tree.data.train_batch_size = 4
+    tree.rollout.val.n = 2
+    tree.learner.mini_batch_size = 16
+    # After so little SFT most groups are all wrong; with the filter off every step trains on what there is.
+    tree.algorithm.dynamic_sampling.enable = False
+    # A reward that varies inside a group whatever the model can do: without it there would be no gradient.
+    reward = directory / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1.0 if len(solution_str) % 2 else -1.0, 'acc': float(len(solution_str) % 2)}\n"
+    )
+    tree.reward = {"function": f"{reward}:compute_score"}
+    config = directory / "short.yaml"
+    OmegaConf.save(tree, config)
+    command_line = CommandLine(config)
+    code, output = command_line.run("pipeline")
+    assert code == 0, output
+    return FinishedRun(command_line, directory / "short", output)

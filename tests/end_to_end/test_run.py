@@ -1,0 +1,170 @@
+"""The main job, for real: a run, a kill and resume, an interrupt, and things that go wrong at start."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+from conftest import FinishedRun, wait_until_gone
+
+from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.trajectory import read_trajectories
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def steps(run_dir):
+    return {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
+
+
+def test_every_step_is_logged_and_engine_and_learner_agree(demo_run: FinishedRun):
+    rows = steps(demo_run.run_dir)
+    assert sorted(rows) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        row = rows[step]
+        # Same weights, ids, masks and positions on both sides, also after updates and syncs: nothing else gives this.
+        assert row["rollout_corr/log_prob_abs_diff"] < 1e-4
+        assert row["actor/grad_norm"] > 0
+        for name in (
+            "critic/score/mean", "critic/advantages/max", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl",
+            "actor/entropy", "actor/lr", "response_length/mean", "prompt_length/mean", "num_turns/mean", "tool/calls",
+            "tool/success_rate", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/adv",
+            "timing_s/update_actor", "timing_s/weight_sync", "timing_s/step", "timing_s/save_checkpoint",
+            "perf/throughput", "perf/total_num_tokens", "global_seqlen/mean", "rollout_corr/k3_kl",
+            "rollout_corr/masked_fraction", "dynamic_sampling/generated_groups",
+        ):  # fmt: skip
+            assert row.get(name) is not None, name
+    for row in (rows[0], rows[3]):
+        assert "val-core/all/acc/mean@2" in row and "val-aux/num_turns/mean" in row
+
+
+def test_rollouts_on_disk_carry_the_version_that_sampled_them(demo_run: FinishedRun):
+    for step in (1, 2, 3):
+        trajectories = read_trajectories(demo_run.run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert len(trajectories) == 4 * 8
+        for t in trajectories:
+            assert set(t.weight_versions[t.loss_mask]) == {step - 1}
+            assert np.all(t.weight_versions[~t.loss_mask] == -1)
+            assert len(t.response_ids) <= 160
+    calls = [call for t in trajectories for call in t.tool_calls]
+    assert calls, "the model was taught to call the tool and never did"
+
+
+def test_run_leaves_everything_behind(demo_run: FinishedRun):
+    run_dir = demo_run.run_dir
+    for name in ("config.yaml", "tensorboard", "report/index.html", "export/config.json", "validation/step_000003.parquet"):
+        assert (run_dir / name).exists(), name
+    state = json.loads((run_dir / "checkpoints/global_step_3/trainer_state.json").read_text())
+    assert state["step"] == 3
+    assert "time by stage" in demo_run.output and "after RL" in demo_run.output
+
+
+def test_export_is_the_trained_model(demo_run: FinishedRun):
+    """The exported weights give the log-probs that the engine had for the last version it served."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    trajectories = read_trajectories(demo_run.run_dir / "validation" / "step_000003.parquet")
+    model = AutoModelForCausalLM.from_pretrained(demo_run.run_dir / "export", dtype=torch.float32)
+    for t in trajectories[:4]:
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        start = len(t.prompt_ids)
+        mine = log_probs[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
+        np.testing.assert_allclose(mine[t.loss_mask], t.rollout_log_probs[t.loss_mask], atol=1e-4)
+
+
+def test_second_run_has_nothing_to_do(demo_run: FinishedRun):
+    """Every stage's result is there already: no process is started, the summary is printed again."""
+    start = time.monotonic()
+    code, output = demo_run.command_line.run("pipeline")
+    assert code == 0, output
+    assert time.monotonic() - start < 30
+    assert "after RL" in output
+
+
+def test_killed_run_resumes_exactly(demo_run: FinishedRun):
+    """SIGKILL to the driver after a checkpoint; the resumed steps equal the uninterrupted ones on the same rollouts."""
+    run_dir = demo_run.copy("killed", upto=None)
+    (run_dir / "metrics.jsonl").unlink()
+    replay = [
+        f"trainer.experiment_name={run_dir.name}",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+        f"model.mcore_path={demo_run.run_dir / 'sft_mcore'}",
+        f"rollout.replay_dir={demo_run.run_dir / 'rollouts'}",
+        "trainer.val_before_train=false",
+    ]
+    process, marker = demo_run.command_line.start("train", *replay)
+    deadline = time.monotonic() + 300
+    while not (run_dir / "checkpoints/global_step_1/COMPLETE").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert wait_until_gone(marker, 15) == []
+
+    code, output = demo_run.command_line.run("train", *replay)
+    assert code == 0, output
+    assert "resuming from" in output
+    uninterrupted, resumed = steps(demo_run.run_dir), steps(run_dir)
+    assert sorted(resumed) == [1, 2, 3]
+    for step in (2, 3):
+        for name, value in uninterrupted[step].items():
+            if name.startswith(("actor/", "critic/", "rollout_corr/")):
+                assert resumed[step][name] == pytest.approx(value, abs=1e-5, rel=1e-4), (step, name)
+
+
+def test_interrupt_leaves_no_process(demo_run: FinishedRun):
+    run_dir = demo_run.copy("interrupted", upto=None)
+    process, marker = demo_run.command_line.start(
+        "train",
+        f"trainer.experiment_name={run_dir.name}",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+    )
+    deadline = time.monotonic() + 300
+    while not list((run_dir / "rollouts").glob("*.parquet")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    left = wait_until_gone(marker, 15 - (time.monotonic() - start))
+    assert left == [] and time.monotonic() - start < 15
+    assert process.returncode == 130
+    assert "stopped" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["rollout.engine.extra_args=[--no-such-flag]"], ["engine", "--no-such-flag"]),
+        (["tools.code_interpreter.url=http://127.0.0.1:9"], ["127.0.0.1:9", "tools.code_interpreter.url"]),
+        (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
+        (["model.path={run}/rollouts"], ["tokenizer", "model.path"]),
+        (["reward.function=nowhere.py:f"], ["nowhere.py"]),
+        (["data.max_prompt_length=8", "data.overlong_prompts=error"], ["max_prompt_length"]),
+    ],
+    ids=["engine_dies", "sandbox_silent", "no_file", "no_tokenizer", "no_reward_function", "overlong_prompt"],
+)
+def test_bad_start_is_one_clear_message(demo_run: FinishedRun, overrides, words):
+    common = [
+        "trainer.experiment_name=bad",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+    ]
+    code, output = demo_run.command_line.run(
+        "train", *common, *(o.format(run=demo_run.run_dir) for o in overrides), timeout=180
+    )
+    assert code == 1
+    assert "Traceback" not in output, output
+    message = output[output.index("error:") :]
+    for word in words:
+        assert word in message, output
