@@ -16,6 +16,11 @@ SMALL_DEMO = [
     "demo.hidden_size=32",
     "demo.intermediate_size=64",
     "demo.num_layers=1",
+    "tools.code_interpreter.print_last_expression=false",
+    "tools.code_interpreter.error_style=last_line",
+    "tools.code_interpreter.max_error_characters=60",
+    "tools.code_interpreter.preimport=[math]",
+    "tools.code_interpreter.workers=2",
 ]
 
 

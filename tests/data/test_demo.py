@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import hashlib
 import json
 import random
@@ -16,6 +18,10 @@ from megatron_retool.data.demo.problems import FAMILIES, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.traces import trace
 from tests.data.conftest import demo_config
+from tools.code_interpreter.process import SandboxServerProcess
+from tools.code_interpreter.tool import CodeInterpreterTool
+
+INTERPRETER = demo_config(Path("unused")).tools.code_interpreter
 
 
 def rows(path: Path) -> list[dict]:
@@ -37,6 +43,12 @@ def digests(directory: Path) -> dict[str, str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+@pytest.fixture(scope="module")
+def sandbox_url():
+    with SandboxServerProcess(INTERPRETER) as server:
+        yield server.url
 
 
 def test_files_and_columns(demo_directory):
@@ -149,7 +161,7 @@ def test_model_is_what_the_configuration_says(demo_directory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_snippets_do_what_they_are_meant_to(family):
     rng = random.Random(3)
-    run = SnippetRunner(print_last_expression=False)
+    run = SnippetRunner(INTERPRETER)
     wrong = []
     for _ in range(40):
         problem = draw(rng, family)
@@ -164,9 +176,31 @@ def test_snippets_do_what_they_are_meant_to(family):
     assert agreeing < 2
 
 
+@pytest.mark.parametrize("style", ["last_line", "traceback"])
+@pytest.mark.parametrize("print_last_expression", [False, True])
+def test_outputs_are_the_real_sandboxs(sandbox_url, style, print_last_expression):
+    """Demonstrations show what the tool is going to return when the model runs the same code later."""
+    config = dataclasses.replace(INTERPRETER, error_style=style, print_last_expression=print_last_expression)
+    run = SnippetRunner(config)
+    rng = random.Random(11)
+    codes = ["print(1)\nprint(2)", "1", "None", "", "x = 3", "print('a');print(1/0)", "import nothing", "  print(1)"]
+    for family in FAMILIES:
+        problem = draw(rng, family)
+        codes += [problem.correct, *problem.wrong, *problem.failing]
+
+    async def ask() -> list[str]:
+        tool = CodeInterpreterTool(config, sandbox_url)
+        try:
+            return [(await tool.call({"code": code})).text for code in codes]
+        finally:
+            await tool.close()
+
+    assert dict(zip(codes, asyncio.run(ask()), strict=True)) == {code: run(code).text for code in codes}
+
+
 def test_traces_show_what_the_tool_returns():
     rng = random.Random(5)
-    run = SnippetRunner(print_last_expression=False)
+    run = SnippetRunner(INTERPRETER)
     kinds = {}
     for index in range(600):
         problem = draw(rng, list(FAMILIES)[index % len(FAMILIES)])

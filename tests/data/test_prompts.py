@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 import sys
 import types
@@ -274,15 +274,12 @@ def test_bad_files(tmp_path):
 
 def test_template_errors_name_the_row(tmp_path, tokenizer):
     path = write(tmp_path / "p.parquet", [verl_row("fine"), verl_row("bad")])
-    broken = dataclasses.replace(data_config(path))
-    import copy
-
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
     with pytest.raises(DataError, match="p.parquet, row 1: the chat template failed"):
-        PromptSource(broken, tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path), tokenizer, TOOLS, seed=0)
 
 
 def test_load_tokenizer(demo_directory, tmp_path):

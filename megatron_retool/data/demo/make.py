@@ -18,24 +18,15 @@ import pyarrow as pa
 from megatron_retool.config import Config, ConfigError, DemoConfig
 from megatron_retool.data.demo.problems import FAMILIES, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
-from megatron_retool.data.demo.traces import TOOL_NAME, Message, prompt_messages, snippet, trace
+from megatron_retool.data.demo.traces import Message, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet
+from tools.code_interpreter.tool import CodeInterpreterTool
 
 FORMAT_VERSION = 1
 """Goes up whenever the same settings would give other files, so that an old directory is made again."""
 
 DATA_SOURCE = "demo_integer_math"
 MANIFEST = "manifest.json"
-
-TOOL_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": TOOL_NAME,
-        "description": "Run Python code.",
-        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
-    },
-}
-
 
 def make_demo(config: Config) -> Path:
     """Write the demo into ``config.demo.directory`` unless it is there already, made from the same settings.
@@ -123,7 +114,7 @@ def _replace(directory: Path, partial: Path) -> None:
 
 
 def _runner(config: Config) -> SnippetRunner:
-    return SnippetRunner(config.tools.code_interpreter.print_last_expression)
+    return SnippetRunner(config.tools.code_interpreter)
 
 
 def _write(config: Config, directory: Path) -> None:
@@ -172,7 +163,7 @@ def _problems(rng: random.Random, count: int, excluded: set[str]) -> Iterator[Pr
 def _conversation_table(conversations: Iterable[list[Message]]) -> pa.Table:
     # JSON text and no nested columns: Arrow would fill every field that one message has and another lacks with null.
     texts = [json.dumps(messages) for messages in conversations]
-    return pa.table({"messages": texts, "tools": [json.dumps([TOOL_SCHEMA])] * len(texts)})
+    return pa.table({"messages": texts, "tools": [json.dumps([CodeInterpreterTool.schema])] * len(texts)})
 
 
 def _prompt_table(problems: list[Problem], split: str) -> pa.Table:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_retool.data.demo.problems import Problem
+from tools.code_interpreter.tool import CodeInterpreterTool
 
 SYSTEM_PROMPT = "Solve the problem. Put the answer in \\boxed{}."
-TOOL_NAME = "code_interpreter"
 
 RunSnippet = Callable[[str], "ToolOutput"]
 
@@ -56,7 +56,7 @@ def prompt_messages(question: str) -> list[Message]:
 
 
 def tool_call(code: str, content: str = "Let me run code.") -> Message:
-    call = {"type": "function", "function": {"name": TOOL_NAME, "arguments": {"code": code}}}
+    call = {"type": "function", "function": {"name": CodeInterpreterTool.name, "arguments": {"code": code}}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
