@@ -1,0 +1,120 @@
+"""Runs one command and guarantees that nothing of it survives: neither a stop nor the death of its parent.
+
+    python process_guard.py PARENT_PID GRACE_SECONDS command …
+
+The guard is a small process of its own between the trainer and the engine (standard library alone). It ends the
+whole tree of the command when it is told to (SIGTERM, SIGINT), when the command's first process ends, and when
+PARENT_PID is no longer its parent, which covers SIGKILL of the trainer. PR_SET_PDEATHSIG in the trainer itself would
+not do: it fires when the *thread* that started the child ends, and would then kill a healthy engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.25
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below ``root``, wherever their sessions and groups are."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # The command's name is in parentheses and may hold spaces.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.extend(below)
+        queue.extend(below)
+    return found
+
+
+def end_tree(grace_seconds: float) -> None:
+    """SIGTERM to every descendant of this process, SIGKILL to what is left after ``grace_seconds``; reaps them."""
+    deadline = time.monotonic() + grace_seconds
+    _signal_all(signal.SIGTERM)
+    while _reap() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    while _reap():
+        _signal_all(signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _signal_all(number: int) -> None:
+    for pid in descendants(os.getpid()):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _reap() -> bool:
+    """Collect ended children; True while any child is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def main() -> int:
+    parent, grace_seconds, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    # Blocked signals are taken by sigtimedwait below, never between a fork and its bookkeeping.
+    awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Grandchildren whose parent died become children of the guard, so that they can be found and reaped.
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guard:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
+            os._exit(127)
+    while True:
+        received = signal.sigtimedwait(awaited, POLL_SECONDS)
+        if os.getppid() != parent or (received is not None and received.si_signo != signal.SIGCHLD):
+            end_tree(grace_seconds)
+            return 0
+        ended, status = _first_ended(child)
+        if ended:
+            end_tree(grace_seconds)
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _first_ended(child: int) -> tuple[bool, int]:
+    """Reap whatever ended; whether ``child`` is among it, and its status."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True, 0
+        if pid == child:
+            return True, status
+        if pid == 0:
+            return False, 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

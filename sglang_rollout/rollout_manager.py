@@ -1,0 +1,433 @@
+"""Groups of trajectories from prompts: many agent loops at once over all engines.
+
+    manager = RolloutManager(config, tokenizer, engine_urls, tools)
+    async with contextlib.aclosing(manager.stream(prompts, config.rollout.train)) as groups:
+        async for group in groups:      # as they complete; n trajectories, ordered by index
+            ...
+
+Leaving the loop early ends what is unfinished: with rollout.partial.enable it is paused, kept as token ids, and goes
+on in the next training stream; otherwise it is dropped. Whatever an engine or a tool does, a trajectory that was
+started and not dropped comes out exactly once, with a finish reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_retool.config import Config, SamplingConfig, ValSamplingConfig
+from megatron_retool.trajectory import Trajectory
+from sglang_rollout.agent_loop import AgentLoop, ToolCaller, TrajectoryState
+from sglang_rollout.client import (
+    EngineClient,
+    EngineClientError,
+    EngineRejected,
+    GenerateRequest,
+    GenerateResult,
+)
+from sglang_rollout.router import Engine, Lease, Router
+from sglang_rollout.turn_glue import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+ABORT_REPEAT_SECONDS = 0.5
+MAX_ENGINE_FAILURES = 8
+"""Requests of one trajectory that may fail on live engines before the run is told."""
+
+
+class RolloutError(RuntimeError):
+    """Rollout cannot go on: an engine refuses a request, or fails again and again. The message names both."""
+
+
+class PromptRow(Protocol):
+    """A prompt as the data room yields it."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]: ...
+    @property
+    def group_id(self) -> int: ...
+    @property
+    def extra_info(self) -> Mapping[str, Any]: ...
+
+
+@dataclass
+class RolloutStatistics:
+    """Counts since the manager was made, under the names they have as metrics (rollout/…)."""
+
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    engine_failures: int = 0
+    engines_lost: int = 0
+    resumed_trajectories: int = 0
+    paused_trajectories: int = 0
+    dropped_trajectories: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {f"rollout/{name}": float(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class RolloutProgress:
+    """Where a stream stands: trajectories finished and started, groups complete."""
+
+    finished: int
+    started: int
+    groups: int
+
+
+@dataclass
+class _Group:
+    """The trajectories of one prompt."""
+
+    group_id: int
+    states: list[TrajectoryState]
+    sampling: SamplingConfig
+    age: int = 0
+
+    def complete(self) -> bool:
+        return all(state.finish_reason is not None for state in self.states)
+
+
+@dataclass
+class _Running:
+    """What one stream has in flight."""
+
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    requests: dict[str, Engine] = field(default_factory=dict)
+    pausing: bool = False
+    ready: asyncio.Queue[_Group | BaseException] = field(default_factory=asyncio.Queue)
+    finished: int = 0
+
+
+RestartEngine = Callable[[str], Awaitable[str | None]]
+"""Called with the URL of an engine that died: restart it, synchronise its weights, return its URL (None: it is gone)."""
+
+
+class RolloutManager:
+    """Generates groups. One manager serves training and validation, in one event loop.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: the model's.
+        engine_urls: base URLs of the engines, which serve the same weights.
+        tools: runs tool calls.
+        restart_engine: brings a dead engine back while the others go on; None: it is left out.
+        context_length: of the engines; None takes rollout.engine.context_length.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        engine_urls: Sequence[str],
+        tools: ToolCaller,
+        *,
+        restart_engine: RestartEngine | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        if not engine_urls:
+            raise ValueError("rollout needs at least one engine URL")
+        self.config = config
+        rollout = config.rollout
+        self.loop = AgentLoop(
+            rollout.multi_turn,
+            tokenizer,
+            tools,
+            max_response_length=config.data.max_response_length,
+            context_length=context_length or rollout.engine.context_length,
+        )
+        self.router = Router(
+            [self._client(url) for url in engine_urls],
+            rollout.max_concurrent_trajectories,
+            rollout.engine.max_total_tokens,
+        )
+        self.statistics = RolloutStatistics()
+        self._restart_engine = restart_engine
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._paused: list[_Group] = []
+
+    @property
+    def paused_groups(self) -> int:
+        """Groups that wait to be continued."""
+        return len(self._paused)
+
+    async def generate_groups(
+        self,
+        prompts: Iterable[PromptRow],
+        sampling: SamplingConfig,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+    ) -> list[list[Trajectory]]:
+        """All groups, in the order of ``prompts``; groups that were paused earlier come first."""
+        rows = list(prompts)
+        groups = {}
+        async for group in self.stream(rows, sampling, on_progress=on_progress):
+            groups[group[0].group_id] = group
+        order = {row.group_id: position for position, row in enumerate(rows)}
+        return [groups[key] for key in sorted(groups, key=lambda key: order.get(key, -1))]
+
+    async def stream(
+        self,
+        prompts: Iterable[PromptRow],
+        sampling: SamplingConfig,
+        *,
+        on_progress: Callable[[RolloutProgress], None] | None = None,
+        resume_paused: bool | None = None,
+    ) -> AsyncIterator[list[Trajectory]]:
+        """Yield each group of ``sampling.n`` trajectories when its last one is finished.
+
+        Args:
+            resume_paused: continue trajectories that an earlier stream left unfinished, before new ones. None: in
+                training streams (validation sampling is a ValSamplingConfig), where rollout.partial.enable is set.
+
+        Raises:
+            RolloutError, NoEngineAvailable: after everything in flight has been stopped.
+        """
+        partial = self.config.rollout.partial
+        if resume_paused is None:
+            resume_paused = partial.enable and not isinstance(sampling, ValSamplingConfig)
+        groups = self._take_paused() if resume_paused else []
+        groups += [self._new_group(row, sampling) for row in prompts]
+        taken = [group.group_id for group in groups]
+        if len(set(taken)) != len(taken):
+            raise ValueError("group ids of a stream must be distinct")
+        running = _Running()
+        total = sum(len(group.states) for group in groups)
+        oldest = await self._current_version() if partial.mask_older_tokens and groups else None
+        pending = {group.group_id: group for group in groups}
+        try:
+            for group in groups:
+                for state in group.states:
+                    if state.finish_reason is not None:
+                        running.finished += 1
+                        continue
+                    task = asyncio.create_task(self._run(group, state, running))
+                    running.tasks.add(task)
+                    task.add_done_callback(running.tasks.discard)
+            while pending:
+                item = await running.ready.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if on_progress is not None:
+                    on_progress(RolloutProgress(running.finished, total, len(groups) - len(pending) + item.complete()))
+                if item.complete():
+                    del pending[item.group_id]
+                    yield [state.to_trajectory(oldest) for state in item.states]
+        finally:
+            await self._stop(running)
+            if pending and resume_paused:
+                self._paused += pending.values()
+                self.statistics.paused_trajectories += sum(
+                    state.finish_reason is None for group in pending.values() for state in group.states
+                )
+            else:
+                self.statistics.dropped_trajectories += sum(len(group.states) for group in pending.values())
+
+    async def replace_engine(self, old_url: str, new_url: str) -> None:
+        """Send trajectories to ``new_url`` instead of ``old_url`` (a restarted engine that has the current weights)."""
+        for engine in self.router.engines:
+            if engine.url == old_url:
+                await engine.client.close()
+        self.router.replace(old_url, self._client(new_url))
+
+    def drop_paused(self) -> int:
+        """Forget paused groups; how many."""
+        count, self._paused = len(self._paused), []
+        return count
+
+    async def close(self) -> None:
+        for task in list(self._restarts):
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        for engine in self.router.engines:
+            await engine.client.close()
+
+    async def __aenter__(self) -> RolloutManager:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def _client(self, url: str) -> EngineClient:
+        rollout = self.config.rollout
+        return EngineClient(url, retries=rollout.request_retries, timeout_seconds=rollout.request_timeout_seconds)
+
+    def _new_group(self, row: PromptRow, sampling: SamplingConfig) -> _Group:
+        prompt_ids = [int(token) for token in row.prompt_ids]
+        extra_info = dict(row.extra_info)
+        for name in ("uid", "data_source", "ground_truth"):
+            if hasattr(row, name):
+                extra_info.setdefault(name, getattr(row, name))
+        states = [
+            TrajectoryState(prompt_ids, row.group_id, index, extra_info, self._seed(row.group_id, index))
+            for index in range(sampling.n)
+        ]
+        return _Group(row.group_id, states, sampling)
+
+    def _seed(self, group_id: int, index: int) -> int | None:
+        """Sampling seed of a trajectory; the engine mixes the token's position into it."""
+        base = self.config.rollout.engine.random_seed
+        if base is None:
+            return None
+        digest = hashlib.blake2b(f"{base}/{group_id}/{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def _take_paused(self) -> list[_Group]:
+        kept = []
+        for group in self._paused:
+            group.age += 1
+            if group.age > self.config.rollout.partial.max_age:
+                self.statistics.dropped_trajectories += len(group.states)
+                continue
+            for state in group.states:
+                state.age = group.age
+                self.statistics.resumed_trajectories += state.finish_reason is None
+            kept.append(group)
+        self._paused = []
+        return kept
+
+    async def _run(self, group: _Group, state: TrajectoryState, running: _Running) -> None:
+        session = _Session(self, group.sampling, running)
+        try:
+            if await self.loop.run(state, session.generate, lambda: running.pausing):
+                running.finished += 1
+                running.ready.put_nowait(group)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            running.ready.put_nowait(error)
+        finally:
+            session.close()
+
+    async def _stop(self, running: _Running) -> None:
+        """Bring every trajectory of a stream to rest; those that were sampling keep what they have."""
+        running.pausing = True
+        while running.tasks:
+            # A request that is still on its way to the engine is not known there yet: hence again and again.
+            await asyncio.gather(
+                *(engine.client.abort(rid) for rid, engine in list(running.requests.items())), return_exceptions=True
+            )
+            _, pending = await asyncio.wait(set(running.tasks), timeout=ABORT_REPEAT_SECONDS)
+            if not pending:
+                break
+            if not running.requests and not any(engine.alive for engine in self.router.engines):
+                for task in pending:
+                    task.cancel()
+
+    async def _current_version(self) -> int:
+        alive = [engine for engine in self.router.engines if engine.alive]
+        return min(await asyncio.gather(*(engine.client.weight_version() for engine in alive)))
+
+    def engine_lost(self, engine: Engine, error: BaseException) -> None:
+        """An engine does not answer: leave it out, and start its restart where somebody offered that."""
+        if not self.router.mark_dead(engine):
+            return
+        self.statistics.engines_lost += 1
+        logger.warning("engine %s is lost, its trajectories go on elsewhere: %s", engine.url, error)
+        if self._restart_engine is not None:
+            self.router.recovery_expected = True
+            task = asyncio.create_task(self._bring_back(engine))
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
+
+    async def _bring_back(self, engine: Engine) -> None:
+        assert self._restart_engine is not None
+        try:
+            url = await self._restart_engine(engine.url)
+            if url is not None:
+                await self.replace_engine(engine.url, url)
+        except Exception:
+            logger.exception("engine %s could not be restarted", engine.url)
+        finally:
+            self.router.recovery_expected = len(self._restarts) > 1
+            self.router.wake()
+
+
+class _Session:
+    """One trajectory's dealings with engines: keeps its place while it lives, moves when the engine fails."""
+
+    def __init__(self, manager: RolloutManager, sampling: SamplingConfig, running: _Running) -> None:
+        self._manager = manager
+        self._sampling = sampling
+        self._running = running
+        self._lease: Lease | None = None
+        self._failures = 0
+
+    async def generate(self, state: TrajectoryState, max_new_tokens: int, deadline: float) -> GenerateResult:
+        manager = self._manager
+        avoid: Engine | None = None
+        while True:
+            if self._lease is None:
+                self._lease = await manager.router.acquire(state.group_id, state.length, avoid)
+                if self._running.pausing:
+                    return GenerateResult([], [], [], "abort")
+            manager.router.grow(self._lease, state.length)
+            engine = self._lease.engine
+            try:
+                result = await self._request(engine, state, max_new_tokens, deadline)
+            except EngineRejected as error:
+                raise RolloutError(
+                    f"trajectory {state.group_id}/{state.index} ({len(state.prompt_ids)} prompt and "
+                    f"{len(state.response_ids)} response tokens): {error}"
+                ) from error
+            except EngineClientError as error:
+                self.close()
+                avoid = engine
+                await self._judge(engine, state, error)
+                continue
+            statistics = manager.statistics
+            statistics.requests += 1
+            statistics.sampled_tokens += len(result.output_ids)
+            statistics.prompt_tokens += result.prompt_tokens
+            statistics.cached_tokens += result.cached_tokens
+            return result
+
+    def close(self) -> None:
+        """Give the place at the engine back."""
+        if self._lease is not None:
+            self._manager.router.release(self._lease)
+            self._lease = None
+
+    async def _request(
+        self, engine: Engine, state: TrajectoryState, max_new_tokens: int, deadline: float
+    ) -> GenerateResult:
+        request = GenerateRequest(
+            input_ids=state.prompt_ids + state.response_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=self._sampling,
+            stop=self._manager.loop.stop,
+            seed=state.seed,
+        )
+        requests = self._running.requests
+        current: list[str] = []
+
+        def started(rid: str) -> None:
+            for old in current:
+                requests.pop(old, None)
+            current[:] = [rid]
+            requests[rid] = engine
+
+        try:
+            return await engine.client.generate(request, on_start=started, deadline_seconds=deadline)
+        finally:
+            for rid in current:
+                requests.pop(rid, None)
+
+    async def _judge(self, engine: Engine, state: TrajectoryState, error: EngineClientError) -> None:
+        """Decide whether a failure means that the engine is gone; raise where failing has become a habit."""
+        manager = self._manager
+        manager.statistics.engine_failures += 1
+        if engine.alive and not await engine.client.healthy(manager.config.rollout.engine.health_timeout_seconds):
+            manager.engine_lost(engine, error)
+            return
+        self._failures += 1
+        if self._failures > MAX_ENGINE_FAILURES:
+            raise RolloutError(
+                f"trajectory {state.group_id}/{state.index} failed {self._failures} times on engines that are healthy; "
+                f"the last failure: {error}"
+            ) from error
