@@ -215,8 +215,8 @@ class RolloutManager:
                     raise item
                 if on_progress is not None:
                     on_progress(RolloutProgress(running.finished, total, len(groups) - len(pending) + item.complete()))
-                if item.complete():
-                    del pending[item.group_id]
+                # Trajectories that finish together are all in the queue before the first of them is looked at.
+                if item.complete() and pending.pop(item.group_id, None) is not None:
                     yield [state.to_trajectory(oldest) for state in item.states]
         finally:
             await self._stop(running)
