@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conversion.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors, shard_shape
+from conversion.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -182,26 +182,29 @@ class HFCheckpoint:
             _read_into(out, self.directory / stored.file, offset, name)
         return out
 
-    def read_shard(self, mapping: Mapping, tp_size: int = 1, tp_rank: int = 0) -> Tensor:
-        """One tensor-parallel rank's part of a Megatron-Core parameter, on the CPU in the stored dtype.
+    def read_rows(self, mapping: Mapping, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop`` of a full Megatron-Core parameter, on the CPU in the stored dtype.
 
-        Only the rows that the rank owns are read, straight to their place.
+        Only these rows are read, each run of them straight to its place.
         """
         dtype = self.tensors[mapping.hf_names[0]].dtype
-        columns = mapping.shard_columns(tp_size, tp_rank)
-        rows = sum(stop - start for start, stop in mapping.shard_rows(tp_size, tp_rank))
-        part = torch.empty(rows, *mapping.mcore_shape[1:], dtype=dtype)
+        part = torch.empty(stop - start, *mapping.mcore_shape[1:], dtype=dtype)
         position = 0
-        for segment in mapping.shard_segments(tp_size, tp_rank):
+        for segment in mapping.row_segments(start, stop):
             target = part[position : position + segment.stop - segment.start]
             if segment.source is None:
                 target.zero_()
             else:
                 self.read(mapping.hf_names[segment.source], (segment.start, segment.stop), target)
             position += segment.stop - segment.start
-        part = part if columns is None else part[:, columns[0] : columns[1]].contiguous()
-        assert tuple(part.shape) == shard_shape(mapping, tp_size, tp_rank)
         return part
+
+    def read_shard(self, mapping: Mapping, tp_size: int = 1, tp_rank: int = 0) -> Tensor:
+        """One tensor-parallel rank's part of a Megatron-Core parameter; it reads no other rank's rows."""
+        blocks = [self.read_rows(mapping, start, stop) for start, stop in mapping.shard_rows(tp_size, tp_rank)]
+        part = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        columns = mapping.shard_columns(tp_size, tp_rank)
+        return part if columns is None else part[:, columns[0] : columns[1]].contiguous()
 
 
 def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:

@@ -219,16 +219,15 @@ class Mapping:
         part = columns // tp_size
         return tp_rank * part, (tp_rank + 1) * part
 
-    def shard_segments(self, tp_size: int, tp_rank: int) -> Iterator[Segment]:
-        """Where the rows of one rank's part come from, top to bottom: what a reader has to fetch, and no more."""
-        for low, high in self.shard_rows(tp_size, tp_rank):
-            position = 0
-            for segment in self.segments:
-                length = segment.stop - segment.start
-                start, stop = max(low - position, 0), min(high - position, length)
-                if start < stop:
-                    yield Segment(segment.source, segment.start + start, segment.start + stop)
-                position += length
+    def row_segments(self, low: int, high: int) -> Iterator[Segment]:
+        """Where rows ``low:high`` of the full tensor come from, top to bottom: what a reader has to fetch."""
+        position = 0
+        for segment in self.segments:
+            length = segment.stop - segment.start
+            start, stop = max(low - position, 0), min(high - position, length)
+            if start < stop:
+                yield Segment(segment.source, segment.start + start, segment.start + stop)
+            position += length
 
 
 def to_mcore(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
@@ -447,3 +446,35 @@ def canonical_name(mcore_name: str) -> str:
         if mcore_name.endswith(fused):
             return mcore_name.removesuffix(fused) + plain
     return _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\3.\1.\2", mcore_name)
+
+
+@dataclass(frozen=True)
+class CheckpointPlace:
+    """Where a parameter lies in a Megatron-Core distributed checkpoint: ``key``, indexed by layer and expert."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    """Position on the axes that the checkpoint puts before the parameter's own: (), (layer,) or (layer, expert)."""
+    axes: tuple[int, ...] = ()
+    """Length of these axes."""
+
+
+def checkpoint_place(mapping: Mapping, architecture: Architecture) -> CheckpointPlace:
+    """The key that Megatron-Core's ``sharded_state_dict`` gives the parameter, with stacked layers and experts.
+
+    Both layer specs write these keys, with one exception that the learner's checkpoint room evens out: the local spec
+    stores the norm before a mixture of experts as if it were fused into a linear layer that does not exist.
+    """
+    name = mapping.mcore_name
+    if mapping.layer is None:
+        return CheckpointPlace(_EMBEDDING.mcore if mapping.tied else name)
+    name = name.removeprefix(_MCORE_LAYER.format(layer=mapping.layer))
+    for fused, plain in _FUSED_NORMS.items():
+        if name == plain and not (architecture.is_moe and fused.startswith("mlp.")):
+            name = fused
+    if mapping.expert is None:
+        return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer,), (architecture.num_layers,))
+    name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+    assert architecture.num_experts is not None
+    axes = (architecture.num_layers, architecture.num_experts)
+    return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer, mapping.expert), axes)

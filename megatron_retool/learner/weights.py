@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
 
 Both directions walk ``conversion.weight_map``.  Loading reads, on every rank, just the rows that the rank owns.  Export
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from conversion.architecture import Architecture
@@ -31,6 +31,11 @@ from conversion.weight_map import (
     shard_shape,
     to_hf,
 )
+from megatron_retool.learner import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")

@@ -1,0 +1,89 @@
+"""Output directories that appear complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMPLETE_NAME = "COMPLETE"
+"""Marker file: written last, so a directory that has it has everything."""
+
+
+@contextmanager
+def new_directory(target: Path, *, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
+    """A temporary directory beside ``target`` that takes its name when the block ends well, and is removed otherwise.
+
+    The COMPLETE marker and every directory entry are fsynced before the rename.
+
+    Args:
+        overwrite: replace an existing ``target``; it stays intact until the new one is complete.
+        needed_bytes: about how much is going to be written.
+
+    Raises:
+        FileExistsError: ``target`` exists and is not empty.
+        OSError: the file system has less room than ``needed_bytes``.
+    """
+    target = target.absolute()
+    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not empty: choose another directory, or pass --overwrite")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_free_space(target.parent, needed_bytes)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.parent))
+    try:
+        # mkdtemp's mode is for secrets; the checkpoint is read by whoever may read its neighbours.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        yield temporary
+        (temporary / COMPLETE_NAME).touch()
+        for directory, _, files in os.walk(temporary):
+            for file in files:
+                _fsync(Path(directory) / file)
+            _fsync(Path(directory))
+        publish(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``; what ``target`` was is moved aside first and removed afterwards."""
+    replaced: Path | None = None
+    if target.exists():
+        replaced = temporary.with_name(f"{temporary.name}.replaced")
+        os.rename(target, replaced)
+    try:
+        os.rename(temporary, target)
+    except BaseException:
+        if replaced is not None:
+            os.rename(replaced, target)
+        raise
+    _fsync(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def check_free_space(directory: Path, needed_bytes: int) -> None:
+    """Refuse to begin what the file system cannot hold.
+
+    Raises:
+        OSError: naming the directory, the room that is needed and the room that is there.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        raise OSError(
+            f"{directory} has {free / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are going to be written: "
+            "free some space or choose another directory"
+        )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,296 @@
+"""Hugging Face weights to a Megatron-Core distributed checkpoint.
+
+    python conversion/hf_to_mcore.py --hf-dir Qwen2.5-32B --mcore-dir Qwen2.5-32B-mcore [--tp 8 --pp 2] [--verify]
+
+The result loads into any TP/PP/VPP/EP layout.  ``--tp``, ``--pp``, ``--vpp`` and ``--ep`` name the layout that is going
+to read it: tensors are then cut as its ranks hold them and each rank's parts lie in files of their own, so that no rank
+reads a byte for another.  One parameter at a time is in memory per process.  Config, tokenizer and the like are kept in
+``hf/`` for the way back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conversion.architecture import Architecture, UnsupportedArchitecture
+from conversion.directory import new_directory
+from conversion.dist_checkpoint import Chunk, ChunkWriter, write_metadata
+from conversion.hf_checkpoint import HFCheckpoint, check_tokenizer, copy_companions, write_text
+from conversion.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
+from conversion.workers import default_processes, even_ranges, progress_bar, run_jobs
+
+COMPANIONS = "hf"
+"""Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
+REPORT_NAME = "conversion.json"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TargetLayout:
+    """The layout whose ranks' reads the files are laid out for. Any other layout can load them all the same."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+
+    def check(self, architecture: Architecture) -> None:
+        """Raises ValueError naming the option that does not divide the model."""
+        for option, size, what in (
+            ("--tp", self.tp, "num_attention_heads"),
+            ("--pp", self.pp, "num_layers"),
+            ("--vpp", self.pp * self.vpp, "num_layers"),
+            ("--ep", self.ep, "num_experts"),
+        ):
+            whole = getattr(architecture, what) or 1
+            if size < 1 or whole % size:
+                raise ValueError(f"{option}: {size} parts do not divide {what}={whole}")
+        groups = architecture.num_query_groups
+        if groups % self.tp and self.tp % groups:
+            raise ValueError(f"--tp {self.tp} neither divides num_key_value_heads={groups} nor is a multiple of it")
+
+    def rank(self, mapping: Mapping, architecture: Architecture, tp_rank: int) -> int:
+        """Number of the group of files that holds a part: one for each combination of PP, EP and TP rank."""
+        if mapping.layer is None:
+            pp_rank = 0 if mapping.mcore_name.startswith("embedding.") else self.pp - 1
+        else:
+            pp_rank = mapping.layer // (architecture.num_layers // (self.pp * self.vpp)) % self.pp
+        ep_rank = 0
+        if mapping.expert is not None and architecture.num_experts is not None:
+            ep_rank = mapping.expert // (architecture.num_experts // self.ep)
+        return (pp_rank * self.ep + ep_rank) * self.tp + tp_rank
+
+
+def convert(
+    hf_dir: str | Path,
+    mcore_dir: str | Path,
+    *,
+    layout: TargetLayout | None = None,
+    dtype: torch.dtype | None = None,
+    processes: int | None = None,
+    verify: bool = False,
+    tolerance: float | None = None,
+    overwrite: bool = False,
+    require_tokenizer: bool = True,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Convert ``hf_dir`` into ``mcore_dir``, which appears when it is complete.
+
+    Args:
+        layout: see ``TargetLayout``; None: whole tensors.
+        dtype: cast to it; None: keep what is stored.
+        processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
+        verify: compare the logits of both models on random tokens before the directory appears.
+        tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.default_tolerance``.
+        on_progress: called with the number of source bytes that were converted.
+
+    Returns:
+        What was done: family, tensors, bytes, seconds and, with ``verify``, the largest difference.
+
+    Raises:
+        HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit; nothing is written.
+        FileExistsError: ``mcore_dir`` exists and ``overwrite`` is not set.
+        VerificationError: the logits differ by more than ``tolerance``; nothing is left behind.
+        OSError: too little room on the disk, or writing failed; nothing is left behind.
+    """
+    began = time.monotonic()
+    hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
+    architecture = Architecture.from_pretrained(hf_dir)
+    layout = layout or TargetLayout()
+    layout.check(architecture)
+    checkpoint = HFCheckpoint(hf_dir)
+    weight_map = WeightMap(architecture)
+    checkpoint.check(weight_map)
+    for mapping in weight_map:
+        list(_parts(mapping, layout.tp))  # a size that the layout does not divide is found before anything is written
+    if require_tokenizer:
+        check_tokenizer(hf_dir)
+
+    with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=_output_bytes(checkpoint, dtype)) as temporary:
+        chunks = _write(checkpoint, weight_map, layout, dtype, temporary, processes, on_progress)
+        write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
+        (temporary / COMPANIONS).mkdir()
+        copy_companions(hf_dir, temporary / COMPANIONS)
+        report: dict[str, Any] = {
+            "family": architecture.family,
+            "layout": asdict(layout),
+            "dtype": "as stored" if dtype is None else str(dtype).removeprefix("torch."),
+            "tensors": sum(len(mapping.hf_names) for mapping in weight_map.exported()),
+            "bytes": sum(stored.nbytes for name, stored in checkpoint.tensors.items() if name in weight_map.hf_names),
+        }
+        write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
+        if verify:
+            from conversion.verify import verify_logits
+
+            report["largest_logit_difference"] = verify_logits(hf_dir, temporary, dtype, tolerance)
+    return {**report, "seconds": time.monotonic() - began}
+
+
+def _output_bytes(checkpoint: HFCheckpoint, dtype: torch.dtype | None) -> int:
+    if dtype is None:
+        return checkpoint.nbytes
+    return sum(t.nbytes // t.dtype.itemsize * dtype.itemsize for t in checkpoint.tensors.values())
+
+
+def _write(
+    checkpoint: HFCheckpoint,
+    weight_map: WeightMap,
+    layout: TargetLayout,
+    dtype: torch.dtype | None,
+    directory: Path,
+    processes: int | None,
+    on_progress: Callable[[int], None] | None,
+) -> list[Chunk]:
+    mappings = list(weight_map.exported())
+    if processes is None:
+        processes = default_processes(checkpoint.nbytes)
+    report = on_progress or (lambda _: None)
+    if processes == 1:
+        job = _Job(checkpoint.directory, weight_map.architecture, 0, len(mappings), 0, layout, dtype, directory)
+        return _run_job(job, report)
+    sizes = [sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names) for mapping in mappings]
+    jobs = [
+        _Job(checkpoint.directory, weight_map.architecture, start, stop, number, layout, dtype, directory)
+        for number, (start, stop) in enumerate(even_ranges(sizes, processes))
+    ]
+    return [chunk for chunks in run_jobs(_run_job, jobs, report) for chunk in chunks]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Mappings ``start:stop`` of the weight map, written by one process into its own files."""
+
+    hf_dir: Path
+    architecture: Architecture
+    start: int
+    stop: int
+    number: int
+    layout: TargetLayout
+    dtype: torch.dtype | None
+    directory: Path
+
+
+def _run_job(job: _Job, report: Callable[[int], None]) -> list[Chunk]:
+    checkpoint = HFCheckpoint(job.hf_dir)
+    mappings = list(WeightMap(job.architecture).exported())[job.start : job.stop]
+    writers: dict[int, ChunkWriter] = {}
+    with ExitStack() as files:
+        for mapping in mappings:
+            place = checkpoint_place(mapping, job.architecture)
+            for start, stop, cuts in _parts(mapping, job.layout.tp):
+                rows = checkpoint.read_rows(mapping, start, stop)
+                rows = rows if job.dtype is None else rows.to(job.dtype)
+                for tp_rank, columns in cuts:
+                    rank = job.layout.rank(mapping, job.architecture, tp_rank)
+                    if rank not in writers:
+                        file = ChunkWriter(job.directory, f"__{rank}_{job.number}.distcp")
+                        writers[rank] = files.enter_context(file)
+                    part, offsets = rows, (start, 0)[: rows.dim()]
+                    if columns is not None:
+                        part, offsets = rows[:, columns[0] : columns[1]], (start, columns[0])
+                    writers[rank].write(place, mapping.mcore_shape, part, offsets)
+            report(sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names))
+    return [chunk for writer in writers.values() for chunk in writer.chunks]
+
+
+def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int, tuple[int, int] | None]]]]:
+    """The chunks of a parameter: first row, end row, and for each chunk its tensor parallel rank and columns."""
+    rows = mapping.mcore_shape[0]
+    if mapping.tp_dim == 1:
+        yield 0, rows, [(tp_rank, mapping.shard_columns(tp, tp_rank)) for tp_rank in range(tp)]
+    elif mapping.tp_dim is None:
+        yield 0, rows, [(0, None)]
+    elif mapping.arrangement is Arrangement.VOCABULARY:
+        # The model pads the vocabulary so that it divides; the checkpoint holds no padding.
+        step = -(-rows // tp)
+        for tp_rank, start in enumerate(range(0, rows, step)):
+            yield start, min(start + step, rows), [(tp_rank, None)]
+    else:
+        for tp_rank in range(tp):
+            for start, stop in mapping.shard_rows(tp, tp_rank):
+                yield start, stop, [(tp_rank, None)]
+
+
+def local_directory(path_or_id: str) -> Path:
+    """``path_or_id`` if it is a directory, else the local copy of the hub repository of that id, fetched if needed.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if path_or_id.count("/") != 1 or path_or_id.startswith((".", "/")):
+        raise FileNotFoundError(f"{path_or_id} is neither a directory nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(path_or_id, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise FileNotFoundError(f"{path_or_id} is no directory here, and the hub did not give it: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
+    parser = argparse.ArgumentParser(
+        prog="hf_to_mcore.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf-dir", required=True, help="Hugging Face model directory, or hub id owner/name")
+    parser.add_argument("--mcore-dir", required=True, type=Path, help="directory to make")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the layout that will read it")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages per rank")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
+    parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
+    parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
+    parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+    parser.add_argument("--allow-missing-tokenizer", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        hf_dir = local_directory(options.hf_dir)
+        with progress_bar(f"{hf_dir.name} to Megatron-Core", HFCheckpoint(hf_dir).nbytes) as on_progress:
+            report = convert(
+                hf_dir,
+                options.mcore_dir,
+                layout=TargetLayout(options.tp, options.pp, options.vpp, options.ep),
+                dtype=DTYPES.get(options.dtype),
+                processes=options.processes,
+                verify=options.verify,
+                tolerance=options.tolerance,
+                overwrite=options.overwrite,
+                require_tokenizer=not options.allow_missing_tokenizer,
+                on_progress=on_progress,
+            )
+    except (ValueError, UnsupportedArchitecture, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_report(report, options.mcore_dir)
+    return 0
+
+
+def print_report(report: dict[str, Any], target: Path) -> None:
+    """One line of what was converted, and one of the verification where there was one."""
+    rate = report["bytes"] / 2**30 / max(report["seconds"], 1e-9)
+    print(
+        f"{target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 2**30:.3f} GiB in "
+        f"{report['seconds']:.1f} s ({rate:.2f} GiB/s)"
+    )
+    if "largest_logit_difference" in report:
+        print(f"largest logit difference to Hugging Face: {report['largest_logit_difference']:.3e}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""A Megatron-Core distributed checkpoint back to a Hugging Face directory.
+
+    python conversion/mcore_to_hf.py --mcore-dir runs/r1/checkpoints/global_step_30 --hf-dir export [--fp8 blockwise]
+
+Reads what ``hf_to_mcore.py`` wrote and what the learner saves while it trains, in any layout.  Tensors keep the dtype
+in which the checkpoint stores them.  One parameter at a time is in memory per process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conversion import fp8_export
+from conversion.architecture import Architecture, UnsupportedArchitecture
+from conversion.directory import COMPLETE_NAME, new_directory
+from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.hf_checkpoint import (
+    TensorSpec,
+    check_tokenizer,
+    copy_companions,
+    plan_files,
+    write_file,
+    write_index,
+    write_text,
+)
+from conversion.hf_to_mcore import COMPANIONS, DTYPES, local_directory, print_report
+from conversion.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
+from conversion.workers import default_processes, even_ranges, progress_bar, run_jobs
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Size of a safetensors file, as the hub recommends it."""
+
+
+def export(
+    mcore_dir: str | Path,
+    hf_dir: str | Path,
+    *,
+    hf_config_dir: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
+    processes: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    verify: bool = False,
+    tolerance: float | None = None,
+    overwrite: bool = False,
+    require_tokenizer: bool = True,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Write the Hugging Face directory ``hf_dir``, which appears when it is complete.
+
+    Args:
+        mcore_dir: output of ``hf_to_mcore.py``, a learner checkpoint, or the global_step_N directory that holds one.
+        hf_config_dir: where config.json and the tokenizer are; None: ``mcore_dir``/hf.
+        dtype: cast to it; None: keep what is stored.
+        fp8: quantise the linear layers in blocks of 128 x 128, see ``fp8_export``.
+        verify: compare the logits of both models on random tokens before the directory appears. With ``fp8``, the
+            full-precision model's logits are compared with the dequantised model's.
+
+    Returns:
+        As ``hf_to_mcore.convert``.
+
+    Raises:
+        DistCheckpointError: ``mcore_dir`` is no complete checkpoint of the model that config.json describes.
+        HFCheckpointError, UnsupportedArchitecture: config.json or the tokenizer is missing or unfit.
+        FileExistsError, VerificationError, OSError: as ``hf_to_mcore.convert``.
+    """
+    began = time.monotonic()
+    mcore_dir, hf_dir = checkpoint_directory(mcore_dir), Path(hf_dir)
+    companions = companion_directory(mcore_dir, hf_config_dir)
+    architecture = Architecture.from_pretrained(companions)
+    if require_tokenizer:
+        check_tokenizer(companions)
+    checkpoint = DistCheckpoint(mcore_dir)
+    weight_map = WeightMap(architecture)
+    files = plan_files(_specs(checkpoint, weight_map, dtype, fp8), max_file_bytes)
+    total = sum(spec.nbytes for _, specs in files for spec in specs)
+
+    with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total) as temporary:
+        job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, temporary)
+        processes = min(default_processes(total) if processes is None else processes, len(files))
+        if processes == 1:
+            _run_job(job, on_progress or (lambda _: None))
+        else:
+            sizes = [sum(spec.nbytes for spec in specs) for _, specs in files]
+            jobs = [replace(job, start=start, stop=stop) for start, stop in even_ranges(sizes, processes)]
+            run_jobs(_run_job, jobs, on_progress or (lambda _: None))
+        write_index(temporary, files)
+        copy_companions(companions, temporary, keep=lambda name: name != COMPLETE_NAME)
+        _write_config(companions, temporary, weight_map, dtype, fp8)
+        report: dict[str, Any] = {
+            "family": architecture.family,
+            "tensors": sum(len(specs) for _, specs in files),
+            "bytes": total,
+        }
+        if verify:
+            from conversion.verify import verify_logits
+
+            report["largest_logit_difference"] = verify_logits(temporary, mcore_dir, dtype, tolerance, fp8=fp8)
+    return {**report, "seconds": time.monotonic() - began}
+
+
+def checkpoint_directory(directory: str | Path) -> Path:
+    """``directory``, or the ``learner`` directory inside it, whichever is a distributed checkpoint.
+
+    Raises:
+        DistCheckpointError: neither is complete.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DistCheckpointError(f"{directory} does not exist")
+    for candidate in (directory, directory / "learner"):
+        if (candidate / "metadata.json").is_file():
+            if not (candidate / COMPLETE_NAME).is_file() and not (directory / COMPLETE_NAME).is_file():
+                raise DistCheckpointError(f"{candidate} has no {COMPLETE_NAME} marker: its writing was interrupted")
+            return candidate
+    raise DistCheckpointError(f"{directory} is no distributed checkpoint: metadata.json is missing")
+
+
+def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None) -> Path:
+    """Where config.json and the tokenizer of a checkpoint are.
+
+    Raises:
+        DistCheckpointError: nowhere.
+    """
+    directory = mcore_dir / COMPANIONS if hf_config_dir is None else Path(hf_config_dir)
+    if not (directory / "config.json").is_file():
+        raise DistCheckpointError(
+            f"{directory} has no config.json: pass --hf-config-dir with the model directory that training started from"
+        )
+    return directory
+
+
+def _specs(
+    checkpoint: DistCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None, fp8: bool
+) -> Iterator[list[TensorSpec]]:
+    """The tensors to write, grouped by parameter. Raises DistCheckpointError where the checkpoint does not fit."""
+    for mapping in weight_map.exported():
+        place = checkpoint_place(mapping, weight_map.architecture)
+        stored = dtype or checkpoint.dtype(place)
+        shape = checkpoint.shape(place)
+        if shape[1:] != mapping.mcore_shape[1:] or shape[0] < mapping.mcore_shape[0]:
+            raise DistCheckpointError(
+                f"{checkpoint.directory}: {place.key} has shape {shape}, config.json implies {mapping.mcore_shape}"
+            )
+        named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+        specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
+        if fp8 and fp8_export.is_quantized(mapping):
+            specs = [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec)]
+        yield specs
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Files ``start:stop`` of the plan, written by one process."""
+
+    mcore_dir: Path
+    architecture: Architecture
+    files: tuple[tuple[str, list[TensorSpec]], ...]
+    start: int
+    stop: int
+    dtype: torch.dtype | None
+    fp8: bool
+    directory: Path
+
+
+def _run_job(job: _Job, report: Callable[[int], None]) -> None:
+    checkpoint = DistCheckpoint(job.mcore_dir)
+    by_name = {name: mapping for mapping in WeightMap(job.architecture).exported() for name in mapping.hf_names}
+    for file, specs in job.files[job.start : job.stop]:
+        mappings = list(dict.fromkeys(by_name[spec.name] for spec in specs if spec.name in by_name))
+        write_file(job.directory / file, specs, _tensors(checkpoint, mappings, job, report))
+
+
+def _tensors(
+    checkpoint: DistCheckpoint, mappings: Sequence[Mapping], job: _Job, report: Callable[[int], None]
+) -> Iterator[tuple[str, Tensor]]:
+    for mapping in mappings:
+        full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
+        for name, tensor in to_hf(mapping, full).items():
+            tensor = tensor if job.dtype is None else tensor.to(job.dtype)
+            quantize = job.fp8 and fp8_export.is_quantized(mapping)
+            for item in fp8_export.quantize_named(name, tensor) if quantize else [(name, tensor)]:
+                yield item
+                report(item[1].nbytes)
+
+
+def _write_config(
+    companions: Path, directory: Path, weight_map: WeightMap, dtype: torch.dtype | None, fp8: bool
+) -> None:
+    if dtype is None and not fp8:
+        return
+    config = json.loads((companions / "config.json").read_text(encoding="utf-8"))
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+    if fp8:
+        config["quantization_config"] = fp8_export.blockwise_quantization_config(weight_map)
+    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
+    parser = argparse.ArgumentParser(
+        prog="mcore_to_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
+    parser.add_argument("--hf-dir", required=True, type=Path, help="directory to make")
+    parser.add_argument("--hf-config-dir", help="where config.json and tokenizer are; default: MCORE_DIR/hf")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
+    parser.add_argument(
+        "--fp8",
+        choices=("blockwise", "per-tensor", "nvfp4"),
+        help="quantise the linear layers: 128x128 blocks, or through nvidia-modelopt",
+    )
+    parser.add_argument("--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of a safetensors file")
+    parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
+    parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
+    parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+    parser.add_argument("--allow-missing-tokenizer", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        source = checkpoint_directory(options.mcore_dir)
+        config_dir = None if options.hf_config_dir is None else local_directory(options.hf_config_dir)
+        size = sum(path.stat().st_size for path in source.glob("*.distcp"))
+        with progress_bar(f"{source.name} to Hugging Face", size) as on_progress:
+            report = export(
+                source,
+                options.hf_dir,
+                hf_config_dir=config_dir,
+                dtype=DTYPES.get(options.dtype),
+                fp8=options.fp8 == "blockwise",
+                processes=options.processes,
+                max_file_bytes=options.max_file_bytes,
+                verify=options.verify,
+                tolerance=options.tolerance,
+                overwrite=options.overwrite,
+                require_tokenizer=not options.allow_missing_tokenizer,
+                on_progress=on_progress,
+            )
+    except (ValueError, UnsupportedArchitecture, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_report(report, options.hf_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
