@@ -181,10 +181,10 @@ class TrajectoryBatch:
         )
 
     def with_columns(self, **columns: Any) -> TrajectoryBatch:
-        """A batch that shares this one's arrays and also has ``columns`` (each [T], stored as float32)."""
+        """A batch that shares this one's arrays and also has copies of ``columns`` (each [T], stored as float32)."""
         added = {}
         for name, column in columns.items():
-            array = np.asarray(column, dtype=np.float32)
+            array = np.array(column, dtype=np.float32)  # a copy: arrays that came through Ray are read-only
             if array.shape != (self.num_response_tokens,):
                 raise ValueError(f"column {name} has shape {array.shape}, expected ({self.num_response_tokens},)")
             added[name] = array

@@ -15,25 +15,26 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
-CONSOLE_METRICS = (
-    "critic/score/mean",
-    "rollout/acc/mean",
-    "num_turns/mean",
-    "tool/success_rate",
-    "response_length/mean",
-    "actor/pg_loss",
-    "actor/entropy",
-    "actor/grad_norm",
-    "rollout_corr/log_prob_abs_diff",
-    "rollout_corr/masked_fraction",
-    "timing_s/gen",
-    "timing_s/update_actor",
-    "timing_s/step",
-)
+CONSOLE_COLUMNS = {
+    "critic/score/mean": "score",
+    "rollout/acc/mean": "acc",
+    "num_turns/mean": "turns",
+    "tool/success_rate": "tool ok",
+    "response_length/mean": "length",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad",
+    "rollout_corr/log_prob_abs_diff": "|Δ logp|",
+    "rollout_corr/masked_fraction": "masked",
+    "timing_s/gen": "gen s",
+    "timing_s/step": "step s",
+}
+"""Metric -> heading in the step table."""
+
+_COLUMN_WIDTH = 8
+_HEADER_EVERY = 20
 
 
 class MetricLogger:
@@ -105,19 +106,16 @@ class MetricLogger:
             self._print_row(step, values)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
-        shown = [name for name in CONSOLE_METRICS if name in values]
+        shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in values}
         if not shown:
             parts = (f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in values.items())
-            self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True)
+            self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
             return
-        with_header = self._rows_printed % 20 == 0
-        table = Table(show_header=with_header, box=None, padding=(0, 1), header_style="bold")
-        table.add_column("step", justify="right", min_width=5)
-        for name in shown:
-            heading = name.removesuffix("/mean").rsplit("/", 1)[-1].replace("_", " ")
-            table.add_column(heading, justify="right", min_width=max(7, *(len(w) for w in heading.split())))
-        table.add_row(str(step), *(_short(values[name]) for name in shown))
-        self.console.print(table)
+        if self._rows_printed % _HEADER_EVERY == 0:
+            header = f"{'step':>6}" + "".join(f"{heading:>{_COLUMN_WIDTH + 1}}" for heading in shown.values())
+            self.console.print(header, style="bold", soft_wrap=True, highlight=False)
+        row = f"{step:>6}" + "".join(f"{_short(values[name]):>{_COLUMN_WIDTH + 1}}" for name in shown)
+        self.console.print(row, soft_wrap=True, highlight=False)
         self._rows_printed += 1
 
     def close(self) -> None:
