@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +12,7 @@ from rich.panel import Panel
 
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config
-from megatron_retool.evaluation import evaluation_metrics
+from megatron_retool.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.progress import progress_line
@@ -40,9 +42,17 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
         run.console.print(Panel(escape(response), title=f"step {step}, reward {trajectory.reward:+g}", expand=False))
     behaviour = rollout_metrics(trajectories)
     return {
-        **evaluation_metrics(trajectories, seed=config.trainer.seed),
+        **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
         **{f"val-aux/{name}": behaviour[name] for name in _SHOWN},
     }
+
+
+def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
+    """Records by data source and, where there are several, all of them once more under the source "all"."""
+    records = [EvaluationRecord.from_trajectory(trajectory) for trajectory in trajectories]
+    if len({record.data_source for record in records}) > 1:
+        records += [replace(record, data_source="all") for record in records]
+    return records
 
 
 async def evaluate_model(config: Config, console: Console) -> None:
