@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolResult(Protocol):
-    """What a tool answers. ``status`` is ok, error, timeout, unknown_tool or bad_arguments; ``text`` is for the model."""
+    """What a tool answers: ``status`` ok, error, timeout, unknown_tool or bad_arguments, and ``text`` for the model."""
 
     status: str
     text: str
@@ -203,9 +203,7 @@ class AgentLoop:
         deadline = self.config.max_wall_seconds - state.seconds
         calls = await self.sample_turn(state, generate, deadline)
         if calls is None:
-            if deadline <= 0 or state.finish_reason is not None:
-                return True
-            return False
+            return state.finish_reason is not None
         if state.finish_reason is None:
             await self.answer_calls(state, calls, deadline)
         return True

@@ -63,7 +63,7 @@ class EngineStartError(EngineError):
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda" for the config's device; "auto" takes CUDA where the driver shows a GPU (torch is not imported)."""
+    """The config's device, "cpu" or "cuda"; "auto" takes CUDA where the driver shows a GPU (torch is not imported)."""
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
@@ -167,7 +167,9 @@ class EngineProcess:
         if self.is_alive():
             raise EngineError(f"the engine at {self.base_url} is running already")
         if not (self.model_path / "config.json").is_file():
-            raise EngineStartError(f"{self.model_path} has no config.json: rollout needs a Hugging Face model directory")
+            raise EngineStartError(
+                f"{self.model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
+            )
         self.port = self.requested_port or free_port(self.host)
         self._check_port()
         if self.device == "cpu" and not (torchvision_directory() / "torchvision").is_dir():
@@ -176,7 +178,8 @@ class EngineProcess:
                 f"set {TORCHVISION_VARIABLE} to the directory that holds it"
             )
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        guard = [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), "1" if self.device == "cpu" else "5"]
+        grace_seconds = "1" if self.device == "cpu" else "5"
+        guard = [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), grace_seconds]
         with open(self.log_file, "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -194,9 +197,10 @@ class EngineProcess:
         while True:
             assert self._process is not None, "launch() comes first"
             if self._process.poll() is not None:
+                tail = self.log_tail()
                 raise EngineStartError(
                     f"the SGLang server for {self.model_path} ended with exit code {self._process.returncode} while "
-                    f"it was starting.{_advice(self.log_tail())} Its log is {self.log_file}, which ends with:\n{self.log_tail()}"
+                    f"it was starting.{_advice(tail)} Its log is {self.log_file}, which ends with:\n{tail}"
                 )
             if time.monotonic() > deadline:
                 self.stop()

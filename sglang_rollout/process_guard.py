@@ -10,6 +10,7 @@ not do: it fires when the *thread* that started the child ends, and would then k
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -54,10 +55,8 @@ def end_tree(grace_seconds: float) -> None:
 
 def _signal_all(number: int) -> None:
     for pid in descendants(os.getpid()):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _reap() -> bool:

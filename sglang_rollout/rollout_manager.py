@@ -106,7 +106,7 @@ class _Running:
 
 
 RestartEngine = Callable[[str], Awaitable[str | None]]
-"""Called with the URL of an engine that died: restart it, synchronise its weights, return its URL (None: it is gone)."""
+"""Called with the URL of an engine that died: restart it, synchronise its weights, return its URL (None: given up)."""
 
 
 class RolloutManager:

@@ -2,9 +2,12 @@
 
 | format | call | result | a turn ends at |
 |---|---|---|---|
-| hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, several in a turn | the chat template's tool messages | the template's end of turn |
-| retool | ``<code>…</code>``, optionally with a Markdown fence inside (arXiv:2504.11536) | ``<interpreter>…</interpreter>`` | ``</code>`` or end of text |
-| arpo | ``<search>…</search>``, ``<python>…</python>`` (arXiv:2507.19849) | ``<result>…</result>`` | the closing tag or end of text |
+| hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` | the chat template's tool messages | end of turn |
+| retool | ``<code>…</code>`` | ``<interpreter>…</interpreter>`` | ``</code>`` or end of text |
+| arpo | ``<search>…</search>``, ``<python>…</python>`` | ``<result>…</result>`` | closing tag or end of text |
+
+Hermes is what Qwen2.5 and Qwen3 write, with several calls in a turn; retool is arXiv:2504.11536, where code may lie in
+a Markdown fence; arpo is arXiv:2507.19849.
 
 A call that cannot be understood is a ``ParsedCall`` with ``error`` set: the message goes back to the model as the
 tool's output, so that it can correct itself. Parsing never raises.

@@ -179,6 +179,6 @@ class TurnGlue:
             if token and after.startswith(token):
                 return token
         raise ChatTemplateError(
-            f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that a "
-            "model could sample to stop"
+            f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that "
+            "a model could sample to stop"
         )

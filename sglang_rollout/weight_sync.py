@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 NamedTensor = tuple[str, torch.Tensor]
 Bucket = list[NamedTensor]
 PROBE_SECONDS = 10.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 
 
 class WeightSyncError(RuntimeError):
@@ -224,7 +225,7 @@ class WeightSync(ABC):
         """Dtype in which the engines hold unquantised weights; None where they differ or do not say."""
         names = {str(info.get("dtype", "auto")) for info in self._infos.values()}
         name = names.pop() if len(names) == 1 else "auto"
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}.get(name)
+        return _DTYPES.get(name)
 
     def _wire_buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """Buckets in the form that travels: quantised or in the engines' dtype, wide elements first."""
@@ -241,7 +242,8 @@ class WeightSync(ABC):
 
     def _check_version(self, version: int) -> None:
         infos = self._call_all("/model_info", None)
-        wrong = {url: info.get("weight_version") for url, info in infos.items() if str(info.get("weight_version")) != str(version)}
+        served = {url: info.get("weight_version") for url, info in infos.items()}
+        wrong = {url: found for url, found in served.items() if str(found) != str(version)}
         if wrong:
             raise WeightSyncError(
                 "engines serve another weight version than the one just sent: "
@@ -280,10 +282,10 @@ class WeightSync(ABC):
             except Exception as error:
                 errors[url] = error
         if errors and check:
-            raise WeightSyncError(
-                f"weight sync failed at {path}: " + "; ".join(f"engine {url}: {error}" for url, error in errors.items()),
-                list(errors),
-            ) from next(iter(errors.values()))
+            reasons = "; ".join(f"engine {url}: {error}" for url, error in errors.items())
+            raise WeightSyncError(f"weight sync failed at {path}: {reasons}", list(errors)) from next(
+                iter(errors.values())
+            )
         return answers
 
 
