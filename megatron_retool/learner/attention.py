@@ -24,6 +24,7 @@ cpu.install()
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -38,6 +39,60 @@ class RMSNorm(torch.nn.RMSNorm):
         # Each TP rank sees its part of the sequence; finalize_model_grads adds the gradients up.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype != torch.float32:
+            return super().forward(x)
+        # On the host torch's own is a dozen passes over memory.
+        return _HostRMSNorm.apply(x, self.weight, self.eps)
+
+
+class SwiGLUMLP(MLP):
+    """Megatron's MLP with the gated activation in one autograd node, where no fused kernel exists."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        gate_and_up, _bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(_SwiGLU.apply(gate_and_up))
+
+
+class _HostRMSNorm(torch.autograd.Function):
+    """y = x r w with r = 1 / sqrt(mean(x^2) + eps) over the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, r = ctx.saved_tensors
+        normalized = x * r
+        grad_weight = (grad * normalized).flatten(0, -2).sum(0)
+        grad = grad * weight
+        along = (grad * normalized).sum(-1, keepdim=True).div_(x.size(-1))
+        return grad.sub_(normalized.mul_(along)).mul_(r), grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """(gate, up) -> silu(gate) up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate_and_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate_and_up, activated = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_and_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
+
 
 @dataclass
 class LocalPackedSequences(PackedSeqParams):
@@ -47,7 +102,7 @@ class LocalPackedSequences(PackedSeqParams):
 
     Attributes:
         buckets: see ``packing.MicroBatch``.
-        cos, sin: [t, 1, head_dim / 2] at each token's position.
+        cos, sin: [t, 1, head_dim] at each token's position; see ``RotaryTable``.
     """
 
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
@@ -56,23 +111,23 @@ class LocalPackedSequences(PackedSeqParams):
 
 
 class RotaryTable:
-    """cos and sin of every position, grown on demand and kept."""
+    """(cos, cos) and (-sin, sin) of every position, grown on demand and kept."""
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
         self.inverse_frequencies = inverse_frequencies.float()
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [t, 1, head_dim / 2] at ``positions`` (int64 [t], below ``max_length``)."""
+        """Two tensors [t, 1, head_dim] at ``positions`` (int64 [t], below ``max_length``)."""
         tables = self._tables.get(dtype)
         if tables is None or tables[0].size(0) < max_length:
             length = max(max_length, 2 * tables[0].size(0) if tables else 256)
             device = positions.device
             angles = torch.outer(torch.arange(length, device=device).float(), self.inverse_frequencies.to(device))
-            tables = (angles.cos().to(dtype), angles.sin().to(dtype))
+            cos, sin = angles.cos(), angles.sin()
+            tables = (torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype))
             self._tables[dtype] = tables
-        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in tables)
-        return cos, sin
+        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
 
 
 class PackedAttention(MegatronModule):
@@ -211,7 +266,10 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin).
+
+    With s = (-sin, sin) that is x cos + swap(x) s, and its transpose is g cos - swap(g) s.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -225,9 +283,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    a, b = x.chunk(2, dim=-1)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=left).addcmul_(b, sin, value=-direction)
-    torch.mul(b, cos, out=right).addcmul_(a, sin, value=direction)
-    return out
+    swapped = x.roll(x.size(-1) // 2, -1).mul_(sin)
+    if direction < 0:
+        swapped.neg_()
+    return swapped.addcmul_(x, cos)

@@ -32,7 +32,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm, RotaryTable
+from megatron_retool.learner.attention import (
+    LocalPackedSequences,
+    PackedAttention,
+    RMSNorm,
+    RotaryTable,
+    SwiGLUMLP,
+)
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
@@ -147,6 +153,8 @@ def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: 
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts is None:
+        spec.submodules.mlp.module = SwiGLUMLP
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
