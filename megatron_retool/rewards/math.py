@@ -216,6 +216,15 @@ def normalize_answer(text: str) -> str:
     return text.rstrip(".") if not text.endswith("...") else text
 
 
+def canonical_answer(text: str) -> str:
+    """One spelling for answers that are plainly equal (0.5, 1/2 and \\frac12), to count votes by. Never takes long."""
+    if len(text) > _MAX_ANSWER_CHARACTERS:
+        return text
+    normal = normalize_answer(text)
+    number = _number(normal)
+    return normal if number is None else str(number)
+
+
 def _number(text: str) -> Fraction | None:
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
