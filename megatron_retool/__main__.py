@@ -15,14 +15,19 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
 
+Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "report")
 INTERRUPTED = 130
+REQUEUE = 85
+"""Exit code after SIGUSR1: the step under way was finished and checkpointed, and there is more to train."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,44 +71,45 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
         sft(config)
     elif options.command == "train":
-        run_async(train(config, console))
+        return train(config, console)
     elif options.command == "evaluate":
-        run_async(evaluate(config, console))
+        from megatron_retool.validation import evaluate_model
+
+        run_async(evaluate_model(config, console))
     else:
         from megatron_retool.pipeline import run_pipeline
 
-        run_pipeline(
-            config, str(config_file), options.overrides, console, lambda settings: run_async(train(settings, console))
+        return run_pipeline(
+            config, str(config_file), options.overrides, console, lambda settings: train(settings, console)
         )
     return 0
 
 
-async def train(config: Config, console: Console) -> None:
+def train(config: Config, console: Console) -> int:
+    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave (SIGUSR1)."""
     from megatron_retool.train_loop import train as loop
 
-    await loop(config, console)
+    leave = asyncio.Event()
+    return 0 if run_async(loop(config, console, leave), leave) else REQUEUE
 
 
-async def evaluate(config: Config, console: Console) -> None:
-    from megatron_retool.validation import evaluate_model
+def run_async(coroutine: Coroutine[Any, Any, Result], leave: asyncio.Event | None = None) -> Result:
+    """Run to the end. SIGINT and SIGTERM cancel the coroutine, whose clean-up stops every process; SIGUSR1 sets
+    ``leave``."""
 
-    await evaluate_model(config, console)
-
-
-def run_async(coroutine) -> None:  # type: ignore[no-untyped-def]
-    """Run to the end; SIGINT and SIGTERM cancel the coroutine, whose clean-up then stops every process."""
-
-    async def guarded() -> None:
+    async def guarded() -> Result:
         task = asyncio.ensure_future(coroutine)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
+        if leave is not None:
+            loop.add_signal_handler(signal.SIGUSR1, leave.set)
         try:
-            await task
+            return await task
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
-    asyncio.run(guarded())
+    return asyncio.run(guarded())
 
 
 def is_users_error(error: BaseException) -> bool:

@@ -32,9 +32,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_pipeline(
-    config: Config, config_file: str, overrides: list[str], console: Console, train: Callable[[Config], None]
-) -> None:
-    """Run what is left to do. ``train`` runs the RL loop of a configuration in this process.
+    config: Config, config_file: str, overrides: list[str], console: Console, train: Callable[[Config], int]
+) -> int:
+    """Run what is left to do. ``train`` runs the RL loop of a configuration in this process; its exit code is ours.
 
     Raises:
         ConfigError: the run's directory holds results that were made under other settings.
@@ -45,8 +45,7 @@ def run_pipeline(
         if moved is not None:
             console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
     if not config.demo.enable:
-        train(config)
-        return
+        return train(config)
 
     run_dir = config.run_dir
     stages = Stages(run_dir, config, console)
@@ -95,7 +94,9 @@ def run_pipeline(
         done=sft_mcore,
     )
     rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
-    stages.call("rl", lambda: train(rl_config))
+    code = stages.call("rl", lambda: train(rl_config))
+    if code:
+        return code
     export = run_dir / "export"
     stages.run(
         "export",
@@ -113,6 +114,7 @@ def run_pipeline(
     page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
     _print_summary(console, summary, stages.seconds)
     console.print(f"model {export}\nreport {page}")
+    return 0
 
 
 class Stages:
@@ -141,7 +143,7 @@ class Stages:
             self.console.print(f"[dim]{name}: {done} is there already[/]")
             return
 
-        def execute() -> None:
+        def execute() -> int:
             process = subprocess.Popen(command, cwd=ROOT)
             try:
                 code = process.wait()
@@ -152,18 +154,20 @@ class Stages:
                 raise KeyboardInterrupt
             if code:
                 raise RuntimeError(f"stage {name} failed with exit code {code}: {' '.join(command)}")
+            return 0
 
         self.call(name, execute)
 
-    def call(self, name: str, work: Callable[[], None]) -> None:
+    def call(self, name: str, work: Callable[[], int]) -> int:
         self.console.rule(f"[bold]{name}", align="left")
         start = time.perf_counter()
-        work()
+        code = work()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_name(f".{self.file.name}.partial")
         partial.write_text(json.dumps(self.state, indent=1), encoding="utf-8")
         os.replace(partial, self.file)
+        return code
 
 
 def demo_summary(run_dir: Path) -> dict[str, dict[str, float]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,19 @@ from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
 from megatron_retool.validation import validate
 
 
-async def train(config: Config, console: Console) -> None:
-    """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so."""
+async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
+    """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so.
+
+    Args:
+        leave: when set, the step under way is finished and checkpointed, and training stops there.
+
+    Returns:
+        Whether the last step was reached.
+    """
     resume = find_resume_point(config)
     if resume is not None and resume.step == config.trainer.total_steps:
         console.print(f"{resume.path} is the last step already: nothing to train")
-        return
+        return True
     async with Deployment(config, console) as run:
         step = await restore(run, resume)
         await run.sync_weights(step)
@@ -75,10 +83,15 @@ async def train(config: Config, console: Console) -> None:
                 if last or due(step, config.trainer.test_freq):
                     with timer.phase("testing"):
                         metrics |= await validate(run, step)
-                if last or due(step, config.trainer.save_freq):
+                leaving = leave.is_set()
+                if last or leaving or due(step, config.trainer.save_freq):
                     with timer.phase("save_checkpoint"):
                         await save(run, step)
                 log.log(step, metrics | timer.metrics())
+                if leaving and not last:
+                    console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
+                    return False
+    return True
 
 
 def due(step: int, frequency: int) -> bool:
