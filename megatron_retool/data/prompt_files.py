@@ -296,7 +296,12 @@ def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
             messages=_question(str(entry["question"]), instruction),
             ground_truth=str(entry["answer"]),
             # The verifier scores an answer against the whole entry.
-            extra_info={"index": index, "task": task, "entry": entry},
+            extra_info={
+                "index": index,
+                "task": task,
+                "question": entry["question"],
+                "metadata": entry.get("metadata", {}),
+            },
         )
         for index, entry in enumerate(entries)
     ]

@@ -216,7 +216,7 @@ def test_reasoning_gym(monkeypatch):
     assert [prompt.ground_truth for prompt in prompts] == ["7", "8", "9"]
     assert prompts[1].data_source == "reasoning_gym/sums"
     assert prompts[1].messages[0]["content"] == "1 + 7\n\nBox it."
-    assert prompts[1].extra_info["entry"]["metadata"] == {"a": (1, 2)}
+    assert prompts[1].extra_info == {"index": 1, "task": "sums", "question": "1 + 7", "metadata": {"a": (1, 2)}}
     for source in ("reasoning_gym:nothing", "reasoning_gym:sums?colour=red"):
         with pytest.raises(DataError, match="reasoning-gym refuses it"):
             read_prompts([source])
