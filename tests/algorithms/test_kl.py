@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from megatron_retool.algorithms.kl import KL_ESTIMATORS, KLController, kl_penalty, kl_reward
+
+
+def test_k1_and_k3_are_unbiased_by_exact_enumeration():
+    generator = torch.Generator().manual_seed(0)
+    log_p = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
+    log_ref = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
+    divergence = (log_p.exp() * (log_p - log_ref)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((log_p.exp() * kl_penalty(log_p, log_ref, estimator)).sum(), divergence)
+
+
+def test_gradient_of_k2_is_the_gradient_of_the_divergence():
+    logits = torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    log_ref = torch.log_softmax(torch.arange(5, dtype=torch.float64), 0)
+    log_p = torch.log_softmax(logits, 0)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_ref)).sum(), logits, retain_graph=True)
+    (sampled,) = torch.autograd.grad((log_p.exp().detach() * kl_penalty(log_p, log_ref, "k2")).sum(), logits)
+    torch.testing.assert_close(sampled, exact)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_equal_policies_have_no_penalty_and_far_ones_stay_finite(estimator):
+    log_probs = torch.tensor([-1.0, -200.0, 0.0])
+    assert torch.count_nonzero(kl_penalty(log_probs, log_probs, estimator)) == 0
+    assert bool(torch.isfinite(kl_penalty(log_probs, log_probs.flip(0), estimator)).all())
+
+
+def test_k3_keeps_its_digits_for_small_differences():
+    tiny = kl_penalty(torch.tensor([-1.0]) + 2**-12, torch.tensor([-1.0]), "k3")
+    assert tiny.item() == pytest.approx(2**-25, rel=1e-2)
+
+
+def test_kl_as_a_reward():
+    rewards, mean = kl_reward(
+        torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -1.0, 5.0]), torch.tensor([True, True, False]), 0.2, "k1"
+    )
+    assert rewards.tolist() == pytest.approx([-0.1, 0.0, 0.0])
+    assert mean == pytest.approx(0.25)
+    assert kl_reward(torch.zeros(1), torch.ones(1), torch.tensor([False]), 1.0, "k3")[1] == 0.0
+
+
+def test_controller_moves_towards_its_target():
+    controller = KLController(0.1, target=0.01, horizon=1000)
+    assert controller.updated(0.02, 500).coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert controller.updated(0.0099, 500).coefficient == pytest.approx(0.1 * (1 - 0.01 * 0.5))
+    assert controller.updated(0.0, 1000).coefficient == pytest.approx(0.08)
+    assert KLController(0.1).updated(5.0, 10**6).coefficient == 0.1
+    with pytest.raises(ValueError, match="target > 0"):
+        KLController(0.1, target=0.0)
+
+
+def test_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="'k4' is not one of k1, k2"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

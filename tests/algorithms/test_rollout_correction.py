@@ -1,0 +1,328 @@
+"""The golden vectors, the traps, and invariance to everything that must not matter."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_retool.algorithms.rejection_rules import RULE_NAMES, parse_rejection_rule
+from megatron_retool.algorithms.rollout_correction import proximal_log_probs, rejection_mask, rollout_correction
+from megatron_retool.config import ConfigError, RolloutCorrectionConfig, load_config
+from tests.algorithms.ragged_batches import pad, ragged, unpad
+
+# Rows A to E of the golden table: d = log pi_train - log pi_rollout, log pi_rollout = -1, E masked out entirely.
+GOLDEN = torch.tensor(
+    [[0.5, -0.5, 0.3, -0.3], [0.0015] * 4, [-0.0015] * 4, [-12.0, 0.0, 0.0, 0.0], [3.0] * 4], dtype=torch.float64
+)
+ROWS = torch.arange(5).repeat_interleave(4)
+
+
+def correct_golden(**settings_):
+    rollout = torch.full((20,), -1.0, dtype=torch.float64)
+    return rollout_correction(
+        rollout + GOLDEN.flatten(), rollout, ROWS < 4, ROWS, 5, torch.tensor([0, 0, 1, 1] * 5),
+        RolloutCorrectionConfig(**({"veto_threshold": None} | settings_)),
+    )
+
+
+def kept_per_row(result):
+    return result.keep_mask.view(5, 4).sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        ("geometric_ratio 0.999 1.001", [4, 0, 0, 0, 0]),
+        ("geometric_ratio 0.999 1.002", [4, 4, 0, 0, 0]),
+        ("sequence_mean_k3 0 0.01", [0, 4, 4, 0, 0]),
+        (f"token_ratio {1 / 1.6} {1 / 0.6}", [3, 4, 4, 3, 0]),
+        ("sequence_max_k2 -inf 2.5", [4, 4, 4, 0, 0]),
+        ("sequence_ratio 0.5 2.0", [4, 4, 4, 0, 0]),
+    ],
+)
+def test_golden_rules(rule, kept):
+    assert kept_per_row(correct_golden(rejection=[rule])) == kept
+
+
+def test_golden_veto():
+    result = correct_golden(veto_threshold=1e-4)
+    assert kept_per_row(result) == [4, 4, 4, 0, 0]
+    assert result.metrics["rollout_corr/veto_fraction"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "upper", "kept"),
+    [
+        ("geometric", 0.999, 1.001, [4, 0, 0, 0, 0]),
+        ("geometric", 0.999, 1.002, [4, 4, 0, 0, 0]),
+        ("token", 1 / 1.6, 1 / 0.6, [3, 4, 4, 3, 0]),
+        ("sequence", 0.5, 2.0, [4, 4, 4, 0, 0]),
+    ],
+)
+def test_mask_mode_rejects_the_same_and_weighs_the_rest_by_the_ratio(level, lower, upper, kept):
+    result = correct_golden(level=level, mode="mask", lower=lower, upper=upper)
+    assert kept_per_row(result) == kept
+    ratio = {
+        "token": GOLDEN.exp(),
+        "sequence": GOLDEN.sum(1, keepdim=True).exp().expand(5, 4),
+        "geometric": GOLDEN.mean(1, keepdim=True).exp().expand(5, 4),
+    }[level]
+    expected = torch.where(result.keep_mask.view(5, 4), ratio, 0.0).float()
+    torch.testing.assert_close(result.importance_weights.view(5, 4), expected)
+
+
+def test_golden_metrics():
+    metrics = correct_golden().metrics
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.75)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.70912, abs=5e-6)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(-0.25, abs=5e-5)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(0.02857, abs=5e-6)
+    truncated = correct_golden(level="token", mode="truncate", upper=2.0).metrics
+    assert truncated["rollout_corr/is_weight_mean"] == pytest.approx(0.95912, abs=5e-6)
+    assert truncated["rollout_corr/eff_sample_size"] == pytest.approx(0.89436, abs=5e-6)
+
+
+def test_remaining_metrics_by_their_definitions():
+    metrics = correct_golden(rejection=["geometric_ratio 0.999 1.002"], veto_threshold=1e-4).metrics
+    d = GOLDEN[:4]
+    log_ppl = 1.0 - d.mean(1)
+    expected = {
+        "training_ppl": log_ppl.exp().mean(),
+        "rollout_ppl": math.e,
+        "training_log_ppl": log_ppl.mean(),
+        "rollout_log_ppl": 1.0,
+        "log_ppl_diff": -d.mean(1).mean(),
+        "log_ppl_abs_diff": d.mean(1).abs().mean(),
+        "log_ppl_diff_max": 3.0,
+        "log_ppl_diff_min": -0.0015,
+        "ppl_ratio": (-d.mean(1)).exp().mean(),
+        "total_variation": (1 - d.exp()).abs().mean() / 2,
+        "log_prob_abs_diff": d.abs().mean(),
+        "masked_fraction": 0.5,
+        "seq_masked_fraction": 0.5,
+        "kl/first_turn": -d[:, :2].mean(),
+        "kl/later_turns": -d[:, 2:].mean(),
+        "kl/prob_0.1_0.5": 0.75,
+        "is_weight_mean": 1.0,
+        "is_weight_std": 0.0,
+    }
+    for name, value in expected.items():
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(float(value), abs=1e-9), name
+    # Every rollout probability is e^-1: a correlation with a constant is not reported.
+    assert "rollout_corr/pearson" not in metrics
+    assert not any("prob_0.5" in name for name in metrics)
+
+
+def test_orientation_of_the_geometric_mask():
+    """1 / rho_geo would keep C and drop B."""
+    result = correct_golden(rejection=["geometric_ratio 0.999 1.002"])
+    assert kept_per_row(result)[1:3] == [4, 0]
+
+
+def test_cancelling_row_passes_geometric_but_not_paired_with_k3():
+    rules = ["geometric_ratio 0.999 1.001", "sequence_mean_k3 0 0.01"]
+    assert kept_per_row(correct_golden(rejection=rules)) == [0, 0, 0, 0, 0]
+    assert kept_per_row(correct_golden(rejection=rules[:1])) == [4, 0, 0, 0, 0]
+
+
+def test_rejection_works_without_weights_and_weights_without_rejection():
+    off = correct_golden(mode="none", rejection=["sequence_ratio 0.5 2.0"])
+    assert off.importance_weights[:16].tolist() == [1.0] * 16 and kept_per_row(off) == [4, 4, 4, 0, 0]
+    on = correct_golden(level="sequence", mode="clip", lower=0.5, upper=1.001)
+    assert kept_per_row(on) == [4, 4, 4, 4, 0]
+    expected = GOLDEN[:4].sum(1).exp().clamp(0.5, 1.001)
+    torch.testing.assert_close(on.importance_weights[:16:4], expected.float())
+    assert on.importance_weights[16:].tolist() == [0.0] * 4
+
+
+def test_veto_is_strict_and_unclamped():
+    rollout = torch.full((2,), -1.0, dtype=torch.float64)
+    d = torch.tensor([math.log(1e-4), -50.0], dtype=torch.float64)
+    ids, mask = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
+
+    def kept(threshold):
+        config = RolloutCorrectionConfig(veto_threshold=threshold)
+        return rejection_mask(d + rollout, rollout, mask, ids, 2, config).tolist()
+
+    # log(1e-4) - 1 + 1 is exact enough: the bound itself is kept.
+    assert kept(9.999e-5) == [True, False]
+    assert kept(1.001e-4) == [False, False]
+    assert kept(math.exp(-40)) == [True, False]
+    assert kept(None) == [True, True]
+
+
+def test_batch_filter_skips_and_counts():
+    assert correct_golden(batch_k3_limit=0.70).skip_update
+    assert correct_golden(batch_k3_limit=0.70).metrics["rollout_corr/skipped_updates"] == 1.0
+    assert not correct_golden(batch_k3_limit=0.72).skip_update
+    assert not correct_golden().skip_update
+
+
+def test_batch_normalisation_over_kept_tokens():
+    plain = correct_golden(mode="truncate", upper=2.0, rejection=["sequence_ratio 0.5 2.0"])
+    result = correct_golden(mode="truncate", upper=2.0, rejection=["sequence_ratio 0.5 2.0"], batch_normalize=True)
+    assert result.importance_weights[result.keep_mask].mean().item() == pytest.approx(1.0)
+    scale = plain.importance_weights[plain.keep_mask].mean()
+    torch.testing.assert_close(result.importance_weights, plain.importance_weights / scale)
+
+
+def test_non_finite_log_probs_drop_their_response_alone():
+    rollout = torch.full((6,), -1.0)
+    train = torch.tensor([-1.0, -1.0, float("-inf"), -1.0, float("nan"), -1.0])
+    ids = torch.tensor([0, 0, 1, 1, 2, 2])
+    mask = torch.ones(6, dtype=torch.bool)
+    config = RolloutCorrectionConfig(mode="truncate")
+    result = rollout_correction(train, rollout, mask, ids, 3, torch.zeros(6), config)
+    assert result.keep_mask.tolist() == [True, True, False, False, False, False]
+    assert result.metrics["rollout_corr/nonfinite_tokens"] == 2
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert bool(torch.isfinite(result.importance_weights).all())
+
+
+def test_nothing_sampled_at_all():
+    none = torch.zeros(3, dtype=torch.bool)
+    result = rollout_correction(
+        torch.zeros(3), torch.zeros(3), none, torch.tensor([0, 0, 1]), 2, torch.zeros(3), RolloutCorrectionConfig()
+    )
+    assert not result.keep_mask.any() and not result.skip_update
+
+
+def test_staleness_by_version_lag():
+    rollout = torch.full((4,), -1.0)
+    d = torch.tensor([0.0, 0.1, -0.2, 0.4])
+    result = rollout_correction(
+        rollout + d, rollout, torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 2, torch.zeros(4),
+        RolloutCorrectionConfig(), weight_versions=torch.tensor([7, 6, 6, 2]), current_version=7,
+    )
+    metrics = result.metrics
+    assert metrics["rollout_corr/staleness/mean"] == pytest.approx(7 / 4)
+    assert metrics["rollout_corr/staleness/max"] == 5
+    assert metrics["rollout_corr/kl/lag_0"] == pytest.approx(0.0, abs=1e-7)
+    assert metrics["rollout_corr/kl/lag_1"] == pytest.approx(0.05, abs=1e-6)
+    assert metrics["rollout_corr/kl/lag_3_or_more"] == pytest.approx(-0.4, abs=1e-6)
+    assert "rollout_corr/kl/lag_2" not in metrics
+
+
+def random_batch(lengths, seed, spread=0.3):
+    ids, mask = ragged(lengths, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(len(ids), generator=generator, dtype=torch.float64)
+    train = rollout + spread * torch.randn(len(ids), generator=generator, dtype=torch.float64)
+    return train, rollout, mask, ids, torch.randint(0, 3, (len(ids),), generator=generator)
+
+
+def padded_statistic(name, train, rollout, mask, lengths):
+    """Every rule's statistic on padded tensors, from the definitions; [N, longest]."""
+    d, m = pad(train - rollout, lengths), pad(mask, lengths, False).bool()
+    k = {"ratio": d, "k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name.split("_")[-1]]
+    n = m.sum(1, keepdim=True).clamp(min=1)
+    if name.startswith("token"):
+        value = k
+    elif name == "geometric_ratio" or "_mean_" in name:
+        value = (k * m).sum(1, keepdim=True) / n
+    elif "_max_" in name:
+        value = k.masked_fill(~m, -math.inf).max(1, keepdim=True).values
+    else:
+        value = (k * m).sum(1, keepdim=True)
+    return (value.exp() if name.endswith("ratio") else value).expand_as(d)
+
+
+@pytest.mark.parametrize("name", RULE_NAMES)
+def test_every_rule_equals_its_padded_formula(name):
+    lengths = [5, 12, 1, 9, 7, 30]
+    train, rollout, mask, ids, turns = random_batch(lengths, 3)
+    statistic = unpad(padded_statistic(name, train, rollout, mask, lengths), lengths)
+    middle = statistic[mask].median().item()
+    for bounds, expected in (
+        (f"{middle:.17g} inf", statistic >= middle),
+        (f"-inf {middle:.17g}", statistic <= middle),
+    ):
+        config = RolloutCorrectionConfig(rejection=[f"{name} {bounds}"], veto_threshold=None)
+        keep = rollout_correction(train, rollout, mask, ids, 6, turns, config).keep_mask
+        # The bound itself may fall on either side of rounding.
+        clear = (statistic - middle).abs() > 1e-12
+        assert torch.equal(keep[clear], (expected & mask)[clear])
+        assert 0 < keep.sum() < mask.sum()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=2, max_size=7),
+    rules=st.lists(st.sampled_from(RULE_NAMES), max_size=3),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    mode=st.sampled_from(["none", "truncate", "clip", "mask"]),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_a_responses_result_does_not_depend_on_the_batch_around_it(lengths, rules, level, mode, seed, data):
+    """Any order of responses, and any split over ranks or micro-batches."""
+    config = RolloutCorrectionConfig(
+        level=level, mode=mode, lower=0.8, upper=1.2, rejection=[f"{rule} -0.2 1.3" for rule in rules]
+    )
+    train, rollout, mask, ids, turns = random_batch(lengths, seed)
+    whole = rollout_correction(train, rollout, mask, ids, len(lengths), turns, config)
+
+    def part(rows):
+        take = torch.cat([torch.nonzero(ids == row).squeeze(1) for row in rows])
+        local = torch.arange(len(rows)).repeat_interleave(torch.tensor([lengths[row] for row in rows]))
+        return take, rollout_correction(train[take], rollout[take], mask[take], local, len(rows), turns[take], config)
+
+    order = data.draw(st.permutations(range(len(lengths))))
+    take, permuted = part(order)
+    assert torch.equal(permuted.keep_mask, whole.keep_mask[take])
+    torch.testing.assert_close(permuted.importance_weights, whole.importance_weights[take])
+    assert permuted.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-9)
+
+    cut = data.draw(st.integers(1, len(lengths) - 1))
+    for rows in (order[:cut], order[cut:]):
+        take, piece = part(rows)
+        assert torch.equal(piece.keep_mask, whole.keep_mask[take])
+        torch.testing.assert_close(piece.importance_weights, whole.importance_weights[take])
+        assert torch.equal(
+            rejection_mask(train[take], rollout[take], mask[take], ids[take], len(lengths), config)
+            & (mode != "mask" or piece.importance_weights != 0),
+            piece.keep_mask,
+        )
+
+
+def test_bypass_mode_takes_the_engines_log_probs():
+    rollout, train = torch.tensor([-1.0]), torch.tensor([-2.0])
+    bypass, decoupled = RolloutCorrectionConfig(bypass_old_log_probs=True), RolloutCorrectionConfig()
+    assert proximal_log_probs(bypass, rollout, None) is rollout
+    assert proximal_log_probs(decoupled, rollout, train) is train
+    with pytest.raises(ValueError, match="only bypass_old_log_probs=true"):
+        proximal_log_probs(decoupled, rollout, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("geometric_ratio 0.9", "has 2 words"),
+        ("geometrical_ratio 0.9 1.1", "the nearest is 'geometric_ratio'"),
+        ("token_ratio low 2", "must be numbers"),
+        ("token_ratio 2 1", "must not exceed"),
+        ("token_ratio nan 1", "must not exceed"),
+        ("sequence_ratio -2 -1", "would drop everything"),
+    ],
+)
+def test_bad_rules_are_refused_by_the_configuration(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_rejection_rule(text)
+    with pytest.raises(ConfigError, match=f"algorithm.rollout_correction.rejection.*{message}"):
+        load_config(None, [f"algorithm.rollout_correction.rejection=['{text}']"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["veto_threshold=2"], "veto_threshold"),
+        (["mode=clip", "lower=2", "upper=1"], "lower=2.0 < upper=1.0"),
+        (["bypass_old_log_probs=true", "mode=truncate"], "twice"),
+        (["bypass_old_log_probs=true", "batch_k3_limit=0.1"], "batch_k3_limit"),
+    ],
+)
+def test_contradicting_settings_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [f"algorithm.rollout_correction.{override}" for override in overrides])

@@ -1,0 +1,84 @@
+"""Exact enumeration on small vocabularies."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens, log_kept_mass, sampling_log_probs
+from megatron_retool.config import SamplingConfig
+
+# p = .5, .2, .2, .06, .04 in token order 1, 0, 3, 4, 2.
+PROBABILITIES = torch.tensor([0.2, 0.5, 0.04, 0.2, 0.06], dtype=torch.float64)
+
+
+def kept(**settings):
+    return torch.nonzero(kept_tokens(PROBABILITIES.log(), SamplingConfig(**settings))).squeeze(1).tolist()
+
+
+def test_each_filter_by_hand():
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_k=1) == [1]
+    assert kept(top_p=0.6) == [0, 1]
+    assert kept(top_p=0.8) == [0, 1, 3]
+    assert kept(top_p=0.0) == [1]
+    assert kept(min_p=0.3) == [0, 1, 3]
+    assert kept(top_k=4, top_p=0.95, min_p=0.1) == [0, 1, 3, 4]
+    assert kept(temperature=0.25, min_p=0.03) == [1]
+
+
+@given(
+    st.lists(st.floats(-4, 4), min_size=2, max_size=9),
+    st.floats(0.2, 3.0), st.floats(0.05, 1.0), st.integers(-1, 6), st.sampled_from([0.0, 0.05, 0.4]),
+)
+def test_distribution_by_enumeration(logits, temperature, top_p, top_k, min_p):
+    """mu sums to 1, is proportional to the tempered softmax on what is kept, and corrects expectations exactly."""
+    z = torch.tensor(logits, dtype=torch.float64)
+    config = SamplingConfig(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    mu, p, keep = sampling_log_probs(z, config).exp(), (z / temperature).softmax(0), kept_tokens(z, config)
+    assert mu.sum().item() == pytest.approx(1.0)
+    assert torch.equal(mu > 0, keep)
+
+    # The engine's filters, one token at a time.
+    order = sorted(range(len(logits)), key=lambda i: (-p[i].item(), i))
+    for rank, token in enumerate(order):
+        before = sum(p[t].item() for t in order[:rank])
+        inside = rank == 0 or (
+            (top_k < 1 or rank < top_k) and (top_p >= 1 or before <= top_p) and p[token] >= min_p * p[order[0]]
+        )
+        if abs(before - top_p) > 1e-9:
+            assert bool(keep[token]) == bool(inside)
+
+    f = torch.arange(len(logits), dtype=torch.float64)
+    log_mu = p.log() - log_kept_mass(z, config)
+    torch.testing.assert_close(log_mu[keep], sampling_log_probs(z, config)[keep])
+    ratio = torch.where(keep, (p.log() - log_mu).exp(), 0.0)
+    torch.testing.assert_close((mu * ratio * f).sum(), (p * keep * f).sum())
+
+
+def test_frequencies_of_an_engines_sampler_match():
+    """The reference procedure of serving engines: zero what is filtered in the sorted softmax, then draw."""
+    config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=4, min_p=0.05)
+    z = PROBABILITIES.log()
+    ordered, tokens = (z / 0.7).softmax(0).sort(descending=True)
+    weights = ordered.clone()
+    weights[4:] = 0
+    weights[ordered.cumsum(0) - ordered > 0.9] = 0
+    weights[weights < 0.05 * weights[0]] = 0
+    draws = torch.multinomial(weights, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    frequencies = torch.bincount(tokens[draws], minlength=5) / 200_000
+    torch.testing.assert_close(frequencies.double(), sampling_log_probs(z, config).exp(), atol=5e-3, rtol=0)
+
+
+def test_without_filters_nothing_is_subtracted():
+    z = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    config = SamplingConfig(temperature=0.6)
+    assert is_unfiltered(config) and not is_unfiltered(SamplingConfig(top_p=0.99))
+    assert torch.count_nonzero(log_kept_mass(z, config)) == 0
+    torch.testing.assert_close(sampling_log_probs(z, config), torch.log_softmax(z / 0.6, -1))
+
+
+def test_greedy_decoding_has_no_ratio():
+    with pytest.raises(ValueError, match="temperature=0"):
+        sampling_log_probs(torch.zeros(3), SamplingConfig(temperature=0.0))
