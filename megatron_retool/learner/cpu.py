@@ -11,6 +11,7 @@ Megatron's distributed optimizer wherever neither Transformer Engine nor Apex su
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -51,7 +52,20 @@ def install() -> bool:
         torch.compile = compile_function
     jit.disable_jit_fuser()
     _patch_megatron()
+    _keep_freed_memory()
     return True
+
+
+def _keep_freed_memory() -> None:
+    """Stop glibc from giving every freed activation back to the kernel, which has to zero it again for the next one."""
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # M_MMAP_THRESHOLD and so on in malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(mmap_threshold, 32 * 2**20)
+    mallopt(trim_threshold, 2**30)
+    mallopt(top_pad, 64 * 2**20)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------
