@@ -35,6 +35,7 @@ _SLASH_FRACTION = re.compile(rf"({_NUMBER})/({_NUMBER})\Z")
 _LATEX_FRACTION = re.compile(
     rf"([+-]?)\\[dt]?frac(?:\{{({_NUMBER})\}}|(\d))(?:\{{({_NUMBER})\}}|(\d))\Z"
 )
+_TWO_NUMBERS = re.compile(r"\d \d")
 _THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)\d{3})+)(?![\d])")
 _TEXT_UNIT = re.compile(r"(?<=[\d}\s)])\s*\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\.?\Z")
 _WORD_UNIT = re.compile(
@@ -212,7 +213,9 @@ def normalize_answer(text: str) -> str:
     wrapped = re.fullmatch(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", text)
     if wrapped:
         text = wrapped[1]
-    text = re.sub(r"\s+", "", text)
+    # "3 4" is not 34.
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
     return text.rstrip(".") if not text.endswith("...") else text
 
 
@@ -260,6 +263,9 @@ def _symbolically_equal(prediction: str, truth: str) -> bool:
             raise_on_error=True,
         )
 
+    if _TWO_NUMBERS.search(normalize_answer(prediction)):
+        # Would be read as a mixed number: "3 4" as 3 + 4.
+        return False
     try:
         right = parsed(truth)
         left = parsed(prediction)

@@ -1,0 +1,92 @@
+import sys
+import types
+
+import pytest
+
+from megatron_retool.rewards import reasoning_gym
+from megatron_retool.rewards.deep_research import compute_score, format_error, normalize_text, token_f1
+
+SEARCHED = "<think>who</think><search>tower</search><result>Paris <b>x</b></result>"
+COMPUTED = "<think>how</think><python>print(1)</python><result>1</result>"
+
+
+def answer(text):
+    return f"<think>so</think><answer>The answer is \\boxed{{{text}}}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (SEARCHED + answer("Paris"), "paris", 1.0),
+        (SEARCHED + COMPUTED + answer("the Paris."), "Paris", 1.1),
+        (SEARCHED + COMPUTED + answer("Rome"), "Paris", 0.0),
+        (answer("Paris in France"), ["London", "Paris, France"], 2 * 2 / 5),
+        (SEARCHED + COMPUTED + answer("Paris in France"), {"target": ["Paris, France"]}, 0.8 + 0.1),
+        (answer("no"), "no way", 0.0),
+        (answer("yes"), "Yes", 1.0),
+        ("\\boxed{Paris}", "Paris", -1.0),
+    ],
+)
+def test_scores(response, truth, score):
+    assert compute_score("", response, truth)["score"] == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        (SEARCHED + answer("x"), None),
+        (answer("x").replace("</think>", ""), "<answer> inside <think>"),
+        ("<think>a</think>" + answer("x").replace("</answer>", ""), "<answer> is not closed"),
+        ("<search>q</search>" + answer("x"), "<search> has no <result>"),
+        ("<result>r</result>" + answer("x"), "<result> without a tool call"),
+        ("<answer>\\boxed{x}</answer>", "no <think>"),
+        (answer("x") + answer("y"), "2 <answer> blocks"),
+        ("<think>a</think><answer>x</answer>", "no \\boxed"),
+        ("</think>" + answer("x"), "</think> closes nothing"),
+        ("<think>a</think><search>q</search>", "<search> has no <result>"),
+        ("<think>a</think>", "0 <answer> blocks"),
+    ],
+)
+def test_format(response, problem):
+    error = format_error(response)
+    assert error is None if problem is None else problem in error
+
+
+def test_result_says_why():
+    info = compute_score("", SEARCHED + COMPUTED + answer("The Paris"), "paris")
+    assert info == {"score": 1.1, "acc": 1.0, "pred": "paris", "f1": 1.0, "reason": "correct, both tools"}
+    assert compute_score("", "", "x")["reason"] == "format: no <think>"
+
+
+def test_f1_and_normalisation():
+    assert normalize_text("The  Cat, a DOG!") == "cat dog"
+    assert token_f1("b c", "b c d") == pytest.approx(2 * 2 / 5)
+    assert token_f1("x x y", "x y y") == pytest.approx(2 * 2 / 6)
+    assert token_f1("", "") == 0.0
+
+
+def test_reasoning_gym_uses_the_tasks_own_verifier(monkeypatch):
+    """A stand-in of the package with its two entry points; the package itself is optional."""
+    seen = {}
+
+    def score_answer(answer, entry):
+        seen.update(entry)
+        return 1.0 if answer == entry["answer"] else 0.01
+
+    package = types.ModuleType("reasoning_gym")
+    package.get_score_answer_fn = lambda name: score_answer if name == "chain_sum" else None
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    reasoning_gym._verifier.cache_clear()
+    good = reasoning_gym.compute_score(
+        "reasoning_gym/chain_sum", "\\boxed{7}", "7", {"metadata": '{"difficulty": 2}', "final_turn": "\\boxed{7}"}
+    )
+    assert good == {"score": 1.0, "acc": 1.0, "pred": "7"} and seen["metadata"] == {"difficulty": 2}
+    assert reasoning_gym.compute_score("x", "\\boxed{8}", "7", {"task": "chain_sum"})["score"] == 0.01
+    reasoning_gym._verifier.cache_clear()
+
+
+def test_reasoning_gym_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    reasoning_gym._verifier.cache_clear()
+    with pytest.raises(ImportError, match="needs the package reasoning-gym"):
+        reasoning_gym.compute_score("reasoning_gym/chain_sum", "\\boxed{7}", "7", {})

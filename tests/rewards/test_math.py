@@ -1,0 +1,164 @@
+import time
+
+import pytest
+
+from megatron_retool.rewards.base import BadResultError, load_function, normalize_result
+from megatron_retool.rewards.math import (
+    canonical_answer,
+    compute_score,
+    equivalent,
+    extract_answer,
+    final_assistant_turn,
+    quick_verdict,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{1}, no: \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}} done", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed {3} \\fbox{4}", "4"),
+        ("<answer>7</answer>", "7"),
+        ("\\boxed{6} <answer>\\boxed{7}</answer>", "7"),
+        ("<answer>7</answer> wait \\boxed{8}", "8"),
+        ("Answer: $12$", "12"),
+        ("**Final Answer:** 5", "5"),
+        ("The answer is 5", None),
+        ("\\boxed{1", None),
+        ("\\boxed{}", None),
+        ("", None),
+        ("\\boxed{5} <tool_call>print('\\boxed{6}')</tool_call>", "5"),
+        ("<code>\\boxed{6}</code>", None),
+    ],
+)
+def test_extraction(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_only_the_final_turn_is_read():
+    response = "\\boxed{1}<tool_call>x</tool_call><tool_response>\\boxed{2}</tool_response>\\boxed{3}"
+    assert extract_answer(final_assistant_turn(response)) == "3"
+    assert compute_score("", "\\boxed{2}</tool_response> I give up", "2")["score"] == -1.0
+    assert compute_score("", "\\boxed{1}", "1", {"final_turn": "no"})["pred"] is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "verdict"),
+    [
+        ("42", "42", True),
+        ("042", 42, True),
+        ("41", "42", False),
+        ("42.0", "42", True),
+        ("1/2", "0.5", True),
+        ("\\frac12", "0.5", True),
+        ("\\dfrac{84}{2}", "42", True),
+        ("-\\frac{3}{4}", "-0.75", True),
+        ("0.333333", "1/3", True),
+        ("0.3333", "1/3", False),
+        ("1,234,567", "1234567", True),
+        ("1{,}234", "1234", True),
+        ("50\\%", "50", True),
+        ("50\\%", "0.5", True),
+        ("50\\%", "5", False),
+        ("10\\text{ cm}", "10", True),
+        ("10 \\mathrm{m}^2", "10", True),
+        ("10 apples", "10", True),
+        ("60^\\circ", "60", True),
+        ("\\$5", "5", True),
+        ("\\(7\\)", "7", True),
+        ("$ 7 $", "7.", True),
+        ("\\text{(A)}", "(A)", True),
+        ("7", ["5", "7"], True),
+        ("6", ["5", "7"], False),
+        ("7", "\\boxed{7}", True),
+        (None, "7", False),
+        # Not plain: left to the symbolic comparison.
+        ("5x", "5", None),
+        ("\\sqrt{4}", "2", None),
+        ("1/0", "3", None),
+        ("x=3", "3", None),
+    ],
+)
+def test_quick_verdicts(prediction, truth, verdict):
+    assert quick_verdict(prediction, truth) is verdict
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "expected"),
+    [
+        ("\\sqrt{4}", "2", True),
+        ("\\frac{\\sqrt 2}{2}", "\\frac{1}{\\sqrt{2}}", True),
+        ("(x+1)^2", "x^2+2x+1", True),
+        ("\\{2, 1\\}", "\\{1, 2\\}", True),
+        ("\\{1, 2, 3\\}", "\\{1, 2\\}", False),
+        ("[0, 1)", "[0,1)", True),
+        ("(0, 1]", "[0,1)", False),
+        ("(-\\infty, 2) \\cup (3, \\infty)", "(3,\\infty)\\cup(-\\infty,2)", True),
+        ("x=3", "3", True),
+        ("2**10", "1024", True),
+        ("9**9", "9", False),
+        ("3 4", "34", False),
+        ("3 4", "7", False),
+        ("3 \\frac{1}{2}", "3.5", True),
+        ("1 \\, 000", "1000", False),
+        ("1.5 \\times 10^3", "1500", True),
+        ("((((", "3", False),
+        ("\\frac{1}{0}", "3", False),
+        ("5x", "5", False),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
+    ],
+)
+def test_symbolic_equivalence(prediction, truth, expected):
+    assert equivalent(prediction, [truth]) is expected
+
+
+def test_scores_are_plus_and_minus_one():
+    assert compute_score("", "\\boxed{2}", "2") == {"score": 1.0, "acc": 1.0, "pred": "2"}
+    assert compute_score("", "\\boxed{\\pi}", "3.14") == {"score": -1.0, "acc": 0.0, "pred": "\\pi"}
+
+
+def test_hostile_expressions_end_with_a_timeout():
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="took over 3 s"):
+        compute_score("", "\\boxed{10^{10^{10}}}", "5")
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 30000, "<answer>" * 30000, "<answer>" * 20000 + "</answer>" * 20000, "\n" * 300000,
+        "answer " * 40000, "\\boxed{" + "{" * 200000, " " * 200000 + "answer" + " " * 200000, "answer:\n" * 40000,
+        "\\boxed{" + "1" * 900 + "}", "\\boxed{" + "1," * 450 + "}", "\\boxed{" + "9 a" * 300 + "}",
+    ],
+    ids=range(11),
+)
+def test_the_quick_path_is_linear_in_hostile_text(text):
+    started = time.monotonic()
+    prediction = extract_answer(final_assistant_turn(text))
+    quick_verdict(prediction, "5")
+    canonical_answer(prediction or "")
+    assert time.monotonic() - started < 1.0
+
+
+def test_canonical_answers_count_equal_spellings_together():
+    assert len({canonical_answer(a) for a in ("0.5", "1/2", "\\frac{1}{2}", "\\dfrac12", "$ .50 $")}) == 1
+    assert canonical_answer("x + 1") == canonical_answer("x+1") != canonical_answer("x+2")
+
+
+def test_results_are_normalised():
+    assert normalize_result(1) == {"score": 1.0, "acc": 1.0, "pred": None}
+    assert normalize_result(True)["score"] == 1.0
+    assert normalize_result({"score": 0, "pred": 3, "k": "x"}) == {"score": 0.0, "acc": 0.0, "pred": "3", "k": "x"}
+    for bad in ("1.0x", None, {}, {"score": "high"}, float("inf"), [1]):
+        with pytest.raises(BadResultError):
+            normalize_result(bad)
+
+
+def test_functions_are_found_by_name():
+    assert load_function("math") is compute_score
+    assert load_function("megatron_retool.rewards.math:compute_score") is compute_score
+    with pytest.raises(ValueError, match="package.module:function"):
+        load_function("maths")
