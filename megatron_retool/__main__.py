@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("--config", help="YAML file (default: configs/demo_cpu.yaml)")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value, or the run's directory for report")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     console = Console(soft_wrap=not sys.stdout.isatty())
     try:
         return run_command(options, console)

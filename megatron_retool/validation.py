@@ -48,11 +48,9 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
 
 
 def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
-    """Records by data source and, where there are several, all of them once more under the source "all"."""
+    """Records by data source, and all of them once more under the source "all"."""
     records = [EvaluationRecord.from_trajectory(trajectory) for trajectory in trajectories]
-    if len({record.data_source for record in records}) > 1:
-        records += [replace(record, data_source="all") for record in records]
-    return records
+    return records + [replace(record, data_source="all") for record in records]
 
 
 async def evaluate_model(config: Config, console: Console) -> None:
