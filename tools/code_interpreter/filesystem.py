@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,20 @@ def python_directories(further: Sequence[str] = ()) -> list[str]:
 def system_directories() -> list[str]:
     """Where the system's programs and libraries lie on this host; some may be symbolic links into /usr."""
     return [path for path in _SYSTEM_DIRECTORIES if os.path.isdir(path)]
+
+
+def is_readable_by_others(path: str) -> bool:
+    """Whether any user may enter ``path``."""
+    return all(os.stat(place).st_mode & stat.S_IXOTH for place in (path, *map(str, Path(path).parents)))
+
+
+def readable_paths() -> list[str]:
+    """What of the host, besides the interpreter, a snippet may read."""
+    return [*system_directories(), *_SYSTEM_FILES]
+
+
+def device_paths() -> list[str]:
+    return [f"/dev/{name}" for name in _DEVICES]
 
 
 def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
@@ -140,18 +155,14 @@ def _make_parts(directory: str, owner: int | None) -> None:
 
 
 def remove_directory(directory: str) -> None:
-    """Remove a tree whose owner may have taken the rights to do so away from itself."""
-
-    def unlock_and_retry(function, path, _error) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                function(path)
-
-    shutil.rmtree(directory, onerror=unlock_and_retry)
+    """Remove a tree, also one made to resist: nested too deep for recursion, or without the rights to enter it."""
+    try:
+        shutil.rmtree(directory)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run(
+                [*command, "--", directory], env={"PATH": os.defpath}, stderr=subprocess.DEVNULL, check=False
+            )
 
 
 def open_regular_file(directory: str, path: str) -> int:

@@ -11,10 +11,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 
-from tools.code_interpreter import cgroups, filesystem, linux, seccomp
+from tools.code_interpreter import cgroups, filesystem, landlock, linux, seccomp
 from tools.code_interpreter.plan import IsolationPlan
 from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
 
+SEARCH_PATH = f"{os.defpath}:/usr/local/bin"
 _UIDS_PER_SERVER = 1 << 14
 _FIRST_UID = 0x70000000
 """systemd documents 0x70000000 to 0x7fffffff as used by nobody."""
@@ -50,6 +51,8 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
                 second = _refusal(lambda: try_namespaces(scratch, True))
                 refusal = None if second is None else f"{refusal}; with a user namespace: {second}"
         elif kind == "bubblewrap":
+            # Root inside bubblewrap would be root to the files of /proc and to the process limit.
+            plan.first_uid = _choose_first_uid(server_process_id, settings.workers) if root else None
             refusal = _bubblewrap_refusal(plan)
         else:
             refusal = None
@@ -61,13 +64,23 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
         raise IsolationUnavailable("; ".join(reasons))
 
     if kind == "rlimits":
+        plan.landlock = landlock.version()
+        exposed = "it sees this host's processes" if plan.landlock else "it can read every file that its user can read"
         plan.warnings.append(
-            "code runs WITHOUT namespaces: it can read every file that its user can read on this host. "
+            f"code runs WITHOUT namespaces: {exposed}. "
             "Allow user namespaces, install bubblewrap, or run the server in a container of its own"
         )
-    if root and not plan.user_namespace and kind != "bubblewrap":
+    if root and not plan.user_namespace and plan.first_uid is None:
         first = _choose_first_uid(server_process_id, settings.workers)
         plan.first_uid = first if first is not None and can_change_user(first) else None
+    hidden = [path for path in plan.python_directories if not filesystem.is_readable_by_others(path)]
+    if kind == "rlimits" and plan.first_uid is not None and hidden:
+        plan.keep_read_search = plan.landlock > 0
+        if not plan.keep_read_search:
+            plan.warnings.append(
+                f"{hidden[0]} cannot be read by other users: snippets can use preimported modules alone. "
+                "Install the interpreter elsewhere, or open the directory with chmod o+x"
+            )
     plan.cgroups = cgroups.find(server_process_id)
     if plan.cgroups is None:
         plan.warnings.append("no writable cgroup: memory is limited for each process, not for a snippet's all together")
@@ -133,13 +146,22 @@ def bubblewrap_command(plan: IsolationPlan, directory: str, *, unshare_only: boo
 
 
 def _bubblewrap_refusal(plan: IsolationPlan) -> str | None:
-    if shutil.which("bwrap", path=os.defpath + ":/usr/local/bin") is None:
+    if shutil.which("bwrap", path=SEARCH_PATH) is None:
         return "bwrap is not installed"
     command = [*bubblewrap_command(plan, "", unshare_only=True), "/usr/bin/env", "true"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PATH": os.defpath})
-    except subprocess.TimeoutExpired:
-        return "bwrap does not end"
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env={"PATH": SEARCH_PATH},
+            user=plan.first_uid,
+            group=plan.first_uid,
+            extra_groups=None if plan.first_uid is None else [],
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"bwrap cannot be run: {error}"
     return None if done.returncode == 0 else (done.stderr.strip() or f"bwrap ended with {done.returncode}")
 
 

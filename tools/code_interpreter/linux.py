@@ -14,7 +14,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 4, 24, 22
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_SECUREBITS = 36, 38, 28
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_KEEPCAPS, PR_CAP_AMBIENT = 36, 38, 8, 47
+CAP_DAC_READ_SEARCH = 2
 
 _MACHINE = platform.machine()
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(_MACHINE)
@@ -26,7 +27,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _check(result: int, what: str) -> int:
+def check(result: int, what: str) -> int:
+    """``result`` of a system call, or OSError with the calling thread's errno where it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -39,36 +41,36 @@ def _bytes(text: str | None) -> bytes | None:
 
 def mount(source: str | None, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
     result = _libc.mount(_bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), _bytes(data))
-    _check(result, f"mount {kind or source} on {target}")
+    check(result, f"mount {kind or source} on {target}")
 
 
 def unmount(target: str) -> None:
     """Detach ``target`` at once, even while files in it are open."""
-    _check(_libc.umount2(_bytes(target), MNT_DETACH), f"unmount {target}")
+    check(_libc.umount2(_bytes(target), MNT_DETACH), f"unmount {target}")
 
 
 def unshare(flags: int) -> None:
-    _check(_libc.unshare(flags), f"unshare 0x{flags:x}")
+    check(_libc.unshare(flags), f"unshare 0x{flags:x}")
 
 
 def setns(descriptor: int, kind: int) -> None:
-    _check(_libc.setns(descriptor, kind), "setns")
+    check(_libc.setns(descriptor, kind), "setns")
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
     if _PIVOT_ROOT is None:
         raise OSError(38, f"pivot_root: no system call number known for {_MACHINE}")
-    _check(_libc.syscall(_PIVOT_ROOT, _bytes(new_root), _bytes(put_old)), f"pivot_root {new_root}")
+    check(_libc.syscall(_PIVOT_ROOT, _bytes(new_root), _bytes(put_old)), f"pivot_root {new_root}")
 
 
 def prctl(option: int, argument: object = 0, second: object = 0) -> None:
     arguments = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in (argument, second)]
-    _check(_libc.prctl(option, *arguments, ctypes.c_ulong(0), ctypes.c_ulong(0)), f"prctl {option}")
+    check(_libc.prctl(option, *arguments, ctypes.c_ulong(0), ctypes.c_ulong(0)), f"prctl {option}")
 
 
 def sethostname(name: str) -> None:
     encoded = os.fsencode(name)
-    _check(_libc.sethostname(encoded, len(encoded)), "sethostname")
+    check(_libc.sethostname(encoded, len(encoded)), "sethostname")
 
 
 def bind_read_only(source: str, target: str) -> None:
@@ -99,8 +101,20 @@ def drop_bounding_set() -> None:
 
 
 def clear_capabilities() -> None:
+    _set_capabilities(0)
+
+
+def keep_read_search_only() -> None:
+    """Leave this process, which kept its capabilities over a change of uid, and all that it executes the right to read
+    files whatever their mode; take every other capability away."""
+    _set_capabilities(1 << CAP_DAC_READ_SEARCH)
+    check(_libc.prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH, 0, 0), "raise an ambient capability")
+
+
+def _set_capabilities(mask: int) -> None:
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _check(_libc.syscall(_CAPSET, header, bytes(24)), "capset")
+    # Two words each of effective, permitted and inheritable: the first struct has capabilities 0 to 31.
+    check(_libc.syscall(_CAPSET, header, struct.pack("=6I", mask, mask, mask, 0, 0, 0)), "capset")
 
 
 def die_with_parent(signal_number: int) -> None:

@@ -21,6 +21,11 @@ class IsolationPlan:
     """Worker i runs its snippets as first_uid + i; None: all run as the server's user."""
     cgroups: CgroupParent | None = None
     seccomp: bool = False
+    landlock: int = 0
+    """ABI version where it stands in for namespaces, else 0."""
+    keep_read_search: bool = False
+    """The interpreter lies where other users cannot look (/root, say), and Landlock bounds what may be read: snippets
+    then may read files of any mode below the paths that Landlock grants."""
     scratch: str = ""
     """A private directory of the server on the host, removed when it ends."""
     python_directories: list[str] = field(default_factory=list)
@@ -34,6 +39,7 @@ class IsolationPlan:
             "uid_per_worker": self.first_uid is not None,
             "cgroup_version": self.cgroups.version if self.cgroups else None,
             "seccomp": self.seccomp,
+            "landlock": self.landlock,
             "warnings": self.warnings,
         }
 

@@ -300,6 +300,9 @@ class WorkerPool:
     def _result(self, answer: dict, streams: _Streams, files: dict[str, int]) -> ExecutionResult:
         if answer["state"] in ("failed", "cancelled"):
             reason = answer.get("error") or "the client hung up"
+            if answer["state"] == "failed":
+                said = _read_stream(streams.stderr, 1000)[0].strip()
+                reason += f": {said}" if said else ""
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=reason, seconds=answer.get("seconds", 0.0))
         settings = self.settings
         stream_limit = settings.workspace_mb << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,21 +30,23 @@ class SandboxServerProcess:
         host: str = "127.0.0.1",
         log_file: str | Path | None = None,
         extra_arguments: tuple[str, ...] = (),
+        command_prefix: tuple[str, ...] = (),
         start_timeout_seconds: float = 180.0,
     ) -> None:
         """Args:
         config: workers, limits, isolation, port (0: a free one).
-        log_file: where the server's output goes; by default a temporary file that is read if the start fails.
+        log_file: where the server's output goes; by default only what a failing start says is kept.
         extra_arguments: passed to the server's command line as they are.
+        command_prefix: a program (and its arguments) that executes the server in its own place, like setpriv or nice.
         """
         self.host = host
         self.port = 0
         self._config = config
         self._log_file = Path(log_file) if log_file is not None else None
         self._extra_arguments = extra_arguments
+        self._command_prefix = command_prefix
         self._start_timeout = start_timeout_seconds
         self._process: subprocess.Popen | None = None
-        self._directory: tempfile.TemporaryDirectory | None = None
 
     @property
     def url(self) -> str:
@@ -61,29 +63,38 @@ class SandboxServerProcess:
         Raises:
             SandboxServerError: it ended or did not become ready in time.
         """
-        self._directory = tempfile.TemporaryDirectory(prefix="retool-sandbox-server-")
-        port_file = Path(self._directory.name) / "port"
-        log_file = self._log_file or Path(self._directory.name) / "log"
+        log_file = self._log_file or Path(tempfile.mkstemp(prefix="retool-sandbox-", suffix=".log")[1])
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(port_file),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).resolve().parents[2],
-                start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server in order
-            )
-        deadline = time.monotonic() + self._start_timeout
-        while not port_file.exists():
-            ended = self._process.poll() is not None
-            if ended or time.monotonic() > deadline:
-                said = log_file.read_text(errors="replace")[-2000:].strip()
-                self.stop()
-                how = "ended" if ended else f"was not ready after {self._start_timeout:g} s"
+        reader, writer = os.pipe()
+        try:
+            with log_file.open("ab") as log:
+                start_of_log = log.tell()
+                self._process = subprocess.Popen(
+                    self._command(writer),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=Path(__file__).resolve().parents[2],
+                    pass_fds=(writer,),
+                    start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server in order
+                )
+        finally:
+            os.close(writer)
+        try:
+            answered = select.select([reader], [], [], self._start_timeout)[0]
+            port = os.read(reader, 16) if answered else b""
+            if not port:
+                said = log_file.read_bytes()[start_of_log:][-2000:].decode(errors="replace").strip()
+                how = "ended" if answered else f"was not ready after {self._start_timeout:g} s"
                 raise SandboxServerError(f"the sandbox server {how}: {said or 'no output'}")
-            time.sleep(0.02)
-        self.port = int(port_file.read_text())
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            os.close(reader)
+            if self._log_file is None:
+                log_file.unlink()
+        self.port = int(port)
         return self.url
 
     def is_running(self) -> bool:
@@ -100,9 +111,6 @@ class SandboxServerProcess:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
 
     def __enter__(self) -> SandboxServerProcess:
         self.start()
@@ -111,10 +119,10 @@ class SandboxServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _command(self, port_file: Path) -> list[str]:
+    def _command(self, ready_fd: int) -> list[str]:
         config = self._config
-        command = [sys.executable, "-m", "tools.code_interpreter.server", "--die-with-parent"]
-        command += ["--host", self.host, "--port", str(config.port), "--port-file", os.fspath(port_file)]
+        command = [*self._command_prefix, sys.executable, "-m", "tools.code_interpreter.server", "--die-with-parent"]
+        command += ["--host", self.host, "--port", str(config.port), "--ready-fd", str(ready_fd)]
         command += ["--workers", str(config.workers), "--isolation", config.isolation]
         command += ["--memory-limit-mb", str(config.memory_limit_mb)]
         if config.print_last_expression:

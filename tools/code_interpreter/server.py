@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -124,13 +125,11 @@ class SandboxApplication:
         return web.Response(body=body, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
 
-async def serve(settings: SandboxSettings, host: str, port: int, port_file: str | None, parent: int | None) -> None:
+async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: int | None) -> None:
     """Run until SIGTERM, SIGINT, or the end of process ``parent``; then leave nothing behind.
 
     Args:
-        port: 0 for any free one.
-        port_file: where to write the port (with a rename, so that a reader never sees half a number) once the server
-            answers.
+        options: host, port, and where to tell the port when the server answers (port_file, ready_fd).
 
     Raises:
         SandboxStartError: the isolation asked for is not available, or the port is taken.
@@ -141,6 +140,7 @@ async def serve(settings: SandboxSettings, host: str, port: int, port_file: str 
         loop.add_signal_handler(number, stop.set)
     if parent is not None:
         _watch_parent(parent, stop)
+    host, port = options.host, options.port
     pool = WorkerPool(settings)
     application = SandboxApplication(pool)
     runner = web.AppRunner(application.build(), access_log=None, handler_cancellation=True)
@@ -163,10 +163,13 @@ async def serve(settings: SandboxSettings, host: str, port: int, port_file: str 
             logger.warning("%s", warning)
         chosen = runner.addresses[0][1]
         print(f"sandbox ready on http://{host}:{chosen} isolation={pool.isolation['isolation']}", flush=True)
-        if port_file is not None:
-            temporary = Path(f"{port_file}.{os.getpid()}")
+        if options.port_file is not None:
+            temporary = Path(f"{options.port_file}.{os.getpid()}")
             temporary.write_text(str(chosen))
-            temporary.replace(port_file)
+            temporary.replace(options.port_file)
+        if options.ready_fd is not None:
+            os.write(options.ready_fd, f"{chosen}\n".encode())
+            os.close(options.ready_fd)
         await stop.wait()
     finally:
         await site.stop() if site in runner.sites else None
@@ -201,6 +204,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0: any free port")
     parser.add_argument("--port-file", help="write the port here when the server is ready")
+    parser.add_argument("--ready-fd", type=int, help="write the port to this descriptor when the server is ready")
     parser.add_argument("--workers", type=int, default=defaults.workers, help="snippets that run at the same time")
     parser.add_argument("--isolation", choices=("auto", *ISOLATION_ORDER), default="auto")
     parser.add_argument("--memory-limit-mb", type=int, default=defaults.memory_limit_mb, help="of one snippet")
@@ -227,6 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse_arguments(arguments)
     parent = os.getppid() if parsed.die_with_parent else None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Each running request holds five descriptors and each client one; the usual soft limit is 1024.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     settings = SandboxSettings(
         workers=parsed.workers,
         isolation=parsed.isolation,
@@ -246,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:
-        asyncio.run(serve(settings, parsed.host, parsed.port, parsed.port_file, parent))
+        asyncio.run(serve(settings, parsed, parent))
     except SandboxStartError as error:
         print(f"sandbox: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ import sys
 import time
 from typing import NoReturn
 
-from tools.code_interpreter import filesystem, isolation, linux, seccomp, snippet
+from tools.code_interpreter import filesystem, isolation, landlock, linux, seccomp, snippet
 from tools.code_interpreter.plan import IsolationPlan
 
 MESSAGE_BYTES = 1 << 16
@@ -60,7 +60,9 @@ class Worker:
         else:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
             self._workspace = filesystem.DirectoryWorkspace(plan.scratch, self._uid)
-        linux.drop_bounding_set()
+        # bubblewrap needs the capabilities itself and takes them from the code; to keep one, it must be in the set.
+        if self._forks and not plan.keep_read_search:
+            linux.drop_bounding_set()
         isolated_network = plan.kind != "rlimits"
         self._families = seccomp.LOCAL_AND_INTERNET if isolated_network else ()
 
@@ -82,8 +84,8 @@ class Worker:
                     answer.update(self._run(request, descriptors, directory))
                     if request["collect"] and answer["state"] != "failed":
                         self._collect(request["id"], descriptors[0], directory)
-            except OSError as error:
-                answer.update(state="failed", error=f"the worker failed: {error}")
+            except Exception as error:
+                answer.update(state="failed", error=f"the worker failed: {type(error).__name__}: {error}")
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -106,10 +108,15 @@ class Worker:
                     os._exit(125)
             os.close(status_writer)
             status_writer = -1
-            state = self._wait(child, started + request["timeout"], request["id"])
-            seconds = time.monotonic() - started
-            _, wait_status = os.waitpid(child, 0)
-            self._end_descendants()
+            try:
+                state = self._wait(child, started + request["timeout"], request["id"])
+            except BaseException:
+                os.kill(child, signal.SIGKILL)
+                raise
+            finally:
+                seconds = time.monotonic() - started
+                _, wait_status = os.waitpid(child, 0)
+                self._end_descendants()
             os.set_blocking(status_reader, False)
             try:
                 flags = os.read(status_reader, 2048)
@@ -192,14 +199,15 @@ class Worker:
         if not self._forks:
             self._execute_bubblewrap(request_fd, status, directory)
 
+        os.setsid()  # kill(0, …) reaches the whole process group, across pid namespaces
         header, offset = snippet.read_header(request_fd)
         if self._plan.kind == "namespaces":
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
             filesystem.mount_proc()
             home, temporary = filesystem.HOME, "/tmp"
         else:
-            os.setsid()
             home, temporary = f"{directory}/home", f"{directory}/tmp"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # The kernel, short of memory, takes the snippet and not its worker.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -211,6 +219,9 @@ class Worker:
         os.environ.clear()
         os.environ.update(snippet.environment(home, temporary))
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        if self._plan.landlock:
+            readable = [*filesystem.readable_paths(), *self._plan.python_directories, f"/proc/{os.getpid()}"]
+            landlock.restrict(readable, [home, temporary], filesystem.device_paths())
         if self._plan.seccomp:
             shares_uid = self._plan.kind == "rlimits" and self._uid is None
             seccomp.install(seccomp.build_filter(self._families, os.getpid() if shares_uid else None))
@@ -219,21 +230,29 @@ class Worker:
         os._exit(snippet.run(header["code"], header["print_last_expression"], status))
 
     def _drop_privileges(self) -> None:
-        if self._uid is not None:
-            os.setgroups([])
-            os.setresgid(self._uid, self._uid, self._uid)
-            os.setresuid(self._uid, self._uid, self._uid)
-        elif self._plan.user_namespace:
+        if self._plan.keep_read_search:
+            linux.prctl(linux.PR_SET_KEEPCAPS, 1)
+        self._become_user()
+        if self._plan.user_namespace:
             # In a namespace of its own the snippet has no rights over the mounts, and its processes count for it alone.
             linux.unshare(linux.CLONE_NEWUSER)
             isolation.write_id_maps(1000, 0, 0)
-        if os.geteuid() != 0 or self._plan.user_namespace:
+        if self._plan.keep_read_search:
+            linux.keep_read_search_only()
+        else:
             linux.clear_capabilities()
         # These come last: a change of uid resets them. Dumpable lets the code read its own /proc/self.
         linux.prctl(linux.PR_SET_DUMPABLE, 1)
         linux.die_with_parent(signal.SIGKILL)
 
+    def _become_user(self) -> None:
+        if self._uid is not None:
+            os.setgroups([])
+            os.setresgid(self._uid, self._uid, self._uid)
+            os.setresuid(self._uid, self._uid, self._uid)
+
     def _execute_bubblewrap(self, request_fd: int, status: int, directory: str) -> NoReturn:
+        self._become_user()
         linux.die_with_parent(signal.SIGKILL)
         command = isolation.bubblewrap_command(self._plan, directory)
         command += ["--ro-bind", os.path.abspath(snippet.__file__), f"{filesystem.SANDBOX}/snippet.py"]
@@ -247,7 +266,7 @@ class Worker:
         os.set_inheritable(status, True)
         command += [sys.executable, "-I", "-X", "utf8", f"{filesystem.SANDBOX}/snippet.py"]
         command += [str(request_fd), str(status)]
-        os.execvpe("bwrap", command, {"PATH": os.defpath + ":/usr/local/bin"})
+        os.execvpe("bwrap", command, {"PATH": isolation.SEARCH_PATH})
 
     def _collect(self, request_id: int, request_fd: int, directory: str) -> None:
         """Send the server the files that the request asks for, opened with the snippet's own rights."""
@@ -257,9 +276,7 @@ class Worker:
             return
         try:
             header, _ = snippet.read_header(request_fd)
-            if self._uid is not None:
-                os.setresgid(self._uid, self._uid, self._uid)
-                os.setresuid(self._uid, self._uid, self._uid)
+            self._become_user()
             for path in header["fetch_files"]:
                 try:
                     file = filesystem.open_regular_file(f"{directory}/home", path)

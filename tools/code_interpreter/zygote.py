@@ -18,6 +18,15 @@ from typing import NoReturn
 from tools.code_interpreter import filesystem, linux, worker
 from tools.code_interpreter.plan import IsolationPlan
 
+_STANDARD_LIBRARY = (
+    *("argparse", "array", "ast", "atexit", "base64", "bisect", "calendar", "cmath", "collections", "contextlib"),
+    *("copy", "csv", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "glob", "hashlib"),
+    *("heapq", "inspect", "io", "itertools", "json", "linecache", "math", "numbers", "operator", "os", "pathlib"),
+    *("pickle", "pprint", "queue", "random", "re", "shutil", "signal", "statistics", "string", "struct"),
+    *("subprocess", "tempfile", "textwrap", "threading", "time", "timeit", "traceback", "types", "typing"),
+)
+"""Imported always: cheap, and nearly every snippet uses some."""
+
 _SUBMODULES = {
     "scipy": ("scipy.special", "scipy.linalg", "scipy.optimize", "scipy.integrate"),
 }
@@ -58,8 +67,8 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
         started = time.monotonic()
         warm = plan.kind != "bubblewrap"  # which starts a new interpreter for each request
         imported, failed = import_modules(plan.settings.preimport) if warm else ([], [])
-        for module in ("ast", "atexit", "linecache", "threading", "traceback", "types"):
-            importlib.import_module(module)
+        if warm:
+            import_modules(_STANDARD_LIBRARY)
         if plan.cgroups is not None:
             plan.cgroups.open()
         if plan.kind == "namespaces":
