@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.sglang_rollout import markov_policy
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return markov_policy.build_tokenizer()

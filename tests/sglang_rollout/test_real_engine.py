@@ -1,0 +1,470 @@
+"""Rollout on real SGLang servers: ids, log-probs, weights, interruptions and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections import Counter
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.trajectory import FinishReason
+from sglang_rollout.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
+from sglang_rollout.engine import EngineProcess
+from sglang_rollout.process_guard import descendants
+from sglang_rollout.rollout_manager import RolloutError, RolloutManager
+from sglang_rollout.weight_sync import (
+    DiskWeightSync,
+    DistributedWeightSync,
+    TensorWeightSync,
+    WeightSyncError,
+    push_weights,
+)
+from tests.sglang_rollout import markov_policy
+from tests.sglang_rollout.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
+from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
+
+GREEDY = SamplingConfig(n=1, temperature=0.0)
+
+
+def make_config(*overrides: str):
+    return load_config(
+        None,
+        [
+            "rollout.engine.device=cpu",
+            "rollout.engine.dtype=float32",
+            "rollout.engine.max_total_tokens=65536",
+            "rollout.engine.max_running_requests=256",
+            "rollout.multi_turn.max_tool_response_tokens=48",
+            "data.max_response_length=600",
+            *overrides,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory, tokenizer):
+    directory = tmp_path_factory.mktemp("real") / "model"
+    return markov_policy.save(markov_policy.random_model(tokenizer, seed=1), tokenizer, directory)
+
+
+@pytest.fixture(scope="module")
+def engine(model_directory, tmp_path_factory):
+    config = make_config("rollout.engine.random_seed=7").rollout.engine
+    process = EngineProcess(config, model_path=model_directory, log_file=tmp_path_factory.mktemp("logs") / "engine.log")
+    process.start()
+    yield process
+    process.stop()
+
+
+versions = itertools.count(1)
+
+
+def serve(engine: EngineProcess, model) -> int:
+    """Put ``model`` into the engine; its version."""
+    version = next(versions)
+    with TensorWeightSync([engine.base_url], timeout_seconds=30) as sync:
+        sync.push(markov_policy.buckets(model), version)
+    return version
+
+
+def on_client(engine: EngineProcess, scenario):
+    async def run():
+        async with EngineClient(engine.base_url) as client:
+            return await scenario(client)
+
+    return asyncio.run(run())
+
+
+def hf_log_probs(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0].float() / temperature
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+    return torch.log_softmax(logits, -1)[positions, torch.tensor(response)].numpy()
+
+
+def make_prompts(tokenizer, count: int) -> list[Prompt]:
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 6*7?"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [Prompt(ids, group_id, {"data_source": "test"}) for group_id in range(count)]
+
+
+def check(trajectories, tokenizer) -> None:
+    """What every trajectory must satisfy, whatever happened on the way."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for trajectory in trajectories:
+        trajectory.check()
+        assert isinstance(trajectory.finish_reason, FinishReason)
+        sampled = trajectory.loss_mask
+        assert np.all(trajectory.rollout_log_probs[sampled] <= 0) and np.all(trajectory.weight_versions[sampled] >= 0)
+        turns = trajectory.turn_ids[sampled]
+        assert np.all(np.diff(turns) >= 0) and (len(turns) == 0 or set(turns) == set(range(turns.max() + 1)))
+        # A sampled end of turn closes each turn but perhaps the last, and never stands inside one.
+        for turn in range(int(turns.max()) + 1 if len(turns) else 0):
+            ids = trajectory.response_ids[trajectory.turn_ids == turn]
+            assert end not in ids[:-1]
+            assert ids[-1] == end or turn == turns.max()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_those_of_the_model(engine, tokenizer, temperature):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    version = serve(engine, model)
+    prompts = [[5, 6, 7, 8], list(range(3, 203)), [9] * 40]
+
+    async def scenario(client):
+        sampling = SamplingConfig(n=1, temperature=temperature)
+        requests = [GenerateRequest(prompt, 48, sampling) for prompt in prompts]
+        return await asyncio.gather(*(client.generate(request) for request in requests))
+
+    for prompt, result in zip(prompts, on_client(engine, scenario), strict=True):
+        assert result.weight_versions == [version] * len(result.output_ids)
+        expected = hf_log_probs(model, prompt, result.output_ids, temperature)
+        assert np.abs(np.array(result.log_probs) - expected).max() < 2e-5
+
+
+def test_log_probs_of_a_filtered_distribution_are_those_of_what_was_sampled(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    serve(engine, model)
+
+    async def scenario(client):
+        return await client.generate(GenerateRequest([5, 6, 7], 24, SamplingConfig(n=1, top_p=0.5, top_k=20)))
+
+    result = on_client(engine, scenario)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7, *result.output_ids]])).logits[0, 2:-1].float()
+    for row, token, log_prob in zip(logits, result.output_ids, result.log_probs, strict=True):
+        probabilities, order = torch.softmax(row, -1).sort(descending=True)
+        kept = (probabilities.cumsum(0) - probabilities <= 0.5) & (torch.arange(len(order)) < 20)
+        assert token in order[kept].tolist()
+        position = order.tolist().index(token)
+        expected = (probabilities[position] / probabilities[kept].sum()).log().item()
+        assert abs(log_prob - expected) < 1e-4
+
+
+def test_multi_turn_log_probs_and_ids(engine, tokenizer, monkeypatch):
+    """Ids in the trajectory are the ids of the engine's answers, and the model gives each the recorded log-prob."""
+    model = table_model(tokenizer, TOOL_POLICY)
+    version = serve(engine, model)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    original = EngineClient.generate
+
+    async def recording(self, request, **kwargs):
+        result = await original(self, request, **kwargs)
+        answers[(request.seed, len(request.input_ids))] = result.output_ids
+        return result
+
+    monkeypatch.setattr(EngineClient, "generate", recording)
+    config = make_config("rollout.engine.random_seed=7")
+    tools = ScriptedTools()
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, [engine.base_url], tools) as manager:
+            groups = await manager.generate_groups(make_prompts(tokenizer, 6), SamplingConfig(n=4))
+            return groups, manager.statistics
+
+    groups, statistics = asyncio.run(scenario())
+    trajectories = [trajectory for group in groups for trajectory in group]
+    assert [(t.group_id, t.index) for t in trajectories] == [(g, i) for g in range(6) for i in range(4)]
+    check(trajectories, tokenizer)
+    calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+    assert {"ok", "parse_error", "unknown_tool"} <= {call.status for call in calls}
+    assert any(trajectory.num_turns >= 4 for trajectory in trajectories)
+    assert statistics.cached_tokens > 0.5 * statistics.prompt_tokens
+    from_engine = Counter(token for ids in answers.values() for token in ids)
+    in_trajectories = Counter(
+        token for trajectory in trajectories for token in trajectory.response_ids[trajectory.loss_mask].tolist()
+    )
+    assert from_engine == in_trajectories
+    for trajectory in trajectories:
+        mask = trajectory.loss_mask
+        assert set(trajectory.weight_versions[mask].tolist()) == {version}
+        expected = hf_log_probs(model, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
+        assert np.abs(trajectory.rollout_log_probs[mask] - expected[mask]).max() < 2e-5
+
+
+def test_the_same_seed_gives_the_same_tokens(engine, tokenizer):
+    serve(engine, table_model(tokenizer, TOOL_POLICY))
+
+    def generate(seed: int) -> list[list[int]]:
+        async def scenario():
+            config = make_config(f"rollout.engine.random_seed={seed}")
+            async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+                groups = await manager.generate_groups(make_prompts(tokenizer, 3), SamplingConfig(n=4))
+                return [trajectory.response_ids.tolist() for group in groups for trajectory in group]
+
+        return asyncio.run(scenario())
+
+    first = generate(7)
+    assert generate(7) == first
+    assert generate(8) != first
+    assert len({tuple(ids) for ids in first}) > 3
+
+
+@pytest.mark.parametrize("method", ["tensor", "distributed", "disk"])
+def test_new_weights_change_what_is_sampled(engine, tokenizer, tmp_path, model_directory, method):
+    make = {
+        "tensor": lambda: TensorWeightSync([engine.base_url], timeout_seconds=30, verify=True),
+        "distributed": lambda: DistributedWeightSync([engine.base_url], timeout_seconds=30, verify=True),
+        "disk": lambda: DiskWeightSync(
+            [engine.base_url], directory=tmp_path / "sync", model_path=model_directory, timeout_seconds=30, verify=True
+        ),
+    }[method]
+
+    async def greedy(client):
+        return await client.generate(GenerateRequest([5, 6, 7, 8], 12, GREEDY)), await client.weight_version()
+
+    with make() as sync:
+        for seed in (2, 3):
+            model = markov_policy.random_model(tokenizer, seed)
+            version = next(versions)
+            report = sync.push(markov_policy.buckets(model), version)
+            assert report.tensors == len(model.state_dict()) and report.verified_tensors > 10
+            result, served = on_client(engine, greedy)
+            assert served == version and set(result.weight_versions) == {version}
+            expected = hf_log_probs(model, [5, 6, 7, 8], result.output_ids)
+            assert np.abs(np.array(result.log_probs) - expected).max() < 2e-5
+
+
+def test_push_weights_reuses_its_connection(engine, tokenizer, tmp_path):
+    config = load_config(None, ["weight_sync.method=distributed", "rollout.engine.device=cpu"])
+    model = markov_policy.random_model(tokenizer, 4)
+    for _ in range(2):
+        metrics = push_weights(markov_policy.buckets(model), [engine.base_url], next(versions), config)
+    assert metrics["weight_sync/gigabytes"] > 0
+    from sglang_rollout import weight_sync
+
+    weight_sync.disconnect()
+
+
+def test_verification_names_the_tensor_that_differs(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, 5)
+
+    class Tampering(TensorWeightSync):
+        def _send(self, bucket):
+            super()._send([(n, t + 1 if n.endswith("layers.1.mlp.up_proj.weight") else t) for n, t in bucket])
+
+    with Tampering([engine.base_url], timeout_seconds=30, verify=True) as sync, pytest.raises(
+        WeightSyncError, match=r"model\.layers\.1\.mlp\.gate_up_proj\.weight"
+    ):
+        sync.push(markov_policy.buckets(model), next(versions))
+    with TensorWeightSync([engine.base_url], timeout_seconds=30, verify=True) as sync, pytest.raises(
+        WeightSyncError, match=r"never sent.*model\.norm\.weight"
+    ):
+        weights = [item for item in markov_policy.named_weights(model) if item[0] != "model.norm.weight"]
+        sync.push([weights], next(versions))
+
+
+def test_a_dead_peer_is_a_named_error(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, 5)
+    with DistributedWeightSync(["http://127.0.0.1:9", engine.base_url], timeout_seconds=5) as sync:
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError, match="127.0.0.1:9") as error:
+            sync.push(markov_policy.buckets(model), next(versions))
+        assert error.value.engines == ("http://127.0.0.1:9",) and time.monotonic() - began < 8
+
+
+def test_weights_may_change_under_a_request(engine, tokenizer):
+    """A request in flight is held, goes on with the new weights, and says which token had which."""
+    old = serve(engine, table_model(tokenizer, ENDLESS_POLICY))
+    prompt = make_prompts(tokenizer, 1)[0].prompt_ids
+
+    async def scenario(client):
+        request = GenerateRequest(prompt, 1200, SamplingConfig(n=1))
+        call = asyncio.create_task(client.generate(request))
+        await asyncio.sleep(0.3)
+        new = await asyncio.to_thread(serve, engine, table_model(tokenizer, ENDLESS_POLICY))
+        return new, await call
+
+    new, result = on_client(engine, scenario)
+    assert len(result.output_ids) == len(result.log_probs) == 1200
+    spans = [(version, len(list(run))) for version, run in itertools.groupby(result.weight_versions)]
+    assert [version for version, _ in spans] == [old, new] and all(length > 0 for _, length in spans)
+
+
+def test_abort_returns_what_there_is(engine, tokenizer):
+    serve(engine, table_model(tokenizer, ENDLESS_POLICY))
+    prompt = make_prompts(tokenizer, 1)[0].prompt_ids
+
+    async def scenario(client):
+        ids: list[str] = []
+        call = asyncio.create_task(
+            client.generate(GenerateRequest(prompt, 3000, SamplingConfig(n=1)), on_start=ids.append)
+        )
+        await asyncio.sleep(0.3)
+        await client.abort(ids[0])
+        limited = await client.generate(GenerateRequest(prompt, 3000, SamplingConfig(n=1)), deadline_seconds=0.2)
+        return await call, limited, await client.healthy()
+
+    aborted, limited, healthy = on_client(engine, scenario)
+    for result in (aborted, limited):
+        assert result.finish_reason == "abort" and 0 < len(result.output_ids) == len(result.log_probs) < 3000
+    assert healthy
+
+
+def test_stop_token_is_part_of_the_output(engine, tokenizer):
+    serve(engine, table_model(tokenizer, TOOL_POLICY))
+    prompt = make_prompts(tokenizer, 1)[0].prompt_ids
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    async def scenario(client):
+        request = GenerateRequest(prompt, 500, SamplingConfig(n=1), StopConditions((end,)))
+        return await client.generate(request)
+
+    result = on_client(engine, scenario)
+    assert (result.finish_reason, result.matched_stop, result.output_ids[-1]) == ("stop", end, end)
+
+
+def test_a_refused_request_is_a_clear_error(engine, tokenizer):
+    async def scenario(client):
+        with pytest.raises(EngineRejected, match="context length"):
+            await client.generate(GenerateRequest([5] * 5000, 4, GREEDY))
+
+    on_client(engine, scenario)
+
+    async def rollout():
+        config = make_config("data.max_response_length=20")
+        async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+            await manager.generate_groups([Prompt([5] * 5000, 0)], SamplingConfig(n=2))
+
+    with pytest.raises(RolloutError, match="trajectory 0/.*5000 prompt"):
+        asyncio.run(rollout())
+
+
+def test_partial_rollout_pauses_and_continues_with_new_weights(engine, tokenizer):
+    """The first complete group ends the step; the rest is kept and finished in the next one under newer weights."""
+    slow = {"\n": {"words": 1.0}, "words": {"words": 0.998, "<|im_end|>": 0.002}}
+    old = serve(engine, table_model(tokenizer, slow))
+    config = make_config("rollout.partial.enable=true", "rollout.partial.max_age=1", "data.max_response_length=2000")
+    prompts = make_prompts(tokenizer, 8)
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+            async with aclosing(manager.stream(prompts[:6], SamplingConfig(n=2))) as stream:
+                async for group in stream:
+                    first = group
+                    break
+            paused = manager.paused_groups
+            # Validation in between must not touch what is paused.
+            quick = ValSamplingConfig(n=1, top_p=1.0)
+            validation = [g async for g in manager.stream([Prompt(prompts[7].prompt_ids, 99)], quick)]
+            new = await asyncio.to_thread(serve, engine, table_model(tokenizer, slow))
+            second = await manager.generate_groups(prompts[6:7], SamplingConfig(n=2))
+            return first, paused, validation, new, second, manager.statistics
+
+    first, paused, validation, new, second, statistics = asyncio.run(scenario())
+    assert paused == 5 and statistics.paused_trajectories > 0
+    assert [group[0].group_id for group in validation] == [99]
+    ids = sorted([first[0].group_id, *(group[0].group_id for group in second)])
+    assert ids == list(range(7))
+    trajectories = [trajectory for group in second for trajectory in group]
+    check(trajectories, tokenizer)
+    mixed = [t for t in trajectories if {old, new} == set(t.weight_versions[t.loss_mask].tolist())]
+    assert mixed
+    for trajectory in mixed:
+        assert np.all(np.diff(trajectory.weight_versions[trajectory.loss_mask]) >= 0)
+        assert np.all(trajectory.turn_ids[trajectory.loss_mask] == 0)
+
+
+def test_groups_paused_too_long_are_dropped(engine, tokenizer):
+    serve(engine, table_model(tokenizer, ENDLESS_POLICY))
+    config = make_config("rollout.partial.enable=true", "rollout.partial.max_age=0", "data.max_response_length=3000")
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+            stream = manager.stream(make_prompts(tokenizer, 3), SamplingConfig(n=2))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.5)
+            await stream.aclose()
+            assert manager.paused_groups == 3
+            assert await manager.generate_groups([], SamplingConfig(n=2)) == []
+            return manager.paused_groups, manager.statistics.dropped_trajectories
+
+    assert asyncio.run(scenario()) == (0, 6)
+
+
+def kill_tree(process: EngineProcess) -> None:
+    for pid in [*descendants(process.pid), process.pid]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_directory, tmp_path):
+    """512 trajectories, up to 8 turns: an engine is killed, connections drop, tools time out or raise."""
+    policy = table_model(tokenizer, TOOL_POLICY)
+    version = serve(engine, policy)
+    config = make_config("rollout.multi_turn.max_assistant_turns=8", "rollout.engine.health_timeout_seconds=5")
+    victim = EngineProcess(config.rollout.engine, model_path=model_directory, log_file=tmp_path / "victim.log")
+    restarted: list[str] = []
+
+    async def restart(url: str) -> str:
+        def bring_back() -> None:
+            victim.stop()
+            victim.start()
+            with TensorWeightSync([victim.base_url], timeout_seconds=30) as sync:
+                sync.push(markov_policy.buckets(policy), version)
+
+        await asyncio.to_thread(bring_back)
+        restarted.append(victim.base_url)
+        return victim.base_url
+
+    async def scenario():
+        victim.start()
+        with TensorWeightSync([victim.base_url], timeout_seconds=30) as sync:
+            sync.push(markov_policy.buckets(policy), version)
+        tools = ScriptedTools(timeout_rate=0.1, seconds=0.005)
+        proxy = UnreliableProxy(engine.base_url, drop_rate=0.05)
+        async with proxy as steady, RolloutManager(
+            config, tokenizer, [steady, victim.base_url], tools, restart_engine=restart
+        ) as manager:
+            groups, killed = [], False
+            async for group in manager.stream(make_prompts(tokenizer, 64), SamplingConfig(n=8)):
+                groups.append(group)
+                if not killed and len(groups) >= 2:
+                    killed = True
+                    kill_tree(victim)
+                await asyncio.sleep(0)
+            while not restarted:
+                await asyncio.sleep(0.1)
+            again = await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=8))
+            return groups, again, manager.statistics, proxy.dropped, [e.url for e in manager.router.engines if e.alive]
+
+    try:
+        groups, again, statistics, dropped, alive = asyncio.run(scenario())
+    finally:
+        victim.stop()
+    trajectories = [trajectory for group in groups for trajectory in group]
+    assert sorted((t.group_id, t.index) for t in trajectories) == [(g, i) for g in range(64) for i in range(8)]
+    check(trajectories, tokenizer)
+    assert {t.finish_reason for t in trajectories} <= {FinishReason.STOP, FinishReason.TOOL_LIMIT, FinishReason.LENGTH}
+    statuses = Counter(call.status for t in trajectories for call in t.tool_calls)
+    assert statuses["timeout"] > 10 and statuses["ok"] > 100
+    assert statistics.engines_lost == 1 and dropped > 10
+    assert restarted and restarted[0] in alive and len(alive) == 2 and len(again) == 4
+    for trajectory in trajectories[:64]:
+        expected = hf_log_probs(policy, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
+        mask = trajectory.loss_mask
+        assert np.abs(trajectory.rollout_log_probs[mask] - expected[mask]).max() < 2e-5
+
+
+def test_all_engines_dead_is_an_error_not_a_hang(tokenizer):
+    config = make_config("rollout.request_retries=0", "rollout.engine.health_timeout_seconds=1")
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, ["http://127.0.0.1:9"], ScriptedTools()) as manager:
+            await manager.generate_groups(make_prompts(tokenizer, 2), SamplingConfig(n=2))
+
+    with pytest.raises(Exception, match="all engines are dead: http://127.0.0.1:9"):
+        asyncio.run(scenario())
