@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from conversion.architecture import Architecture, UnsupportedArchitecture
-from conversion.directory import new_directory
+from conversion.directory import COMPLETE_NAME, new_directory
 from conversion.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.hf_checkpoint import HFCheckpoint, check_tokenizer, copy_companions, write_text
 from conversion.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
@@ -133,6 +133,7 @@ def convert(
         if verify:
             from conversion.verify import verify_logits
 
+            (temporary / COMPLETE_NAME).touch()
             report["largest_logit_difference"] = verify_logits(hf_dir, temporary, dtype, tolerance)
     return {**report, "seconds": time.monotonic() - began}
 

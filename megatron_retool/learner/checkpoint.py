@@ -203,11 +203,17 @@ class PendingSave:
     """A checkpoint that is being written. Every rank polls or waits, in step."""
 
     def __init__(
-        self, directory: Path, temporary: Path, request: AsyncRequest, on_complete: Callable[[], None]
+        self,
+        directory: Path,
+        temporary: Path,
+        request: AsyncRequest,
+        before_rename: Callable[[Path], None],
+        on_complete: Callable[[], None],
     ) -> None:
         self.directory = directory
         self._temporary = temporary
         self._request = request
+        self._before_rename = before_rename
         self._on_complete = on_complete
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[None] = self._executor.submit(request.async_fn, *request.async_fn_args)
@@ -239,6 +245,7 @@ class PendingSave:
             for finalize in self._request.finalize_fns:
                 finalize()
             if dist.get_rank() == 0:
+                self._before_rename(self._temporary)
                 _complete(self._temporary, self.directory)
                 self._on_complete()
         except Exception as caught:
@@ -279,7 +286,6 @@ def save_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
             check_free_space(directory.parent, needed)
             temporary.mkdir()
-            _write_companions(learner, temporary / COMPANIONS)
         except OSError as caught:
             error = caught
     _raise_together(error, directory, temporary)
@@ -296,7 +302,9 @@ def save_checkpoint(
         preprocess_common_before_consistancy_check=_comparable,
         content_metadata=_sharding_metadata(),
     )
-    save = PendingSave(directory, temporary, request, on_complete)
+    save = PendingSave(
+        directory, temporary, request, lambda path: _write_companions(learner, path / COMPANIONS), on_complete
+    )
     if not asynchronous:
         save.wait()
     return save

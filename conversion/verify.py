@@ -1,0 +1,157 @@
+"""Whether a Hugging Face directory and a Megatron-Core checkpoint are the same model: their logits on random tokens.
+
+Both run in float32, one after the other, in a process of their own; each has to fit into memory whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conversion.workers import run_jobs
+
+NUM_SEQUENCES = 2
+SEQUENCE_LENGTH = 48
+RELATIVE_TOLERANCE = 1e-4
+"""Of the largest logit. float32 round-off of a deep model stays well below it, a misplaced tensor far above."""
+FP8_RELATIVE_TOLERANCE = 0.25
+"""e4m3 has 3 bits of mantissa: a block-quantised model is near the original, not equal to it."""
+
+
+class VerificationError(ValueError):
+    """The two models compute different logits. The message says by how much."""
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    hf_dir: Path
+    mcore_dir: Path
+    dtype: torch.dtype | None
+    fp8: bool
+
+
+def verify_logits(
+    hf_dir: str | Path,
+    mcore_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    *,
+    fp8: bool = False,
+) -> float:
+    """The largest absolute difference of the two models' logits over random tokens.
+
+    Args:
+        hf_dir: config and weights; with ``fp8``, block-quantised ones.
+        mcore_dir: distributed checkpoint of the same model.
+        dtype: what one of the two was cast to: both are rounded to it before they run.
+        tolerance: absolute; None: ``RELATIVE_TOLERANCE`` (``FP8_RELATIVE_TOLERANCE``) of the largest logit, or of 1.
+
+    Raises:
+        VerificationError: the difference exceeds the tolerance or is not a number.
+    """
+    comparison = _Comparison(Path(hf_dir), Path(mcore_dir), dtype, fp8)
+    ((difference, largest),) = run_jobs(_compare, [comparison], lambda _: None)
+    if tolerance is None:
+        tolerance = (FP8_RELATIVE_TOLERANCE if fp8 else RELATIVE_TOLERANCE) * max(largest, 1.0)
+    if not difference <= tolerance:
+        raise VerificationError(
+            f"verification failed: the logits of {hf_dir} and {mcore_dir} differ by up to {difference:.3e}, tolerance "
+            f"{tolerance:.3e} (largest logit {largest:.3g})"
+        )
+    return float(difference)
+
+
+def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, float]:
+    config = json.loads((comparison.hf_dir / "config.json").read_text(encoding="utf-8"))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config["vocab_size"], (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
+    expected = _hf_logits(comparison, ids)
+    found = _mcore_logits(comparison, ids)
+    return float((expected - found).abs().max()), float(expected.abs().max())
+
+
+@torch.no_grad()
+def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
+    """float32 [NUM_SEQUENCES, SEQUENCE_LENGTH - 1, V]: the logits that predict every token but the first."""
+    from transformers import AutoModelForCausalLM
+
+    options = {}
+    if comparison.fp8:
+        from transformers import FineGrainedFP8Config
+
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32, **options).eval()
+    if comparison.dtype is not None:
+        model = model.to(comparison.dtype).float()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device)(ids.to(device)).logits[:, :-1].float().cpu()
+
+
+@torch.no_grad()
+def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
+    """The same of the Megatron-Core model, built as the learner builds it."""
+    from conversion.architecture import Architecture
+    from megatron_retool.config import load_config
+    from megatron_retool.learner import parallel
+    from megatron_retool.learner.checkpoint import load_model_weights
+    from megatron_retool.learner.model import build_model_chunks, build_transformer_config
+    from megatron_retool.learner.packing import Packer
+    from megatron_retool.learner.precision import Acceleration
+
+    learner = load_config(overrides=["learner.dtype=float32"]).learner
+    architecture = Architecture.from_pretrained(comparison.hf_dir)
+    layout = parallel.validate_layout(learner, architecture)
+    device = parallel.resolve_device(learner.device)
+    acceleration = Acceleration.detect()
+    parallel.initialize(layout, device, seed=0)
+    chunks = build_model_chunks(
+        architecture, build_transformer_config(architecture, learner, layout, acceleration), acceleration
+    )
+    load_model_weights(chunks, architecture, comparison.mcore_dir)
+    (model,) = chunks
+    if comparison.dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(comparison.dtype))
+    model.eval()
+
+    packer = Packer(
+        layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.transformer_engine is None
+    )
+    sequences, length = ids.shape
+    logits = torch.empty(sequences * (length - 1), architecture.vocab_size)
+    for micro_batch in packer.micro_batches(_batch(ids)):
+        positions = torch.from_numpy(micro_batch.response_positions)[micro_batch.slots.cpu()]
+        logits[positions] = model(micro_batch, logits=True)[:, : architecture.vocab_size].float().cpu()
+    parallel.shutdown()
+    return logits.view(sequences, length - 1, -1)
+
+
+def _batch(ids: Tensor) -> Any:
+    """One trajectory for each row: a prompt of one token, and the rest as the response."""
+    import numpy as np
+
+    from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
+
+    length = ids.shape[1] - 1
+    return TrajectoryBatch.from_trajectories(
+        [
+            Trajectory(
+                prompt_ids=row[:1].numpy(),
+                response_ids=row[1:].numpy(),
+                loss_mask=np.ones(length, np.bool_),
+                rollout_log_probs=np.zeros(length, np.float32),
+                turn_ids=np.zeros(length, np.int16),
+                weight_versions=np.zeros(length, np.int32),
+                group_id=number,
+                index=0,
+                finish_reason=FinishReason.LENGTH,
+            )
+            for number, row in enumerate(ids)
+        ]
+    )
