@@ -49,6 +49,7 @@ def test_bootstrap_agrees_with_the_exact_expectation():
         assert metrics[f"val-core/aime_2025/acc/pass@{k}"] == pytest.approx(k / 8)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_equals_counting(case):
     n, c, k = case
@@ -85,7 +86,7 @@ def test_majority_equals_a_loop():
     assert metrics["val-core/aime_2025/acc/maj@4/mean"] == pytest.approx(np.mean(values))
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms())
 def test_order_of_responses_does_not_matter(random):
     rows = records(np.random.default_rng(1).integers(0, 2, (6, 4)), [list("abca")] * 6)
@@ -128,6 +129,6 @@ def test_a_full_validation_is_fast():
 
     accuracy = np.random.default_rng(0).integers(0, 2, (500, 32))
     rows = records(accuracy, [[str(i % 5) for i in range(32)]] * 500)
-    started = time.monotonic()
+    started = time.process_time()
     evaluation_metrics(rows)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10

@@ -110,8 +110,8 @@ def compute_advantages(
             relative = leave_one_out(scores, group_ids)
         else:
             relative = group_relative(scores, group_ids, normalize_by_std=False)
-        advantages = torch.where(loss_mask, relative[sequence_ids], 0.0)
-        returns = torch.where(loss_mask, scores[sequence_ids], 0.0)
+        advantages = torch.where(loss_mask, relative.float()[sequence_ids], 0.0)
+        returns = torch.where(loss_mask, scores.float()[sequence_ids], 0.0)
         if estimator == "reinforce_plus_plus_baseline":
             advantages = whiten(advantages, loss_mask)
         return Advantages(advantages.float(), returns.float())

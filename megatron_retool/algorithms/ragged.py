@@ -10,12 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Tokens that exist in double precision at one time.
+CHUNK = 2**19
 
+
+@torch.no_grad()
 def sequence_sum(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """Sum of each sequence's values, accumulated in float64.
+    """Sum of each sequence's values, accumulated in float64 and without gradient.
 
     Double precision keeps the result independent of the order of summation (a GPU's scatter has none) far below what
-    float32 can show.  Differentiable.
+    float32 can show.
 
     Args:
         values: [T], any float, integer or bool dtype.
@@ -25,7 +29,10 @@ def sequence_sum(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Te
         float64 [num_sequences]; 0 for a sequence without tokens.
     """
     total = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
-    return total.index_add(0, sequence_ids, values.to(torch.float64))
+    for start in range(0, len(values), CHUNK):
+        piece = slice(start, start + CHUNK)
+        total.index_add_(0, sequence_ids[piece], values[piece].to(torch.float64))
+    return total
 
 
 def sequence_max(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> Tensor:

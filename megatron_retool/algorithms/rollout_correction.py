@@ -39,7 +39,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_retool.algorithms.ragged import require_matching_shapes, sequence_max, sequence_sum
+from megatron_retool.algorithms.ragged import CHUNK, require_matching_shapes, sequence_max, sequence_sum
 from megatron_retool.algorithms.rejection_rules import RejectionRule, parse_rejection_rules
 
 _MAX_EXPONENT = 20.0
@@ -208,20 +208,19 @@ def proximal_log_probs(
 
 
 class _SampledTokens:
-    """The sampled tokens of a batch, float64, with per-response sums that several statistics share."""
+    """The sampled tokens of a batch, in the input's precision, with float64 sums by response."""
 
     def __init__(self, train: Tensor, rollout: Tensor, sequence_ids: Tensor, num_sequences: int) -> None:
-        self.train_log_probs = train.to(torch.float64)
-        self.rollout_log_probs = rollout.to(torch.float64)
+        self.train_log_probs = train
+        self.rollout_log_probs = rollout
         self.sequence_ids = sequence_ids
         self.num_sequences = num_sequences
-        difference = self.train_log_probs - self.rollout_log_probs
+        difference = train - rollout
         self.finite = torch.isfinite(difference)
         # Dropped tokens must not turn every mean of the batch into nan; they are counted on their own.
         self.difference = torch.where(self.finite, difference, 0.0)
-        ones = torch.ones_like(difference)
-        self.counts = sequence_sum(ones, sequence_ids, num_sequences)
-        self.difference_sums = sequence_sum(self.difference, sequence_ids, num_sequences)
+        self.counts = self.sum_by_sequence(torch.ones_like(self.finite))
+        self.difference_sums = self.sum_by_sequence(self.difference)
 
     def __len__(self) -> int:
         return len(self.difference)
@@ -230,19 +229,27 @@ class _SampledTokens:
     def nonempty(self) -> Tensor:
         return self.counts > 0
 
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """float64 [num_sequences]."""
+        return sequence_sum(values, self.sequence_ids, self.num_sequences)
+
     def any_by_sequence(self, flags: Tensor) -> Tensor:
         """bool [num_sequences]: is a flag set on any token of the response?"""
-        return sequence_sum(flags, self.sequence_ids, self.num_sequences) > 0
+        return self.sum_by_sequence(flags) > 0
 
     def log_ratio(self, level: str) -> Tensor:
-        """log rho of ``level`` for each sampled token, unclamped."""
+        """log rho of ``level``, unclamped: [sampled] for tokens, float64 [num_sequences] for the other two."""
         if level == "token":
             return self.difference
         if level == "sequence":
-            return self.difference_sums[self.sequence_ids]
+            return self.difference_sums
         if level == "geometric":
-            return (self.difference_sums / self.counts.clamp(min=1))[self.sequence_ids]
+            return self.difference_sums / self.counts.clamp(min=1)
         raise ValueError(f"rollout_correction.level={level!r} is not one of token, sequence, geometric")
+
+    def per_token(self, level: str, values: Tensor) -> Tensor:
+        """``values`` of ``level`` as one value per sampled token."""
+        return values if level == "token" else values[self.sequence_ids]
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -259,7 +266,7 @@ def _divergence(difference: Tensor, estimator: str) -> Tensor:
 
 
 def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
-    """The rule's statistic for every sampled token (the response's, where the rule is about responses)."""
+    """The rule's statistic: [sampled] for rules about tokens, [num_sequences] for rules about responses."""
     if rule.quantity == "ratio":
         level = "token" if rule.unit == "token" else ("geometric" if rule.reduction == "mean" else "sequence")
         return _exp(units.log_ratio(level))
@@ -267,44 +274,47 @@ def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
     if rule.unit == "token":
         return per_token
     if rule.reduction == "max":
-        return sequence_max(per_token, units.sequence_ids, units.num_sequences)[units.sequence_ids]
-    total = sequence_sum(per_token, units.sequence_ids, units.num_sequences)
-    if rule.reduction == "mean":
-        total = total / units.counts.clamp(min=1)
-    return total[units.sequence_ids]
+        return sequence_max(per_token, units.sequence_ids, units.num_sequences)
+    total = units.sum_by_sequence(per_token)
+    return total / units.counts.clamp(min=1) if rule.reduction == "mean" else total
 
 
 def _kept_tokens(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
     """(bool [sampled] kept by rules, veto and finiteness; bool [num_sequences] vetoed)."""
-    kept = ~units.any_by_sequence(~units.finite)[units.sequence_ids]
+    kept_responses = ~units.any_by_sequence(~units.finite)
+    kept_tokens = torch.ones_like(units.finite)
     for rule in parse_rejection_rules(config.rejection):
         statistic = _rule_statistic(units, rule)
-        kept = kept & (statistic >= rule.lower) & (statistic <= rule.upper)
-    vetoed = torch.zeros(units.num_sequences, dtype=torch.bool, device=kept.device)
+        inside = (statistic >= rule.lower) & (statistic <= rule.upper)
+        if rule.unit == "token":
+            kept_tokens &= inside
+        else:
+            kept_responses &= inside
+    vetoed = torch.zeros_like(kept_responses)
     if config.veto_threshold is not None:
         vetoed = units.any_by_sequence(units.difference < math.log(config.veto_threshold))
-        kept = kept & ~vetoed[units.sequence_ids]
-    return kept, vetoed
+    return kept_tokens & (kept_responses & ~vetoed)[units.sequence_ids], vetoed
 
 
 def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
-    """(float64 weights [sampled]; bool [sampled], false where ``mode: mask`` rejects the unit)."""
-    everything = torch.ones(len(units), dtype=torch.bool, device=units.difference.device)
+    """(weights [sampled]; bool [sampled], false where ``mode: mask`` rejects the unit)."""
+    everything = torch.ones_like(units.finite)
     if config.mode == "none" or config.bypass_old_log_probs:
         return torch.ones_like(units.difference), everything
     ratio = _exp(units.log_ratio(config.level))
     if config.mode == "truncate":
-        return ratio.clamp(max=config.upper), everything
+        return units.per_token(config.level, ratio.clamp(max=config.upper)), everything
     if config.mode == "clip":
-        return ratio.clamp(config.lower, config.upper), everything
+        return units.per_token(config.level, ratio.clamp(config.lower, config.upper)), everything
     if config.mode == "mask":
         inside = (ratio >= config.lower) & (ratio <= config.upper)
-        return torch.where(inside, ratio, 0.0), inside
+        weights = torch.where(inside, ratio, 0.0)
+        return units.per_token(config.level, weights), units.per_token(config.level, inside)
     raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of none, truncate, clip, mask")
 
 
 def _mean(values: Tensor) -> Tensor:
-    return values.to(torch.float64).mean()
+    return values.mean(dtype=torch.float64)
 
 
 def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tensor) -> dict[str, float]:
@@ -313,16 +323,14 @@ def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tenso
     nonempty = units.nonempty
     counts = units.counts[nonempty]
 
-    def by_response(values: Tensor) -> Tensor:
-        return sequence_sum(values, units.sequence_ids, units.num_sequences)[nonempty]
+    def log_ppl(log_probs: Tensor) -> Tensor:
+        return -units.sum_by_sequence(torch.where(units.finite, log_probs, 0.0))[nonempty] / counts
 
-    finite_train = torch.where(units.finite, units.train_log_probs, 0.0)
-    finite_rollout = torch.where(units.finite, units.rollout_log_probs, 0.0)
-    train_log_ppl = -by_response(finite_train) / counts
-    rollout_log_ppl = -by_response(finite_rollout) / counts
+    train_log_ppl, rollout_log_ppl = log_ppl(units.train_log_probs), log_ppl(units.rollout_log_probs)
     log_ppl_diff = train_log_ppl - rollout_log_ppl
     ratio = _exp(units.difference)
-    mean_weight = weights.mean()
+    mean_weight = _mean(weights)
+    mean_square_weight = _mean(weights.square())
     values = {
         "training_ppl": _mean(_exp(train_log_ppl)),
         "rollout_ppl": _mean(_exp(rollout_log_ppl)),
@@ -337,11 +345,11 @@ def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tenso
         "chi2_seq": _mean(_exp(2.0 * units.difference_sums[nonempty])) - 1.0,
         "total_variation": 0.5 * _mean((1.0 - ratio).abs()),
         "is_weight_mean": mean_weight,
-        "is_weight_std": weights.var(unbiased=False).sqrt(),
+        "is_weight_std": _mean((weights - mean_weight).square()).sqrt(),
         "is_weight_max": weights.max(),
         "is_weight_min": weights.min(),
-        "eff_sample_size": mean_weight.square() / _mean(weights.square()).clamp(min=1e-300),
-        "masked_fraction": 1.0 - _mean(kept),
+        "eff_sample_size": mean_weight.square() / mean_square_weight.clamp(min=1e-300),
+        "masked_fraction": _mean(~kept),
         "seq_masked_fraction": _mean(units.any_by_sequence(~kept)[nonempty]),
         "veto_fraction": _mean(vetoed[nonempty]),
         "nonfinite_tokens": (~units.finite).sum(),
@@ -360,7 +368,7 @@ def _turn_categories(turn_ids: Tensor) -> list[_Categories]:
 def _probability_categories(rollout_log_probs: Tensor) -> list[_Categories]:
     edges = (0.0, *PROBABILITY_BIN_EDGES, 1.0)
     names = [f"/prob_{low:g}_{high:g}" for low, high in zip(edges, edges[1:], strict=False)]
-    inner = torch.tensor(PROBABILITY_BIN_EDGES, dtype=torch.float64, device=rollout_log_probs.device)
+    inner = torch.tensor(PROBABILITY_BIN_EDGES, dtype=rollout_log_probs.dtype, device=rollout_log_probs.device)
     return [(torch.bucketize(rollout_log_probs.exp(), inner, right=True), names)]
 
 
@@ -374,35 +382,43 @@ def _mismatch_by_category(units: _SampledTokens, splits: Sequence[_Categories]) 
     if len(units) == 0:
         return {}
     everything: _Categories = (torch.zeros_like(units.sequence_ids), ("",))
-    train, rollout = units.train_log_probs.exp(), units.rollout_log_probs.exp()
-    quantities = {
-        "kl": -units.difference,
-        "k3_kl": _divergence(units.difference, "k3"),
-        "log_prob_abs_diff": units.difference.abs(),
-    }
     metrics: dict[str, float] = {}
     for categories, names in (everything, *splits):
-        chosen = units.finite & (categories >= 0)
-        owners = torch.where(chosen, categories, len(names))
-
-        def sums(values: Tensor, owners: Tensor = owners, size: int = len(names)) -> Tensor:
-            return sequence_sum(values, owners, size + 1)[:size]
-
-        counts = sums(chosen)
-        safe = counts.clamp(min=1)
-        columns = {name: sums(values) / safe for name, values in quantities.items()}
-        # Centred before squaring: probabilities near 1 differ in their last digits alone.
-        bins = owners.clamp(max=len(names) - 1)
-        train_centred = train - (sums(train) / safe)[bins]
-        rollout_centred = rollout - (sums(rollout) / safe)[bins]
-        covariance = sums(train_centred * rollout_centred)
-        variances = torch.stack([sums(train_centred.square()), sums(rollout_centred.square())])
-        # A correlation with a constant is not defined, and centring leaves rounding noise of a constant.
-        constant = (variances <= 1e-24 * safe).any(0)
-        columns["pearson"] = torch.where(constant, torch.nan, covariance / variances.prod(0).sqrt())
+        columns = _category_means(units, categories, len(names))
         for name, column in columns.items():
-            for suffix, count, value in zip(names, counts.tolist(), column.tolist(), strict=True):
-                if count and math.isfinite(value):
+            for suffix, value in zip(names, column.tolist(), strict=True):
+                # An empty category has no mean, and a correlation with a constant does not exist.
+                if math.isfinite(value):
                     metrics[f"{_PREFIX}{name}{suffix}"] = value
     return metrics
 
+
+def _category_means(units: _SampledTokens, categories: Tensor, size: int) -> dict[str, Tensor]:
+    """The four statistics as float64 [size], nan where undefined; chunked, for batches of millions of tokens."""
+    device = units.difference.device
+    # Tokens of no category are collected behind the others and forgotten.
+    owners = torch.where(units.finite & (categories >= 0), categories, size)
+    pieces = [slice(start, start + CHUNK) for start in range(0, len(units), CHUNK)]
+    sums = torch.zeros(size + 1, 6, dtype=torch.float64, device=device)
+    for piece in pieces:
+        difference = units.difference[piece].to(torch.float64)
+        train = units.train_log_probs[piece].to(torch.float64).exp()
+        rollout = units.rollout_log_probs[piece].to(torch.float64).exp()
+        values = (-difference, _divergence(difference, "k3"), difference.abs(), train, rollout)
+        rows = torch.stack([torch.ones_like(difference), *values], dim=1)
+        # A token whose difference is not finite may have any log-prob: it must not reach the sums, not even as 0 * inf.
+        sums.index_add_(0, owners[piece], torch.where(units.finite[piece, None], rows, 0.0))
+    counts = sums[:, 0]
+    means = sums[:, 1:] / counts[:, None]
+    moments = torch.zeros(size + 1, 3, dtype=torch.float64, device=device)
+    for piece in pieces:
+        # Centred before squaring: probabilities near 1 differ in their last digits alone.
+        centre = means[owners[piece]]
+        train = units.train_log_probs[piece].to(torch.float64).exp() - centre[:, 3]
+        rollout = units.rollout_log_probs[piece].to(torch.float64).exp() - centre[:, 4]
+        moments.index_add_(0, owners[piece], torch.stack([train * rollout, train.square(), rollout.square()], dim=1))
+    covariance, *variances = moments.unbind(1)
+    constant = (variances[0] <= 1e-24 * counts) | (variances[1] <= 1e-24 * counts)
+    pearson = torch.where(constant, torch.nan, covariance / (variances[0] * variances[1]).sqrt())
+    columns = {"kl": means[:, 0], "k3_kl": means[:, 1], "log_prob_abs_diff": means[:, 2], "pearson": pearson}
+    return {name: column[:size] for name, column in columns.items()}

@@ -143,7 +143,7 @@ def test_metrics_mean_what_they_say():
     assert "actor/entropy" not in metrics
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 3), min_size=6, max_size=6),

@@ -247,7 +247,7 @@ def test_every_rule_equals_its_padded_formula(name):
         assert 0 < keep.sum() < mask.sum()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=2, max_size=7),
     rules=st.lists(st.sampled_from(RULE_NAMES), max_size=3),

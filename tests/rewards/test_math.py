@@ -136,11 +136,11 @@ def test_hostile_expressions_end_with_a_timeout():
     ids=range(11),
 )
 def test_the_quick_path_is_linear_in_hostile_text(text):
-    started = time.monotonic()
+    started = time.process_time()
     prediction = extract_answer(final_assistant_turn(text))
     quick_verdict(prediction, "5")
     canonical_answer(prediction or "")
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_canonical_answers_count_equal_spellings_together():
