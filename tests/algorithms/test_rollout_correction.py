@@ -19,10 +19,10 @@ GOLDEN = torch.tensor(
 ROWS = torch.arange(5).repeat_interleave(4)
 
 
-def correct_golden(**settings_):
-    rollout = torch.full((20,), -1.0, dtype=torch.float64)
+def correct_golden(dtype=torch.float64, **settings_):
+    rollout = torch.full((20,), -1.0, dtype=dtype)
     return rollout_correction(
-        rollout + GOLDEN.flatten(), rollout, ROWS < 4, ROWS, 5, torch.tensor([0, 0, 1, 1] * 5),
+        rollout + GOLDEN.flatten().to(dtype), rollout, ROWS < 4, ROWS, 5, torch.tensor([0, 0, 1, 1] * 5),
         RolloutCorrectionConfig(**({"veto_threshold": None} | settings_)),
     )
 
@@ -43,7 +43,8 @@ def kept_per_row(result):
     ],
 )
 def test_golden_rules(rule, kept):
-    assert kept_per_row(correct_golden(rejection=[rule])) == kept
+    for dtype in (torch.float64, torch.float32):
+        assert kept_per_row(correct_golden(dtype, rejection=[rule])) == kept
 
 
 def test_golden_veto():
@@ -138,19 +139,17 @@ def test_rejection_works_without_weights_and_weights_without_rejection():
 
 
 def test_veto_is_strict_and_unclamped():
-    rollout = torch.full((2,), -1.0, dtype=torch.float64)
     d = torch.tensor([math.log(1e-4), -50.0], dtype=torch.float64)
     ids, mask = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
 
     def kept(threshold):
         config = RolloutCorrectionConfig(veto_threshold=threshold)
-        return rejection_mask(d + rollout, rollout, mask, ids, 2, config).tolist()
+        return rejection_mask(d, torch.zeros_like(d), mask, ids, 2, config).tolist()
 
-    # log(1e-4) - 1 + 1 is exact enough: the bound itself is kept.
-    assert kept(9.999e-5) == [True, False]
-    assert kept(1.001e-4) == [False, False]
+    assert kept(1e-4) == [True, False]
+    assert kept(1.0001e-4) == [False, False]
     assert kept(math.exp(-40)) == [True, False]
-    assert kept(None) == [True, True]
+    assert kept(math.exp(-60)) == kept(None) == [True, True]
 
 
 def test_batch_filter_skips_and_counts():
