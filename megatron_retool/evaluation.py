@@ -66,8 +66,10 @@ def evaluation_metrics(
     Raises:
         ValueError: a reward or accuracy is not finite.
     """
-    rows = [record if isinstance(record, EvaluationRecord) else EvaluationRecord.from_trajectory(record)
-            for record in records]
+    rows = [
+        record if isinstance(record, EvaluationRecord) else EvaluationRecord.from_trajectory(record)
+        for record in records
+    ]
     if not rows:
         return {}
     metrics: dict[str, float] = {}
