@@ -62,7 +62,5 @@ def main() -> int:
     return 0
 
 
-
-
 if __name__ == "__main__":
     sys.exit(main())
