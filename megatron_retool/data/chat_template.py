@@ -142,7 +142,7 @@ class ConversationTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = np.array(sorted(special | set(tokenizer.all_special_ids)), dtype=np.int64)
+        self._special_ids = special | set(tokenizer.all_special_ids)
         vocabulary = tokenizer.get_vocab()
         self._is_chatml = "<|im_start|>" in vocabulary and CHATML_END in vocabulary
 
@@ -186,11 +186,13 @@ class ConversationTokenizer:
 
     def _trained_length(self, ids: npt.NDArray[np.int32]) -> int:
         """How many tokens of an assistant turn are its own: all but the white space after the end-of-turn token."""
-        special = np.flatnonzero(np.isin(ids, self._special_ids))
-        if len(special) == 0:
-            return len(ids)
-        end = int(special[-1]) + 1
-        return end if not self.tokenizer.decode(ids[end:].tolist()).strip() else len(ids)
+        tail = ids.tolist()
+        for end in range(len(tail), 0, -1):
+            if tail[end - 1] in self._special_ids:
+                return end
+            if self.tokenizer.decode(tail[end - 1]).strip():
+                break
+        return len(tail)
 
     def _split(self, conversations: Sequence[Sequence[Message]], tools: Tools) -> list[list[_Piece]]:
         before: list[Sequence[Message]] = []
