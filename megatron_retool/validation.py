@@ -37,8 +37,8 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     trajectories.sort(key=lambda t: (t.group_id, t.index))
     texts = [run.decode(t) for t in trajectories]
     write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)
-    shown = list(zip(texts, trajectories, strict=True))[: config.trainer.log_val_generations]
-    for (_, response), trajectory in shown:
+    first_of_group = [(text, t) for (_, text), t in zip(texts, trajectories, strict=True) if t.index == 0]
+    for response, trajectory in first_of_group[: config.trainer.log_val_generations]:
         run.console.print(Panel(escape(response), title=f"step {step}, reward {trajectory.reward:+g}", expand=False))
     behaviour = rollout_metrics(trajectories)
     return {
