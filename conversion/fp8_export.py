@@ -8,7 +8,6 @@ checkpoints through nvidia-modelopt, which calibrates activation scales on sampl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from conversion.directory import new_directory
-from conversion.hf_checkpoint import TensorSpec, copy_companions, write_text
+from conversion.hf_checkpoint import TensorSpec, copy_companions
 from conversion.weight_map import Mapping, WeightMap
 
 BLOCK = 128
@@ -76,11 +75,11 @@ def quantize_named(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def blockwise_quantization_config(weight_map: WeightMap) -> dict[str, Any]:
-    """config.json's ``quantization_config``: the scheme, and the modules with matrices that stay as they are."""
+    """config.json's ``quantization_config``: the scheme, and the linear layers that stay as they are."""
     kept = {
         name.removesuffix(".weight")
         for mapping in weight_map
-        if not is_quantized(mapping) and len(mapping.mcore_shape) == 2
+        if mapping.layer is not None and len(mapping.mcore_shape) == 2 and not is_quantized(mapping)
         for name in mapping.hf_names
     }
     return {
@@ -88,7 +87,7 @@ def blockwise_quantization_config(weight_map: WeightMap) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": sorted(kept | {"lm_head"}),
+        "modules_to_not_convert": ["lm_head", *sorted(kept)],
     }
 
 
@@ -140,12 +139,22 @@ def export_with_modelopt(
         export_hf_checkpoint(model, export_dir=str(temporary))
         written = {path.name for path in temporary.iterdir()}
         copy_companions(Path(hf_dir), temporary, keep=lambda name: name not in written)
-        _check_quantization_config(temporary)
 
 
-def _check_quantization_config(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if "quantization_config" not in config:
-        quantization = json.loads((directory / "hf_quant_config.json").read_text(encoding="utf-8"))
-        config["quantization_config"] = {"quant_method": "modelopt", **quantization}
-        write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512) -> list[list[int]]:
+    """Token ids of a text file's lines, one sample a line, cut at ``max_tokens``.
+
+    Raises:
+        ValueError: the file does not exist or has no text.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"calibration file {path} cannot be read: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    samples = [ids[:max_tokens] for line in lines if (ids := tokenizer(line)["input_ids"])]
+    if not samples:
+        raise ValueError(f"calibration file {path} has no text: one sample a line is expected")
+    return samples

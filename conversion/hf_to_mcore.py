@@ -27,7 +27,7 @@ from conversion.directory import COMPLETE_NAME, new_directory
 from conversion.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.hf_checkpoint import HFCheckpoint, check_tokenizer, copy_companions, write_text
 from conversion.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
-from conversion.workers import default_processes, even_ranges, progress_bar, run_jobs
+from conversion.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 
 COMPANIONS = "hf"
 """Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
@@ -83,7 +83,7 @@ def convert(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Convert ``hf_dir`` into ``mcore_dir``, which appears when it is complete.
 
@@ -93,7 +93,7 @@ def convert(
         processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.default_tolerance``.
-        on_progress: called with the number of source bytes that were converted.
+        on_progress: called with the source bytes that are converted, and all there are.
 
     Returns:
         What was done: family, tensors, bytes, seconds and, with ``verify``, the largest difference.
@@ -134,7 +134,7 @@ def convert(
             from conversion.verify import verify_logits
 
             (temporary / COMPLETE_NAME).touch()
-            report["largest_logit_difference"] = verify_logits(hf_dir, temporary, dtype, tolerance)
+            report["largest_logit_difference"] = verify_logits(architecture, hf_dir, temporary, dtype, tolerance)
     return {**report, "seconds": time.monotonic() - began}
 
 
@@ -151,16 +151,16 @@ def _write(
     dtype: torch.dtype | None,
     directory: Path,
     processes: int | None,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int, int], None] | None,
 ) -> list[Chunk]:
     mappings = list(weight_map.exported())
     if processes is None:
         processes = default_processes(checkpoint.nbytes)
-    report = on_progress or (lambda _: None)
+    sizes = [sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names) for mapping in mappings]
+    report = counted(on_progress, sum(sizes))
     if processes == 1:
         job = _Job(checkpoint.directory, weight_map.architecture, 0, len(mappings), 0, layout, dtype, directory)
         return _run_job(job, report)
-    sizes = [sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names) for mapping in mappings]
     jobs = [
         _Job(checkpoint.directory, weight_map.architecture, start, stop, number, layout, dtype, directory)
         for number, (start, stop) in enumerate(even_ranges(sizes, processes))
@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         hf_dir = local_directory(options.hf_dir)
-        with progress_bar(f"{hf_dir.name} to Megatron-Core", HFCheckpoint(hf_dir).nbytes) as on_progress:
+        with progress_bar(f"{hf_dir.name} to Megatron-Core") as on_progress:
             report = convert(
                 hf_dir,
                 options.mcore_dir,

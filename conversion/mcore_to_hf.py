@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,11 @@ from conversion.hf_checkpoint import (
 )
 from conversion.hf_to_mcore import COMPANIONS, DTYPES, local_directory, print_report
 from conversion.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
-from conversion.workers import default_processes, even_ranges, progress_bar, run_jobs
+from conversion.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a safetensors file, as the hub recommends it."""
+MODELOPT_SCHEMES = {"per-tensor": "fp8", "nvfp4": "nvfp4"}
 
 
 def export(
@@ -54,7 +57,7 @@ def export(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the Hugging Face directory ``hf_dir``, which appears when it is complete.
 
@@ -88,12 +91,13 @@ def export(
     with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total) as temporary:
         job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, temporary)
         processes = min(default_processes(total) if processes is None else processes, len(files))
+        report_bytes = counted(on_progress, total)
         if processes == 1:
-            _run_job(job, on_progress or (lambda _: None))
+            _run_job(job, report_bytes)
         else:
             sizes = [sum(spec.nbytes for spec in specs) for _, specs in files]
             jobs = [replace(job, start=start, stop=stop) for start, stop in even_ranges(sizes, processes)]
-            run_jobs(_run_job, jobs, on_progress or (lambda _: None))
+            run_jobs(_run_job, jobs, report_bytes)
         write_index(temporary, files)
         copy_companions(companions, temporary, keep=lambda name: name != COMPLETE_NAME)
         _write_config(companions, temporary, weight_map, dtype, fp8)
@@ -105,7 +109,8 @@ def export(
         if verify:
             from conversion.verify import verify_logits
 
-            report["largest_logit_difference"] = verify_logits(temporary, mcore_dir, dtype, tolerance, fp8=fp8)
+            difference = verify_logits(architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8)
+            report["largest_logit_difference"] = difference
     return {**report, "seconds": time.monotonic() - began}
 
 
@@ -220,8 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fp8",
         choices=("blockwise", "per-tensor", "nvfp4"),
-        help="quantise the linear layers: 128x128 blocks, or through nvidia-modelopt",
+        help="quantise the linear layers: in 128x128 blocks, or (per-tensor, nvfp4) through nvidia-modelopt",
     )
+    parser.add_argument("--calibration", help="text file, a sample a line: sets modelopt's activation scales")
     parser.add_argument("--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of a safetensors file")
     parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
@@ -229,25 +235,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     parser.add_argument("--allow-missing-tokenizer", action="store_true")
     options = parser.parse_args(arguments)
+    with_modelopt = options.fp8 in MODELOPT_SCHEMES
+    if with_modelopt and (options.calibration is None or options.verify):
+        parser.error(f"--fp8 {options.fp8} needs --calibration FILE, and does not go with --verify")
     try:
         source = checkpoint_directory(options.mcore_dir)
         config_dir = None if options.hf_config_dir is None else local_directory(options.hf_config_dir)
-        size = sum(path.stat().st_size for path in source.glob("*.distcp"))
-        with progress_bar(f"{source.name} to Hugging Face", size) as on_progress:
-            report = export(
-                source,
-                options.hf_dir,
-                hf_config_dir=config_dir,
-                dtype=DTYPES.get(options.dtype),
-                fp8=options.fp8 == "blockwise",
-                processes=options.processes,
-                max_file_bytes=options.max_file_bytes,
-                verify=options.verify,
-                tolerance=options.tolerance,
-                overwrite=options.overwrite,
-                require_tokenizer=not options.allow_missing_tokenizer,
-                on_progress=on_progress,
-            )
+        with ExitStack() as stack:
+            full_precision = options.hf_dir
+            if with_modelopt:
+                options.hf_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
+                scratch = tempfile.TemporaryDirectory(dir=options.hf_dir.absolute().parent, prefix=".full-precision.")
+                full_precision = Path(stack.enter_context(scratch))
+            with progress_bar(f"{source.name} to Hugging Face") as on_progress:
+                report = export(
+                    source,
+                    full_precision,
+                    hf_config_dir=config_dir,
+                    dtype=DTYPES.get(options.dtype),
+                    fp8=options.fp8 == "blockwise",
+                    processes=options.processes,
+                    max_file_bytes=options.max_file_bytes,
+                    verify=options.verify,
+                    tolerance=options.tolerance,
+                    overwrite=options.overwrite,
+                    require_tokenizer=not options.allow_missing_tokenizer,
+                    on_progress=on_progress,
+                )
+            if with_modelopt:
+                fp8_export.export_with_modelopt(
+                    full_precision,
+                    options.hf_dir,
+                    MODELOPT_SCHEMES[options.fp8],
+                    fp8_export.read_calibration(options.calibration, full_precision),
+                    overwrite=options.overwrite,
+                )
     except (ValueError, UnsupportedArchitecture, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -5,7 +5,6 @@ Both run in float32, one after the other, in a process of their own; each has to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conversion.architecture import Architecture
+from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise
+from conversion.hf_checkpoint import HFCheckpoint
 from conversion.workers import run_jobs
 
 NUM_SEQUENCES = 2
@@ -30,6 +32,7 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Comparison:
+    architecture: Architecture
     hf_dir: Path
     mcore_dir: Path
     dtype: torch.dtype | None
@@ -37,6 +40,7 @@ class _Comparison:
 
 
 def verify_logits(
+    architecture: Architecture,
     hf_dir: str | Path,
     mcore_dir: str | Path,
     dtype: torch.dtype | None = None,
@@ -55,7 +59,7 @@ def verify_logits(
     Raises:
         VerificationError: the difference exceeds the tolerance or is not a number.
     """
-    comparison = _Comparison(Path(hf_dir), Path(mcore_dir), dtype, fp8)
+    comparison = _Comparison(architecture, Path(hf_dir), Path(mcore_dir), dtype, fp8)
     ((difference, largest),) = run_jobs(_compare, [comparison], lambda _: None)
     if tolerance is None:
         tolerance = (FP8_RELATIVE_TOLERANCE if fp8 else RELATIVE_TOLERANCE) * max(largest, 1.0)
@@ -68,9 +72,8 @@ def verify_logits(
 
 
 def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, float]:
-    config = json.loads((comparison.hf_dir / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config["vocab_size"], (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
+    ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
     found = _mcore_logits(comparison, ids)
     return float((expected - found).abs().max()), float(expected.abs().max())
@@ -79,24 +82,36 @@ def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, 
 @torch.no_grad()
 def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     """float32 [NUM_SEQUENCES, SEQUENCE_LENGTH - 1, V]: the logits that predict every token but the first."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {}
     if comparison.fp8:
-        from transformers import FineGrainedFP8Config
-
-        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32, **options).eval()
+        config = AutoConfig.from_pretrained(comparison.hf_dir)
+        del config.quantization_config
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model = model_class.from_pretrained(
+            None, config=config, state_dict=_dequantized(comparison.hf_dir), dtype=torch.float32
+        ).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32).eval()
     if comparison.dtype is not None:
         model = model.to(comparison.dtype).float()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device)(ids.to(device)).logits[:, :-1].float().cpu()
 
 
+def _dequantized(hf_dir: Path) -> dict[str, Tensor]:
+    checkpoint = HFCheckpoint(hf_dir)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    return {
+        name: dequantize_blockwise(tensor, tensors[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in tensors else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(SCALE_SUFFIX)
+    }
+
+
 @torch.no_grad()
 def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     """The same of the Megatron-Core model, built as the learner builds it."""
-    from conversion.architecture import Architecture
     from megatron_retool.config import load_config
     from megatron_retool.learner import parallel
     from megatron_retool.learner.checkpoint import load_model_weights
@@ -105,7 +120,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     from megatron_retool.learner.precision import Acceleration
 
     learner = load_config(overrides=["learner.dtype=float32"]).learner
-    architecture = Architecture.from_pretrained(comparison.hf_dir)
+    architecture = comparison.architecture
     layout = parallel.validate_layout(learner, architecture)
     device = parallel.resolve_device(learner.device)
     acceleration = Acceleration.detect()

@@ -64,15 +64,27 @@ def run_jobs(function: Callable[..., Any], jobs: Sequence[Any], report: Callable
         except BaseException:
             for process in list((pool._processes or {}).values()):
                 process.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [future.result() for future in futures]
 
 
 @contextmanager
-def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error; yields the function that advances it by a number of bytes."""
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error; yields a function of (bytes done, bytes in all)."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(label, total=total_bytes)
-        yield lambda count: progress.advance(task, count)
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def counted(on_progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
+    """A function that is told of parts as they are done, and tells ``on_progress`` of their sum."""
+    done = 0
+
+    def report(part: int) -> None:
+        nonlocal done
+        done += part
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return report
