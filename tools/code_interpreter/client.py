@@ -40,11 +40,15 @@ class CodeInterpreterClient:
         longest_delay_seconds: float = 5.0,
         client_id: str | None = None,
     ) -> None:
-        """Args:
-        url: of the server, with or without /run_code.
-        give_up_seconds: how long after the first attempt another one may start.
-        max_connections: open connections at the same time; further calls wait for one.
-        client_id: whose turns in the server's queue the requests count for; by default this process's.
+        """Prepare; the first call opens connections.
+
+        Args:
+            url: of the server, with or without /run_code.
+            give_up_seconds: how long after the first attempt another one may start.
+            max_connections: open connections at the same time; further calls wait for one.
+            first_delay_seconds: mean pause before the second attempt; each further pause is twice as long.
+            longest_delay_seconds: where the pauses stop growing.
+            client_id: whose turns in the server's queue the requests count for; by default this process's.
         """
         self.url = url.rstrip("/").removesuffix("/run_code")
         self._give_up_seconds = give_up_seconds

@@ -71,7 +71,7 @@ class WorkerPool:
         self._lifeline: int | None = None
         self._warden: asyncio.subprocess.Process | None = None
         self._closing = False
-        self._restart: asyncio.Task | None = None
+        self._restart: asyncio.Task[None] | None = None
 
     @property
     def started_workers(self) -> int:
@@ -80,6 +80,11 @@ class WorkerPool:
     @property
     def busy_workers(self) -> int:
         return sum(worker.answer is not None for worker in self._workers.values())
+
+    @property
+    def is_up(self) -> bool:
+        """Whether workers can be started; false while a dead zygote is being replaced."""
+        return self._control is not None
 
     @property
     def waiting(self) -> int:
@@ -148,8 +153,10 @@ class WorkerPool:
             raise
 
     async def _acquire(self, client: str) -> _Worker:
-        if self._restart is not None:
-            await asyncio.shield(self._restart)
+        if self._closing:
+            raise SandboxStartError("the server stops")
+        if not self.is_up:
+            await asyncio.shield(self._start_again_once())
         worker = self._queue.take_idle()
         if worker is None and len(self._workers) < self.settings.workers:
             worker = self._spawn()
@@ -158,7 +165,8 @@ class WorkerPool:
         return worker
 
     def _spawn(self) -> _Worker:
-        assert self._control is not None
+        if self._control is None:
+            raise SandboxStartError("the sandbox is being started again")
         index = next(i for i in range(self.settings.workers) if i not in self._workers)
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -188,9 +196,16 @@ class WorkerPool:
         worker.files.clear()
         if worker.answer is not None and not worker.answer.done():
             worker.answer.set_result({"state": "failed", "error": reason})
-        if not self._closing and self._queue.waiting:
-            with contextlib.suppress(SandboxStartError):
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        """Start workers for those who wait while fewer run than may."""
+        while self.is_up and not self._closing and self._queue.waiting and len(self._workers) < self.settings.workers:
+            try:
                 self._queue.put(self._spawn())
+            except SandboxStartError as error:
+                logger.error("%s", error)
+                return
 
     def _on_message(self, worker: _Worker) -> None:
         try:
@@ -204,7 +219,7 @@ class WorkerPool:
             return
         message = json.loads(data)
         if "file" in message:
-            if message["id"] == worker.request_id and worker.answer is not None:
+            if message["id"] == worker.request_id and worker.answer is not None and message["file"] not in worker.files:
                 worker.files[message["file"]] = descriptors[0]
             else:
                 os.close(descriptors[0])
@@ -354,9 +369,17 @@ class WorkerPool:
         self._forget_control()
         for worker in list(self._workers.values()):
             self._discard(worker, "all workers died")
-        if not self._closing and self._restart is None:
+        if not self._closing:
             logger.error("the sandbox's zygote died; starting another")
+            self._start_again_once()
+
+    def _start_again_once(self) -> asyncio.Task[None]:
+        """The task that replaces the zygote: the one under way, or a new one."""
+        if self._restart is None:
             self._restart = asyncio.ensure_future(self._start_again())
+            # Its failure is told to whoever awaits it; nobody may.
+            self._restart.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._restart
 
     async def _start_again(self) -> None:
         try:
@@ -365,6 +388,7 @@ class WorkerPool:
                 await asyncio.sleep(delay)
                 try:
                     await self.start()
+                    self._serve_waiting()
                     return
                 except SandboxStartError as error:
                     logger.error("the sandbox cannot start again: %s", error)

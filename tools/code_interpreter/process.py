@@ -33,11 +33,13 @@ class SandboxServerProcess:
         command_prefix: tuple[str, ...] = (),
         start_timeout_seconds: float = 180.0,
     ) -> None:
-        """Args:
-        config: workers, limits, isolation, port (0: a free one).
-        log_file: where the server's output goes; by default only what a failing start says is kept.
-        extra_arguments: passed to the server's command line as they are.
-        command_prefix: a program (and its arguments) that executes the server in its own place, like setpriv or nice.
+        """Prepare; ``start`` starts it.
+
+        Args:
+            config: workers, limits, isolation, port (0: a free one).
+            log_file: where the server's output goes; by default only what a failing start says is kept.
+            extra_arguments: passed to the server's command line as they are.
+            command_prefix: a program (and its arguments) that executes the server in its own place, like setpriv.
         """
         self.host = host
         self.port = 0

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_MAX_FETCHED_FILES = 256
+
 
 class Outcome(enum.StrEnum):
     """What became of a request. Exactly one holds for every answer."""
@@ -78,6 +80,8 @@ class ExecutionRequest:
         fetch = body.get("fetch_files") or []
         if not isinstance(fetch, list) or not all(isinstance(path, str) for path in fetch):
             raise InvalidRequest("fetch_files: must be a list of strings")
+        if len(fetch) > _MAX_FETCHED_FILES:
+            raise InvalidRequest(f"fetch_files: {len(fetch)} files; at most {_MAX_FETCHED_FILES} are returned")
         last = body.get("print_last_expression")
         if last is not None and not isinstance(last, bool):
             raise InvalidRequest("print_last_expression: must be true, false or null")
@@ -87,7 +91,7 @@ class ExecutionRequest:
             memory_limit_mb=memory if memory > 0 else None,
             stdin=(stdin or "").encode("utf-8", "surrogatepass"),
             files=_decode_files(body.get("files") or {}),
-            fetch_files=tuple(_check_path("fetch_files", path) for path in fetch),
+            fetch_files=tuple(dict.fromkeys(_check_path("fetch_files", path) for path in fetch)),
             print_last_expression=last,
         )
 

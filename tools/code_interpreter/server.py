@@ -30,6 +30,7 @@ from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, 
 logger = logging.getLogger("tools.code_interpreter")
 
 _MAX_BODY_BYTES = 256 << 20
+_PARENT_LOOK_SECONDS = 0.5
 _HTTP_STATUS = {Outcome.BUSY: 503, Outcome.INVALID_REQUEST: 422}
 
 
@@ -105,7 +106,7 @@ class SandboxApplication:
         pool = self._pool
         weak = pool.isolation.get("isolation") == "rlimits"
         body = {
-            "status": "degraded" if weak else "ok",
+            "status": "down" if not pool.is_up else "degraded" if weak else "ok",
             **pool.isolation,
             "workers": {
                 "limit": pool.settings.workers,
@@ -182,20 +183,15 @@ def _watch_parent(parent: int, stop: asyncio.Event) -> None:
 
     PR_SET_PDEATHSIG would fire when the *thread* that started the server ends, however long its process lives on.
     """
-    try:
-        descriptor = os.pidfd_open(parent)
-    except ProcessLookupError:
-        stop.set()
-        return
-    if os.getppid() != parent:
-        stop.set()
-        return
+    loop = asyncio.get_running_loop()
 
-    def ended() -> None:
-        asyncio.get_running_loop().remove_reader(descriptor)
-        stop.set()
+    def look() -> None:
+        if os.getppid() != parent:
+            stop.set()
+        else:
+            loop.call_later(_PARENT_LOOK_SECONDS, look)
 
-    asyncio.get_running_loop().add_reader(descriptor, ended)
+    look()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -96,6 +96,7 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __file__=os.path.join(os.getcwd(), FILE_NAME))
     sys.modules["__main__"] = module
+    _write_source(code)
     linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
 
     exit_status = 0
@@ -129,13 +130,23 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     except BaseException:
         traceback.print_exc()
         exit_status = exit_status or 1
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
         try:
-            stream.flush()
+            if not stream.closed:
+                stream.flush()
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
             exit_status = exit_status or 1
     return exit_status
+
+
+def _write_source(code: str) -> None:
+    """For multiprocessing's spawn and for code that opens ``__file__``."""
+    try:
+        with open(FILE_NAME, "x", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(code)
+    except OSError:  # the request brought a main.py of its own
+        pass
 
 
 def _compile(code: str, print_last_expression: bool) -> list:

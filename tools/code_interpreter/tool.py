@@ -36,9 +36,12 @@ class CodeInterpreterTool:
     }
 
     def __init__(self, config: CodeInterpreterConfig, url: str, client: CodeInterpreterClient | None = None) -> None:
-        """Args:
-        config: limits, and how results are put to the model.
-        url: of the server.
+        """Prepare; the first call connects.
+
+        Args:
+            config: limits, and how results are put to the model.
+            url: of the server.
+            client: instead of one of its own with the usual patience.
         """
         self._config = config
         self._client = client or CodeInterpreterClient(url)

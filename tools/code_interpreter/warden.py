@@ -21,6 +21,7 @@ from pathlib import Path
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from tools.code_interpreter import filesystem, isolation, linux, worker, zygote
+    from tools.code_interpreter.child_signal import ChildSignal
     from tools.code_interpreter.settings import SandboxSettings
 
     sys.path.pop(0)
@@ -37,20 +38,24 @@ def main() -> int:
     try:
         if plan.kind == "namespaces":
             isolation.enter_namespaces(plan.user_namespace)
+        children = ChildSignal()
         child = os.fork()
         if child == 0:
+            children.forget()
             os.close(lifeline)
             zygote.redirect_standard_streams()
             zygote.run_zygote(plan, control)
         control.close()
-        process = os.pidfd_open(child)
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         poll = select.poll()
-        poll.register(process, select.POLLIN)
+        poll.register(children, select.POLLIN)
         poll.register(lifeline, select.POLLIN | select.POLLHUP)
-        poll.poll()
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.waitpid(child, 0)
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            children.drain()
+            if lifeline in dict(poll.poll()):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
         if plan.first_uid is not None and plan.kind != "namespaces":
             for index in range(settings.workers):
                 isolation.kill_user(plan.first_uid + index)

@@ -25,6 +25,7 @@ import time
 from typing import NoReturn
 
 from tools.code_interpreter import filesystem, isolation, landlock, linux, seccomp, snippet
+from tools.code_interpreter.child_signal import ChildSignal
 from tools.code_interpreter.plan import IsolationPlan
 
 MESSAGE_BYTES = 1 << 16
@@ -35,11 +36,16 @@ class Worker:
     """Owns one uid, network namespace, mount namespace and cgroup, as far as the plan has them."""
 
     def __init__(self, plan: IsolationPlan, index: int, channel: socket.socket, zygote_bytes: tuple[int, int]) -> None:
-        """Args:
-        plan: what isolates.
-        index: number of the worker, from 0.
-        channel: SOCK_SEQPACKET to the server.
-        zygote_bytes: address space and resident memory that the zygote had when it was ready.
+        """Take possession of what the plan gives each worker.
+
+        Args:
+            plan: what isolates.
+            index: number of the worker, from 0.
+            channel: SOCK_SEQPACKET to the server.
+            zygote_bytes: address space and resident memory that the zygote had when it was ready.
+
+        Raises:
+            OSError: the host refuses a part of the plan.
         """
         self._plan = plan
         self._settings = plan.settings
@@ -48,6 +54,7 @@ class Worker:
         self._uid = plan.uid(index)
         self._forks = plan.kind != "bubblewrap"
         """Whether a snippet starts as a copy of this process, with the imported modules, or as a new interpreter."""
+        self._children = ChildSignal()
         self._cgroup = None
         if plan.cgroups is not None:
             self._cgroup = plan.cgroups.create_worker(f"worker-{index}", self._settings.max_processes + 2)
@@ -108,15 +115,9 @@ class Worker:
                     os._exit(125)
             os.close(status_writer)
             status_writer = -1
-            try:
-                state = self._wait(child, started + request["timeout"], request["id"])
-            except BaseException:
-                os.kill(child, signal.SIGKILL)
-                raise
-            finally:
-                seconds = time.monotonic() - started
-                _, wait_status = os.waitpid(child, 0)
-                self._end_descendants()
+            state, wait_status = self._wait(child, started + request["timeout"], request["id"])
+            seconds = time.monotonic() - started
+            self._end_descendants()
             os.set_blocking(status_reader, False)
             try:
                 flags = os.read(status_reader, 2048)
@@ -150,36 +151,37 @@ class Worker:
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
         return child
 
-    def _wait(self, child: int, deadline: float, request_id: int) -> str:
-        """Wait for ``child`` to end, or end it at the deadline or at the server's wish: ended, timeout, cancelled."""
-        process = os.pidfd_open(child)
+    def _wait(self, child: int, deadline: float, request_id: int) -> tuple[str, int]:
+        """Wait for ``child`` to end, or end it at the deadline or at the server's wish.
+
+        Returns:
+            "ended", "timeout" or "cancelled", and the wait status.
+        """
         poll = select.poll()
-        poll.register(process, select.POLLIN)
+        poll.register(self._children, select.POLLIN)
         poll.register(self._channel, select.POLLIN)
         state = "ended"
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                ready = dict(poll.poll(max(0, math.ceil(left * 1000))))
-                if process in ready:
-                    return state
-                if self._channel.fileno() in ready:
-                    message = self._channel.recv(MESSAGE_BYTES)
-                    if message and json.loads(message).get("cancel") != request_id:
-                        continue
-                    state = "cancelled"
-                elif deadline - time.monotonic() > 0:
-                    continue
-                else:
-                    state = "timeout"
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                poll.unregister(self._channel)
-                deadline = time.monotonic() + _KILL_GRACE_SECONDS
-                if not poll.poll(_KILL_GRACE_SECONDS * 1000):
-                    os._exit(1)  # cannot be killed: give the whole worker up, the server starts another
-                return state
-        finally:
-            os.close(process)
+        while True:
+            ended, wait_status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return state, wait_status
+            left = deadline - time.monotonic()
+            ready = dict(poll.poll(math.ceil(left * 1000))) if left > 0 else {}
+            self._children.drain()
+            if state == "ended" and self._channel.fileno() in ready:
+                message = self._channel.recv(MESSAGE_BYTES)
+                if message and json.loads(message).get("cancel") != request_id:
+                    continue  # of an earlier request, which was answered before
+                state = "cancelled"
+            elif left <= 0 and state == "ended":
+                state = "timeout"
+            elif left <= 0:
+                os._exit(1)  # it cannot be killed: give the whole worker up, the server starts another
+            else:
+                continue
+            os.kill(child, signal.SIGKILL)
+            poll.unregister(self._channel)
+            deadline = time.monotonic() + _KILL_GRACE_SECONDS
 
     def _end_descendants(self) -> None:
         """Without a pid namespace: end what the snippet left behind."""
@@ -190,6 +192,7 @@ class Worker:
         kill_children()
 
     def _become_snippet(self, request: dict, descriptors: list[int], status: int, directory: str) -> NoReturn:
+        self._children.forget()
         request_fd, *streams = descriptors
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
@@ -318,7 +321,6 @@ def _forget_sandbox_modules() -> None:
 
 def run_worker(plan: IsolationPlan, index: int, channel: socket.socket, zygote_bytes: tuple[int, int]) -> NoReturn:
     """Entry of a freshly forked worker process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     linux.die_with_parent(signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

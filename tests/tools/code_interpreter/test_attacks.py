@@ -442,7 +442,7 @@ import builtins; builtins.left = 1
 import builtins, os
 print(os.listdir("."), os.listdir(os.environ["TMPDIR"]), hasattr(builtins, "left"), os.path.exists("/dev/shm/left.txt"))
 """
-    assert attacked.run(look).stdout == "[] [] False False\n"
+    assert attacked.run(look).stdout == "['main.py'] [] False False\n"
 
 
 def test_shared_memory_is_not_left(attacked: Sandbox) -> None:

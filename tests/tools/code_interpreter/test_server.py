@@ -175,6 +175,20 @@ def test_unicode(sandbox: Sandbox) -> None:
     assert result.stdout == "π ≈ 3 日本\n"
 
 
+def test_multiprocessing_that_starts_new_interpreters(sandbox: Sandbox) -> None:
+    code = """
+import multiprocessing
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool: print(pool.map(abs, [-5]))
+"""
+    assert sandbox.run(code).stdout == "[5]\n"
+
+
+def test_streams_that_the_code_replaces_or_closes(sandbox: Sandbox) -> None:
+    assert sandbox.run("import io, sys\nprint('seen')\nsys.stdout = io.StringIO()\nprint('x')").stdout == "seen\n"
+    assert sandbox.run("import sys\nprint('seen')\nsys.stdout.close()").ok
+
+
 def test_order_of_output_of_child_processes(sandbox: Sandbox) -> None:
     code = "import os, subprocess\nprint('a', flush=True)\nsubprocess.run(['echo', 'b'])\nprint('c')"
     assert sandbox.run(code).stdout == "a\nb\nc\n"
@@ -238,9 +252,10 @@ class Point:
     x: int
 print(__name__, sys.argv, pickle.loads(pickle.dumps(Point(3))).x, os.path.exists(os.getcwd()))
 if __name__ == "__main__": print("main")
+print(open(__file__).read().count("marker"))
 import atexit; atexit.register(lambda: print("bye"))
 """
-    assert sandbox.run(code).stdout == "__main__ ['main.py'] 3 True\nmain\nbye\n"
+    assert sandbox.run(code).stdout == "__main__ ['main.py'] 3 True\nmain\n1\nbye\n"
 
 
 def test_many_at_once(sandbox: Sandbox) -> None:
