@@ -62,6 +62,8 @@ class SandboxServerProcess:
     def start(self) -> str:
         """Start the server, wait until it answers, and return its URL.
 
+        A second start, after the server died, takes the same port again, so that clients find it.
+
         Raises:
             SandboxServerError: it ended or did not become ready in time.
         """
@@ -124,7 +126,7 @@ class SandboxServerProcess:
     def _command(self, ready_fd: int) -> list[str]:
         config = self._config
         command = [*self._command_prefix, sys.executable, "-m", "tools.code_interpreter.server", "--die-with-parent"]
-        command += ["--host", self.host, "--port", str(config.port), "--ready-fd", str(ready_fd)]
+        command += ["--host", self.host, "--port", str(self.port or config.port), "--ready-fd", str(ready_fd)]
         command += ["--workers", str(config.workers), "--isolation", config.isolation]
         command += ["--memory-limit-mb", str(config.memory_limit_mb)]
         if config.print_last_expression:
