@@ -25,6 +25,7 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 RETRY_BASE_SECONDS = 0.2
 RETRY_MAX_SECONDS = 5.0
+MAX_SUPPORT = 4096
 
 
 class EngineClientError(RuntimeError):
@@ -55,9 +56,9 @@ class EngineFailed(EngineClientError):
 class GenerateResult:
     """What one /generate call sampled. The lists have one entry for each output token.
 
-    ``log_probs`` are natural logarithms of the probability after the temperature, before top_p, top_k and min_p cut
-    the distribution. ``weight_versions`` has the version that sampled each token: they differ within one call where
-    weights were swapped while the request was held.
+    ``log_probs`` are natural logarithms of the probability after the temperature, and before top_p, top_k and min_p
+    cut the distribution unless ``filtered_log_probs`` was asked for. ``weight_versions`` has the version that sampled
+    each token: they differ within one call where weights were swapped while the request was held.
     """
 
     output_ids: list[int]
@@ -89,6 +90,15 @@ class GenerateRequest:
     stop: StopConditions = field(default_factory=StopConditions)
     seed: int | None = None
     top_log_probs: int = 0
+    filtered_log_probs: bool = False
+    """Take the probabilities after top_p, top_k and min_p: the distribution that was sampled from. SGLang then returns
+    each token's support too, and caps top_k at 4096."""
+
+    @property
+    def wants_filtered(self) -> bool:
+        sampling = self.sampling
+        filtered = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        return self.filtered_log_probs and filtered and sampling.temperature > 0.0
 
     def body(self, rid: str) -> dict[str, Any]:
         sampling = {
@@ -111,6 +121,9 @@ class GenerateRequest:
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        if self.wants_filtered:
+            body["return_sampling_mask"] = True
+            sampling["top_k"] = min(self.sampling.top_k, MAX_SUPPORT) if self.sampling.top_k > 0 else MAX_SUPPORT
         if self.top_log_probs:
             body["top_logprobs_num"] = self.top_log_probs
         return body
@@ -162,7 +175,7 @@ class EngineClient:
                     done, _ = await asyncio.wait({call}, timeout=max(0.0, deadline_seconds))
                     if not done:
                         await self.abort(rid)
-                return self._parse(await call)
+                return self._parse(await call, request.wants_filtered)
             except (asyncio.CancelledError, EngineTimeout):
                 call.cancel()
                 # The connection is gone, the request is not: it would go on using the engine.
@@ -284,7 +297,7 @@ class EngineClient:
         except orjson.JSONDecodeError:
             return {"message": answer.decode(errors="replace")}
 
-    def _parse(self, answer: Any) -> GenerateResult:
+    def _parse(self, answer: Any, filtered: bool) -> GenerateResult:
         try:
             meta = answer["meta_info"]
             output_ids = answer["output_ids"]
@@ -292,16 +305,19 @@ class EngineClient:
             pairs = meta.get("output_token_logprobs") or []
             log_probs = [pair[0] for pair in pairs]
             sampled = [pair[1] for pair in pairs]
+            if filtered:
+                log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs") or []]
             reason = finish["type"]
         except (KeyError, TypeError) as error:
             raise EngineFailed(self.base_url, f"/generate: not an answer of /generate: {str(answer)[:300]}") from error
-        if sampled != output_ids:
+        if sampled != output_ids or len(log_probs) != len(sampled):
             # Token in, token out: ids and log-probs that do not line up must never reach the learner.
-            if reason != "abort" or sampled != output_ids[: len(sampled)]:
+            known = min(len(sampled), len(log_probs))
+            if reason != "abort" or sampled[:known] != output_ids[:known]:
                 raise EngineFailed(
                     self.base_url, f"/generate: {len(output_ids)} output ids, log-probs for {len(sampled)} other ids"
                 )
-            output_ids = sampled
+            output_ids, log_probs = sampled[:known], log_probs[:known]
         top = None
         if meta.get("output_top_logprobs"):
             positions = meta["output_top_logprobs"][: len(output_ids)]

@@ -261,7 +261,7 @@ class EngineProcess:
             "--log-level-http": "warning",
             "--decode-log-interval": 400,
             "--skip-tokenizer-init": not self.tokenizer,
-            "--enable-deterministic-inference": self.deterministic and self.device == "cuda",
+            "--enable-deterministic-inference": self.deterministic,
         }
         if self.device == "cpu":
             arguments |= {
@@ -302,6 +302,8 @@ class EngineProcess:
                 "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": str(self.threads),
                 "MKL_NUM_THREADS": str(self.threads),
+                # Compiling the seeded sampler would need a C++ compiler on the host.
+                "TORCHDYNAMO_DISABLE": "1",
             }
             if model_class := _MODEL_CLASSES.get(self._architecture()):
                 environment |= {

@@ -312,9 +312,10 @@ class RolloutManager:
             await asyncio.gather(
                 *(engine.client.abort(rid) for rid, engine in list(running.requests.items())), return_exceptions=True
             )
-            _, pending = await asyncio.wait(set(running.tasks), timeout=ABORT_REPEAT_SECONDS)
-            if not pending:
+            tasks = set(running.tasks)
+            if not tasks:
                 break
+            _, pending = await asyncio.wait(tasks, timeout=ABORT_REPEAT_SECONDS)
             if not running.requests and not any(engine.alive for engine in self.router.engines):
                 for task in pending:
                     task.cancel()
@@ -402,6 +403,8 @@ class _Session:
             sampling=self._sampling,
             stop=self._manager.loop.stop,
             seed=state.seed,
+            # Nobody trains on validation samples, so their probabilities need not be exact.
+            filtered_log_probs=not isinstance(self._sampling, ValSamplingConfig),
         )
         requests = self._running.requests
         current: list[str] = []

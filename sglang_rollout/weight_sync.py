@@ -86,18 +86,24 @@ def push_weights(buckets: Iterable[Bucket], engines: Sequence[str], version: int
     """
     global _CONNECTION
     if _CONNECTION is None or _CONNECTION.engines != list(engines):
-        if _CONNECTION is not None:
-            _CONNECTION.close()
+        disconnect()
         _CONNECTION = make_weight_sync(config, engines)
     try:
         return _CONNECTION.push(buckets, version).metrics()
     except BaseException:
-        _CONNECTION.close()
-        _CONNECTION = None
+        disconnect()
         raise
 
 
 _CONNECTION: WeightSync | None = None
+
+
+def disconnect() -> None:
+    """Give up the connection that ``push_weights`` keeps."""
+    global _CONNECTION
+    if _CONNECTION is not None:
+        _CONNECTION.close()
+        _CONNECTION = None
 
 
 def make_weight_sync(config: Config, engines: Sequence[str]) -> WeightSync:

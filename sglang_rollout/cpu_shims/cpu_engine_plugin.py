@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: attention over the whole batch at once.
+"""SGLang plugin for CPU engines: attention over the whole batch at once, and seeded sampling.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -19,11 +19,24 @@ _PADDED_LIMIT = 2**20
 
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
+    from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # --enable-deterministic-inference is what makes SGLang read sampling seeds. It knows no CPU backend; this one
+    # treats every request of a batch alike, and its CPU kernels need no batch-invariant replacements.
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", leave_kernels_alone, HookType.REPLACE
+    )
 
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
+
+
+def leave_kernels_alone(*arguments: Any, **kwargs: Any) -> None:
+    """In place of the switch that puts Triton kernels under matrix products, which exist on GPUs alone."""
 
 
 def forget_slots(original: Any, backend: Any, *arguments: Any, **kwargs: Any) -> Any:

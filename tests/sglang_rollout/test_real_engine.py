@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import numpy as np
 import pytest
@@ -138,7 +138,8 @@ def test_log_probs_of_a_filtered_distribution_are_those_of_what_was_sampled(engi
     serve(engine, model)
 
     async def scenario(client):
-        return await client.generate(GenerateRequest([5, 6, 7], 24, SamplingConfig(n=1, top_p=0.5, top_k=20)))
+        sampling = SamplingConfig(n=1, top_p=0.5, top_k=20)
+        return await client.generate(GenerateRequest([5, 6, 7], 24, sampling, filtered_log_probs=True))
 
     result = on_client(engine, scenario)
     with torch.no_grad():
@@ -395,10 +396,8 @@ def test_groups_paused_too_long_are_dropped(engine, tokenizer):
 
 def kill_tree(process: EngineProcess) -> None:
     for pid in [*descendants(process.pid), process.pid]:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_directory, tmp_path):
