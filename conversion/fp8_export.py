@@ -8,7 +8,9 @@ checkpoints through nvidia-modelopt, which calibrates activation scales on sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from conversion.directory import new_directory
 from conversion.hf_checkpoint import TensorSpec, copy_companions
 from conversion.weight_map import Mapping, WeightMap
+from conversion.workers import run_jobs
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -115,30 +118,43 @@ def export_with_modelopt(
     """
     if scheme not in MODELOPT_FORMATS:
         raise ValueError(f"scheme {scheme!r} is not one of {', '.join(MODELOPT_FORMATS)}")
-    samples = [torch.tensor([list(ids)]) for ids in calibration]
+    samples = [list(ids) for ids in calibration]
     if not samples:
         raise ValueError("calibration holds no sample: activation scales cannot be set")
-    try:
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.export import export_hf_checkpoint
-    except ImportError as error:
-        raise RuntimeError("per-tensor FP8 and NVFP4 need nvidia-modelopt: pip install nvidia-modelopt") from error
+    if importlib.util.find_spec("modelopt") is None:
+        raise RuntimeError("per-tensor FP8 and NVFP4 need nvidia-modelopt: pip install nvidia-modelopt")
+    with new_directory(Path(target), overwrite=overwrite) as temporary:
+        job = _ModeloptJob(Path(hf_dir), temporary, MODELOPT_FORMATS[scheme], tuple(tuple(ids) for ids in samples))
+        # modelopt patches Megatron-Core and transformers where it is imported: that stays in a process of its own.
+        run_jobs(_run_modelopt, [job], lambda _: None)
+        written = {path.name for path in temporary.iterdir()}
+        copy_companions(Path(hf_dir), temporary, keep=lambda name: name not in written)
+
+
+@dataclass(frozen=True)
+class _ModeloptJob:
+    hf_dir: Path
+    target: Path
+    quantization: str
+    samples: tuple[tuple[int, ...], ...]
+
+
+def _run_modelopt(job: _ModeloptJob, _: Callable[[int], None]) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(job.hf_dir, dtype="auto").eval()
     if torch.cuda.is_available():
         model = model.cuda()
 
     def forward(model: torch.nn.Module) -> None:
         with torch.no_grad():
-            for ids in samples:
-                model(ids.to(next(model.parameters()).device))
+            for ids in job.samples:
+                model(torch.tensor([ids], device=next(model.parameters()).device))
 
-    mtq.quantize(model, getattr(mtq, MODELOPT_FORMATS[scheme]), forward)
-    with new_directory(Path(target), overwrite=overwrite) as temporary:
-        export_hf_checkpoint(model, export_dir=str(temporary))
-        written = {path.name for path in temporary.iterdir()}
-        copy_companions(Path(hf_dir), temporary, keep=lambda name: name not in written)
+    mtq.quantize(model, getattr(mtq, job.quantization), forward)
+    export_hf_checkpoint(model, export_dir=str(job.target))
 
 
 def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512) -> list[list[int]]:

@@ -230,7 +230,7 @@ def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
 
 
 def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:
-    buffer = memoryview(out.view(torch.uint8).numpy().reshape(-1))
+    buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0

@@ -1,0 +1,59 @@
+"""A model directory of each family, as transformers writes it: sharded, with a tokenizer beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.learner.tiny_models import FAMILIES, VOCAB_SIZE, hf_model
+
+
+def save_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``model_directory(family, dtype)``: made once for each pair."""
+    made: dict[tuple[str, torch.dtype], Path] = {}
+
+    def make(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+        if (family, dtype) not in made:
+            directory = tmp_path_factory.mktemp("models") / f"{family}-{str(dtype).removeprefix('torch.')}"
+            hf_model(family).to(dtype).save_pretrained(directory, max_shard_size="30KB")
+            save_tokenizer(directory)
+            made[family, dtype] = directory
+        return made[family, dtype]
+
+    return make
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory, read by the safetensors library."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name

@@ -1,0 +1,254 @@
+"""hf_to_mcore and mcore_to_hf: bit-exact for every family, atomic, and clear about what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import conversion
+from conversion import hf_to_mcore, mcore_to_hf
+from conversion.architecture import Architecture
+from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.hf_checkpoint import HFCheckpointError
+from conversion.hf_to_mcore import TargetLayout, convert
+from conversion.mcore_to_hf import export
+from conversion.weight_map import WeightMap, checkpoint_place, to_mcore
+from conversion.workers import even_ranges
+from tests.conversion.conftest import assert_same_bits, read_all
+
+SCRIPTS = Path(conversion.__file__).parent
+
+
+def run(script: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", [TargetLayout(), TargetLayout(tp=2, pp=2, vpp=2)], ids=["whole", "tp2_pp2_vpp2"])
+def test_round_trip_is_bit_exact(model_directory, family: str, layout: TargetLayout, dtype, tmp_path: Path) -> None:
+    source = model_directory(family, dtype)
+    if family == "qwen3_moe":
+        layout = TargetLayout(layout.tp, layout.pp, layout.vpp, ep=2 * layout.pp)
+    report = convert(source, tmp_path / "mcore", layout=layout, processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", processes=1, max_file_bytes=40_000)
+    expected = read_all(source)
+    assert report["tensors"] == len(expected)
+    assert report["bytes"] == sum(tensor.nbytes for tensor in expected.values())
+    assert_same_bits(read_all(tmp_path / "hf"), expected)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_checkpoint_holds_the_weight_map(model_directory, family: str, tp: int, tmp_path: Path) -> None:
+    source = model_directory(family)
+    convert(source, tmp_path / "mcore", layout=TargetLayout(tp=tp), processes=1)
+    checkpoint = DistCheckpoint(tmp_path / "mcore")
+    architecture, tensors = Architecture.from_pretrained(source), read_all(source)
+    keys = set()
+    for mapping in WeightMap(architecture):
+        place = checkpoint_place(mapping, architecture)
+        full = to_mcore(mapping, [tensors[name] for name in mapping.hf_names])
+        assert torch.equal(checkpoint.read(place, mapping.mcore_shape), full)
+        keys.add(place.key)
+    assert keys == checkpoint.tensors.keys()
+
+
+def test_each_rank_finds_its_parts_in_its_own_file(model_directory, tmp_path: Path) -> None:
+    """TP2 x PP2: four files; a tensor-parallel matrix has one chunk for each TP rank, in that rank's file."""
+    convert(model_directory("qwen3"), tmp_path / "mcore", layout=TargetLayout(tp=2, pp=2), processes=1)
+    assert sorted(path.name for path in (tmp_path / "mcore").glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)]
+    checkpoint = DistCheckpoint(tmp_path / "mcore")
+    files = {
+        (tuple(index.offset), record.relative_path)
+        for index, record in checkpoint._storage.items()
+        if index.fqn == "decoder.layers.self_attention.linear_proj.weight" and index.offset[0] in (0, 7)
+    }
+    assert files == {
+        ((0, 0, 0), "__0_0.distcp"),
+        ((0, 0, 32), "__1_0.distcp"),
+        ((7, 0, 0), "__2_0.distcp"),
+        ((7, 0, 32), "__3_0.distcp"),
+    }
+
+
+def test_several_processes_write_the_same(model_directory, tmp_path: Path) -> None:
+    source = model_directory("qwen3_moe")
+    seen: list[tuple[int, int]] = []
+    report = convert(source, tmp_path / "mcore", processes=2, on_progress=lambda done, all_: seen.append((done, all_)))
+    assert len(list((tmp_path / "mcore").glob("*.distcp"))) == 2
+    assert seen[-1] == (report["bytes"], report["bytes"])
+    export(tmp_path / "mcore", tmp_path / "hf", processes=2, max_file_bytes=100_000)
+    assert_same_bits(read_all(tmp_path / "hf"), read_all(source))
+
+
+def test_an_error_in_a_worker_leaves_nothing(model_directory, tmp_path: Path, monkeypatch) -> None:
+    source = model_directory("llama")
+    monkeypatch.setattr(hf_to_mcore, "_run_job", _fail)
+    with pytest.raises(OSError, match="disk on fire"):
+        convert(source, tmp_path / "mcore", processes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fail(*arguments):
+    raise OSError("disk on fire")
+
+
+def test_casting(model_directory, tmp_path: Path) -> None:
+    source = model_directory("mistral", torch.float32)
+    convert(source, tmp_path / "mcore", dtype=torch.bfloat16, processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    expected = {name: tensor.bfloat16() for name, tensor in read_all(source).items()}
+    assert_same_bits(read_all(tmp_path / "hf"), expected)
+    export(tmp_path / "mcore", tmp_path / "half", dtype=torch.float16, processes=1)
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert {tensor.dtype for tensor in read_all(tmp_path / "half").values()} == {torch.float16}
+
+
+def test_transformers_loads_the_export(model_directory, family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    source = model_directory(family, torch.float32)
+    convert(source, tmp_path / "mcore", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    ids = torch.randint(0, 101, (2, 12))
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(d)(ids).logits for d in (source, tmp_path / "hf")]
+    assert torch.equal(logits[0], logits[1])
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")("w7 w8")["input_ids"] == [7, 8]
+
+
+def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Path) -> None:
+    target = tmp_path / "mcore"
+    target.mkdir()
+    (target / "precious").touch()
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        convert(model_directory("llama"), target, processes=1)
+    assert (target / "precious").exists()
+    convert(model_directory("llama"), target, processes=1, overwrite=True)
+    assert not (target / "precious").exists() and (target / "COMPLETE").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
+
+
+def test_a_failure_keeps_what_overwrite_would_replace(model_directory, tmp_path: Path, monkeypatch) -> None:
+    target = tmp_path / "mcore"
+    convert(model_directory("llama"), target, processes=1)
+    before = {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()}
+    monkeypatch.setattr(hf_to_mcore, "write_metadata", _fail)
+    with pytest.raises(OSError, match="disk on fire"):
+        convert(model_directory("mistral"), target, processes=1, overwrite=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
+
+
+def test_too_little_room(model_directory, tmp_path: Path, monkeypatch) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(OSError, match=r"has 0\.00 GiB free, and .* are going to be written"):
+        convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (TargetLayout(tp=3), "--tp: 3 parts do not divide num_attention_heads=4"),
+        (TargetLayout(pp=3), "--pp: 3 parts do not divide num_layers=8"),
+        (TargetLayout(pp=2, vpp=8), "--vpp: 16 parts do not divide num_layers=8"),
+        (TargetLayout(ep=2), "--ep: 2 parts do not divide num_experts=1"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model(model_directory, layout, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(model_directory("llama"), tmp_path / "mcore", layout=layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_that_are_no_checkpoint(model_directory, tmp_path: Path) -> None:
+    with pytest.raises(DistCheckpointError, match="does not exist"):
+        export(tmp_path / "nothing", tmp_path / "hf")
+    with pytest.raises(DistCheckpointError, match="metadata.json is missing"):
+        export(model_directory("llama"), tmp_path / "hf")
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    (tmp_path / "mcore" / "COMPLETE").unlink()
+    with pytest.raises(DistCheckpointError, match="no COMPLETE marker"):
+        export(tmp_path / "mcore", tmp_path / "hf")
+    (tmp_path / "mcore" / "COMPLETE").touch()
+    (tmp_path / "mcore" / "hf" / "config.json").unlink()
+    with pytest.raises(DistCheckpointError, match="pass --hf-config-dir"):
+        export(tmp_path / "mcore", tmp_path / "hf")
+    export(tmp_path / "mcore", tmp_path / "hf", hf_config_dir=model_directory("llama"), processes=1)
+
+
+def test_a_checkpoint_of_another_model(model_directory, tmp_path: Path) -> None:
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    with pytest.raises(DistCheckpointError, match=r"has no tensor decoder\.layers\.self_attention\.linear_qkv\.bias"):
+        export(tmp_path / "mcore", tmp_path / "hf", hf_config_dir=model_directory("qwen2"))
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_truncated_file_of_the_checkpoint(model_directory, tmp_path: Path) -> None:
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    file = tmp_path / "mcore" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(DistCheckpointError, match=r"__0_0\.distcp: cannot read decoder"):
+        export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_missing_tokenizer(model_directory, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in model_directory("llama").iterdir():
+        if not path.name.startswith("tokenizer"):
+            (bare / path.name).symlink_to(path)
+    with pytest.raises(HFCheckpointError, match="has no tokenizer"):
+        convert(bare, tmp_path / "mcore", processes=1)
+    convert(bare, tmp_path / "mcore", processes=1, require_tokenizer=False)
+
+
+def test_commands_from_another_directory(model_directory, tmp_path: Path) -> None:
+    """The README's two commands, verification included, on a relative path."""
+    source = model_directory("qwen2")
+    there = run("hf_to_mcore.py", "--hf-dir", source, "--mcore-dir", "out/mcore", "--tp", "2", "--verify", cwd=tmp_path)
+    assert there.returncode == 0, there.stderr
+    assert "largest logit difference to Hugging Face: " in there.stdout
+    assert float(there.stdout.split("Hugging Face: ")[1]) < 1e-4
+    back = run("mcore_to_hf.py", "--mcore-dir", "out/mcore", "--hf-dir", "out/hf", cwd=tmp_path)
+    assert back.returncode == 0, back.stderr
+    assert_same_bits(read_all(tmp_path / "out" / "hf"), read_all(source))
+    again = run("hf_to_mcore.py", "--hf-dir", "nobody/nothing/x", "--mcore-dir", "new", cwd=tmp_path)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: nobody/nothing/x is neither a directory nor a hub id")
+
+
+def test_verification_finds_a_wrong_tensor(model_directory, tmp_path: Path, monkeypatch, capsys) -> None:
+    """q, k, v in the wrong order: same shapes, other logits. The command fails and leaves nothing."""
+    from conversion import verify
+
+    source = model_directory("mistral")
+    tampered = tmp_path / "tampered"
+    convert(source, tampered, processes=1)
+    monkeypatch.setattr(verify, "_mcore_logits", lambda comparison, ids: verify._hf_logits(comparison, ids.flip(1)))
+    monkeypatch.setattr(verify, "run_jobs", lambda function, jobs, report: [function(job, report) for job in jobs])
+    arguments = ["--mcore-dir", str(tampered), "--hf-dir", str(tmp_path / "hf"), "--verify"]
+    assert mcore_to_hf.main(arguments) == 1
+    assert "verification failed: the logits of" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tampered"]
+
+
+def test_even_ranges() -> None:
+    assert even_ranges([1] * 10, 3) == [(0, 4), (4, 7), (7, 10)]
+    assert even_ranges([100, 1, 1, 1], 2) == [(0, 1), (1, 4)]
+    assert even_ranges([1, 1], 5) == [(0, 1), (1, 2)]
+    assert even_ranges([1, 1, 100], 2) == [(0, 3)]

@@ -1,0 +1,111 @@
+"""Block-FP8: the numbers, the names and the checkpoint; modelopt's schemes where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conversion.architecture import Architecture
+from conversion.fp8_export import (
+    dequantize_blockwise,
+    export_with_modelopt,
+    quantize_blockwise,
+    read_calibration,
+)
+from conversion.hf_to_mcore import convert
+from conversion.mcore_to_hf import export
+from tests.conversion.conftest import assert_same_bits, read_all
+
+
+@given(
+    rows=st.integers(1, 20),
+    columns=st.integers(1, 20),
+    magnitude=st.floats(-30, 30),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_blockwise_error_is_half_a_step_of_e4m3(rows: int, columns: int, magnitude: float, dtype: torch.dtype) -> None:
+    weight = (torch.randn(rows, columns) * 2.0**magnitude).to(dtype)
+    quantized, scale = quantize_blockwise(weight, block=8)
+    assert quantized.dtype == torch.float8_e4m3fn and quantized.shape == weight.shape
+    assert scale.dtype == torch.float32 and scale.shape == (-(-rows // 8), -(-columns // 8))
+    back = dequantize_blockwise(quantized, scale, block=8)
+    # 3 bits of mantissa: half a step is 2^-4 of the value; below 2^-6 steps are even, half of one is 2^-10 scales.
+    per_element = scale.repeat_interleave(8, 0)[:rows].repeat_interleave(8, 1)[:, :columns]
+    bound = torch.maximum(weight.float().abs() * 2**-4, per_element * 2**-10) * 1.001
+    assert ((back - weight.float()).abs() <= bound).all()
+
+
+def test_the_largest_element_of_a_block_is_kept_and_blocks_are_independent() -> None:
+    weight = torch.full((130, 129), 0.01)
+    weight[0, 0], weight[129, 128] = -5.0, 1e-6
+    quantized, scale = quantize_blockwise(weight)
+    assert scale.shape == (2, 2)
+    assert scale[0, 0] == pytest.approx(5.0 / 448) and scale[0, 1] == pytest.approx(0.01 / 448)
+    back = dequantize_blockwise(quantized, scale)
+    assert back[0, 0] == pytest.approx(-5.0) and back[1, 128] == pytest.approx(0.01)
+    assert quantized[0, 0].float() == -448
+
+
+def test_zero_blocks_have_scale_one() -> None:
+    quantized, scale = quantize_blockwise(torch.zeros(3, 3))
+    assert scale.tolist() == [[1.0]] and quantized.float().eq(0).all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+def test_blockwise_checkpoint(model_directory, family: str, tmp_path: Path) -> None:
+    source = model_directory(family)
+    convert(source, tmp_path / "mcore", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, processes=1, max_file_bytes=50_000)
+    original, written = read_all(source), read_all(tmp_path / "hf")
+    scales = {name for name in written if name.endswith("_scale_inv")}
+    quantized = {name.removesuffix("_scale_inv") for name in scales}
+    projections = {name for name in original if name.endswith("_proj.weight")}
+    assert quantized == projections
+    assert_same_bits(
+        {name: t for name, t in written.items() if name not in scales | quantized},
+        {name: t for name, t in original.items() if name not in projections},
+    )
+    for name in quantized:
+        expected, scale = quantize_blockwise(original[name])
+        assert torch.equal(written[name].view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(written[f"{name}_scale_inv"], scale)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    kept = config.pop("modules_to_not_convert")
+    assert config == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    layers = Architecture.from_pretrained(source).num_layers
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(layers)] if family == "qwen3_moe" else []
+    assert kept == ["lm_head", *routers]
+
+
+@pytest.mark.parametrize(("scheme", "algorithm"), [("fp8", "FP8"), ("nvfp4", "NVFP4")])
+def test_modelopt_checkpoint(model_directory, scheme: str, algorithm: str, tmp_path: Path) -> None:
+    pytest.importorskip("modelopt.torch.quantization")
+    source = model_directory("llama")
+    text = tmp_path / "calibration.txt"
+    text.write_text("w1 w2 w3 w4\n\nw5 w6 w7 w8\n")
+    samples = read_calibration(text, source)
+    assert samples == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    export_with_modelopt(source, tmp_path / "hf", scheme, samples)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["quantization_config"]["quant_algo"] == algorithm
+    written = read_all(tmp_path / "hf")
+    assert "model.layers.0.mlp.up_proj.weight_scale" in written
+    assert (tmp_path / "hf" / "tokenizer.json").exists() and (tmp_path / "hf" / "COMPLETE").exists()
+
+
+def test_bad_requests(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="scheme 'int3' is not one of fp8, nvfp4"):
+        export_with_modelopt("x", "y", "int3", [[1]])
+    with pytest.raises(ValueError, match="calibration holds no sample"):
+        export_with_modelopt("x", "y", "fp8", [])
