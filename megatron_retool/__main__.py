@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_retool.config import Config, ConfigError, load_config
 
@@ -45,9 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         console.print("[yellow]stopped; every process of the run has ended[/]")
         return INTERRUPTED
     except Exception as error:
-        if not is_users_error(error):
+        cause = root_cause(error)
+        if not is_users_error(cause):
             console.print_exception(max_frames=12)
-        console.print(f"[bold red]error:[/] {describe(error)}", highlight=False)
+        console.print("[bold red]error:[/]", escape(str(cause) or type(cause).__name__), highlight=False)
         return 1
 
 
@@ -112,16 +114,15 @@ def run_async(coroutine: Coroutine[Any, Any, Result], leave: asyncio.Event | Non
     return asyncio.run(guarded())
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The error itself; for one that was raised in a Ray actor, what the actor raised."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
 def is_users_error(error: BaseException) -> bool:
     """Errors whose message alone tells what to do; a stack trace would only hide it."""
-    cause = getattr(error, "cause", None)
-    return isinstance(error, (ValueError, OSError, RuntimeError)) and cause is None
-
-
-def describe(error: BaseException) -> str:
-    """One message; an error raised in a Ray actor is shown as the actor raised it."""
-    cause = getattr(error, "cause", None)
-    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error) or type(error).__name__
+    return isinstance(error, (ValueError, OSError, RuntimeError))
 
 
 if __name__ == "__main__":

@@ -322,9 +322,13 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
+    """The value model of algorithm.advantage=gae. It has as many ranks as the learner, in the same layout."""
+
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     value_clip: float = 0.5
+    """How far a value may move from the one before the update, within one step."""
     warmup_steps: int = 0
+    """First steps in which the critic alone learns."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +366,9 @@ class WeightSyncConfig:
     bucket_bytes: int = 512 * 2**20
     verify: bool = False
     """Compare checksums of every tensor on both sides after each sync."""
+    round_to_fp8: bool = False
+    """Send linear weights rounded to block-wise e4m3 values, in the engine's own dtype: the mismatch of FP8 serving on
+    engines that cannot serve FP8."""
     timeout_seconds: float = 300.0
 
 
@@ -385,6 +392,8 @@ class TrainerConfig:
     total_epochs: int = 1
     test_freq: int = 5
     """Steps between validations; 0: only before and after training."""
+    test_schedule: list[str] = field(default_factory=list)
+    """In place of test_freq: "<first step> <steps between validations>" in ascending order, as in ["0 10", "50 5"]."""
     save_freq: int = 30
     """Steps between checkpoints; 0: only at the end."""
     val_before_train: bool = True
@@ -486,7 +495,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
-        layers.append((f"override {override!r}", OmegaConf.from_dotlist([override])))
+        try:
+            layers.append((f"override {override!r}", OmegaConf.from_dotlist([override])))
+        except Exception as error:
+            raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
 
     tree = OmegaConf.structured(Config)
     _unlock(tree)
@@ -651,6 +663,19 @@ def validate(config: Config) -> None:
     if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2"
+        )
+    if config.trainer.test_schedule:
+        try:
+            parse_stages(config.trainer.test_schedule)
+        except ValueError as error:
+            raise ConfigError(f"trainer.test_schedule: {error}") from error
+    if rollout.train.temperature <= 0:
+        raise ConfigError(
+            f"rollout.train.temperature={rollout.train.temperature}: greedy decoding has no distribution to learn from"
+        )
+    if config.weight_sync.round_to_fp8 and rollout.engine.quantization is not None:
+        raise ConfigError(
+            "weight_sync.round_to_fp8 imitates FP8 serving; rollout.engine.quantization=fp8 is the real thing: set one"
         )
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")

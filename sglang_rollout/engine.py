@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _HERE = Path(__file__).resolve().parent
 CPU_SHIMS = _HERE / "cpu_shims"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
-LOG_TAIL_LINES = 30
+LOG_TAIL_LINES = 8
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -230,7 +230,7 @@ class EngineProcess:
             process.wait()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Last lines of the log of this start."""
+        """Last lines of the log of this start, each cut to a width that a message can carry."""
         try:
             with open(self.log_file, "rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -238,7 +238,7 @@ class EngineProcess:
                 text = log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(line[:LOG_TAIL_WIDTH] for line in text.splitlines()[-lines:])
 
     def command(self) -> list[str]:
         """The server's command line."""

@@ -30,6 +30,7 @@ def test_override_wins_over_file(tmp_path):
         ("trainer.seed=many", ["trainer.seed", "many"]),
         ("trainer.resume_mode=sometimes", ["trainer.resume_mode", "resume_path"]),
         ("no_equals_sign", ["no_equals_sign", "dotted.key=value"]),
+        ("trainer.loggers=[{", ["trainer.loggers", "not valid YAML"]),
         ("learner.world_size=3", []),
         ("learner.sequence_parallel=true", ["tensor_model_parallel_size"]),
         ("learner.mini_batch_size=7", ["mini_batch_size", "512"]),

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.cluster.placement import needs_critic, plan_placement
 from megatron_retool.cluster.runtime import ray_runtime
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
@@ -37,6 +37,7 @@ class Deployment:
     """The run's processes and the objects that speak to them. ``with_learner=False``: engines and tools alone."""
 
     learner: LearnerGroup
+    critic: LearnerGroup | None = None
     engines: EngineGroup
     rollout: RolloutManager
     rewards: RewardManager
@@ -78,6 +79,7 @@ class Deployment:
         if self.with_learner:
             self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
             self.total_steps = total_training_steps(config, len(self.prompts))
+            self.console.print(f"training on {self.prompts.counts}")
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
 
@@ -93,6 +95,9 @@ class Deployment:
                 responses = config.data.train_batch_size * config.rollout.train.n
                 steps = self.total_steps * responses // config.learner.mini_batch_size
                 starts.append(self.learner.setup(steps))
+                if needs_critic(config):
+                    self.critic = LearnerGroup(config, placement, role="critic")
+                    starts.append(self.critic.setup(steps))
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
             RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
