@@ -23,7 +23,18 @@ class Figure:
 
 def _figures(metrics: set[str]) -> list[Figure]:
     sources = sorted({name.split("/acc/")[0] for name in metrics if name.startswith("val-core/") and "/acc/" in name})
-    figures = []
+    figures = [
+        Figure(
+            "learning_curve",
+            "Learning to use the tool",
+            [
+                *((name, f"held-out {name.split('/')[-1]}") for name in sorted(metrics) if _is_overall_mean(name)),
+                ("rollout/acc/mean", "accuracy of generated responses"),
+                ("tool/use_rate", "responses with a tool call"),
+                ("tool/success_rate", "tool calls that succeed"),
+            ],
+        )
+    ]
     overall = [
         (name, name.split("/acc/")[1])
         for name in sorted(metrics)
@@ -78,6 +89,10 @@ def _figures(metrics: set[str]) -> list[Figure]:
     return figures
 
 
+def _is_overall_mean(name: str) -> bool:
+    return name.startswith("val-core/all/acc/mean@")
+
+
 def write_report(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
     """Draw every curve that the run has into runs/<name>/report/ and an index.html beside them.
 
@@ -111,7 +126,8 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
         canvas, axes = plt.subplots(figsize=(7, 4), dpi=110)
         for name, legend in present:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            axes.plot(*zip(*points, strict=True), label=legend, marker="o" if len(points) < 20 else None, markersize=3)
+            few = len(points) < 20
+            axes.plot(*zip(*points, strict=True), label=legend, marker="o" if few else None, linewidth=2 if few else 1)
         axes.set(title=figure.title, xlabel="step")
         if figure.log_scale:
             axes.set_yscale("log")
