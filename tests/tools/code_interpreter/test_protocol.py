@@ -20,7 +20,7 @@ paths = st.lists(names, min_size=1, max_size=3)
         memory_limit_mb=st.none() | st.integers(1, 10**6),
         stdin=st.text().map(lambda text: text.encode("utf-8", "surrogatepass")),
         files=st.dictionaries(paths.map("/".join), st.binary(max_size=50), max_size=3),
-        fetch_files=st.lists(paths.map("/".join), max_size=3).map(tuple),
+        fetch_files=st.lists(paths.map("/".join), max_size=3, unique=True).map(tuple),
         print_last_expression=st.none() | st.booleans(),
     )
 )
