@@ -1,0 +1,1 @@
+"""Memory, time and rollout planning before any GPU is asked for. See docs/planning.md."""

@@ -1,0 +1,192 @@
+"""python -m megatron_retool plan --config FILE --gpus H100x16 [--simulate] [dotted.key=value ...]
+
+Says how much memory each part of a run takes on each GPU, how long a step and the run take, what does not fit and which
+knob would make it fit, and which layouts would be faster. Needs no GPU and no model files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.learner.parallel import validate_layout
+from megatron_retool.planning import report
+from megatron_retool.planning.hardware import Machines, parse_machines
+from megatron_retool.planning.models import resolve_architecture
+from megatron_retool.planning.scenarios import MAX_RESPONSES, SIZES, compare, scenario_of
+from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
+from megatron_retool.planning.timing import RunTime, predict_run, predict_step
+from megatron_retool.planning.workload import Workload, workload_of
+
+DEFAULT_STEPS = 100
+
+
+def main(arguments: list[str], console: Console) -> int:
+    """The plan command. ``arguments`` are those after "plan".
+
+    Returns:
+        0 where the configuration fits, 1 where it does not.
+
+    Raises:
+        ConfigError: the configuration, an option or a measured run is unusable; the message says why.
+    """
+    options = _parse(arguments)
+    config, measured = _configuration(options)
+    name, architecture = resolve_architecture(config, options.model)
+    machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
+    layout = validate_layout(config.learner, architecture)
+    workload = _workload(options, config, measured)
+
+    report.print_header(console, name, architecture, config, layout, machines, workload)
+    memory = plan_memory(config, architecture, layout, machines, workload)
+    console.print(report.memory_table(memory, machines.accelerator.name))
+    planner = Planner(config, architecture, machines, workload)
+    report.print_problems(console, memory, [] if memory.fits else planner.cures())
+
+    step = predict_step(config, architecture, layout, machines, workload)
+    console.print(report.time_table(step, measured))
+    run = _run_time(options, config, architecture, machines, workload, step.total)
+    report.print_time(console, step, run, calibrated=measured is not None or machines.accelerator.is_cpu)
+    if options.suggestions and not machines.accelerator.is_cpu:
+        candidates = planner.suggestions(options.suggestions)
+        if candidates:
+            console.print(report.suggestion_table(candidates, architecture.is_moe))
+            console.print(" ".join(overrides_of(candidates[0].changes)), highlight=False, soft_wrap=True)
+        else:
+            console.print(f"[bold red]no layout of {name} fits on {machines}[/]")
+    if options.simulate:
+        for gpus in [machines.count] if machines.accelerator.is_cpu else options.sizes:
+            started = time.perf_counter()
+            scenario = scenario_of(
+                config, architecture, layout, machines, workload, gpus, max_responses=options.max_responses
+            )
+            outcomes = compare(scenario, seed=options.seed)
+            console.print(report.outcome_table(scenario, outcomes))
+            console.print(report.straggler_sentence(scenario, outcomes[0]), highlight=False)
+            console.print(f"[dim]simulated in {time.perf_counter() - started:.1f} s[/]")
+    return 0 if memory.fits else 1
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megatron_retool plan", description=__doc__)
+    parser.add_argument("--config", help="YAML file (default: that of --run, or the defaults)")
+    parser.add_argument(
+        "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--model", help="known model or directory with config.json (default: model.path)")
+    parser.add_argument("--steps", type=int, help="length of the run (default: trainer.total_steps)")
+    parser.add_argument("--suggestions", type=int, default=5, help="layouts to suggest; 0: none")
+    workload = parser.add_argument_group("workload (default: that of the published run, scaled to the limits)")
+    workload.add_argument("--run", help="runs/<name>: take the workload from its metrics.jsonl and compare the times")
+    workload.add_argument("--response-mean", type=float, help="response_length/mean")
+    workload.add_argument("--clip-ratio", type=float, help="response_length/clip_ratio")
+    workload.add_argument("--prompt-mean", type=float, help="prompt_length/mean")
+    workload.add_argument("--tool-calls", type=float, help="tool/calls of a response")
+    workload.add_argument("--tool-seconds", type=float, help="tool/seconds_mean")
+    workload.add_argument("--kept-groups", type=float, help="share of groups that dynamic sampling keeps")
+    workload.add_argument("--val-prompts", type=int, default=0, help="prompts of the validation files")
+    simulation = parser.add_argument_group("simulation")
+    simulation.add_argument("--simulate", action="store_true", help="compare strategies against the long tail")
+    simulation.add_argument("--sizes", type=_sizes, default=list(SIZES), help="numbers of GPUs, such as 8,64,512,4096")
+    simulation.add_argument("--max-responses", type=int, default=MAX_RESPONSES, help="the batch grows up to here")
+    simulation.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="dotted.key=value")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(part) for part in text.split(",")]
+    if any(size < 1 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers")
+    return sizes
+
+
+def _configuration(options: argparse.Namespace) -> tuple[Config, dict[str, float] | None]:
+    path = options.config
+    measured = None
+    if options.run:
+        directory = Path(options.run)
+        measured = read_measurements(directory / "metrics.jsonl")
+        if path is None:
+            path = directory / "config.yaml"
+    return load_config(path, options.overrides), measured
+
+
+def _machines_of(config: Config) -> str:
+    if config.cluster.gpus_per_node == 0:
+        return f"CPUx{config.learner.world_size}"
+    return f"H100x{config.cluster.nodes * config.cluster.gpus_per_node}"
+
+
+def _workload(options: argparse.Namespace, config: Config, measured: dict[str, float] | None) -> Workload:
+    figures: dict[str, float | None] = {
+        "response_mean": options.response_mean,
+        "clip_ratio": options.clip_ratio,
+        "prompt_tokens": options.prompt_mean,
+        "tool_calls": options.tool_calls,
+        "tool_seconds": options.tool_seconds,
+        "kept_groups": options.kept_groups,
+    }
+    if measured:
+        responses = config.data.train_batch_size * config.rollout.train.n
+        logged = {
+            "response_mean": measured.get("response_length/mean"),
+            # No response at the limit is less than half a response.
+            "clip_ratio": max(measured.get("response_length/clip_ratio", 0.0), 0.5 / responses),
+            "prompt_tokens": measured.get("prompt_length/mean"),
+            "tool_calls": measured.get("tool/calls"),
+            "tool_seconds": measured.get("tool/seconds_mean") or None,
+        }
+        generated, kept = (measured.get(f"dynamic_sampling/{name}_groups") for name in ("generated", "kept"))
+        if generated and kept:
+            logged["kept_groups"] = min(1.0, kept / generated)
+        figures = {key: value if value is not None else logged.get(key) for key, value in figures.items()}
+    return workload_of(config, **figures)
+
+
+def read_measurements(path: Path) -> dict[str, float]:
+    """Medians over the steps of a run's metrics.jsonl, the first step left out; timings under their phase's name.
+
+    Raises:
+        ConfigError: the file is missing, malformed or has no step.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist: --run takes the directory of a run, runs/<experiment_name>"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a file of JSON lines: {error}") from error
+    steps = [row for row in rows if "timing_s/gen" in row]
+    if not steps:
+        raise ConfigError(f"{path} has no training step")
+    # The first step compiles, connects and warms caches.
+    steps = steps[1:] or steps
+    measured: dict[str, float] = {}
+    for name in sorted({name for row in steps for name in row}):
+        values = [row[name] for row in steps if isinstance(row.get(name), (int, float))]
+        if values:
+            measured[name.removeprefix("timing_s/") if name.startswith("timing_s/") else name] = float(median(values))
+    return measured
+
+
+def _run_time(
+    options: argparse.Namespace,
+    config: Config,
+    architecture: Any,
+    machines: Machines,
+    workload: Workload,
+    step_seconds: float,
+) -> RunTime:
+    steps = options.steps or config.trainer.total_steps or DEFAULT_STEPS
+    return predict_run(config, architecture, machines, workload, step_seconds, steps, options.val_prompts)

@@ -1,0 +1,218 @@
+"""How fast an inference engine decodes and prefills, and how many trajectories it holds.
+
+One decode step of a batch of B sequences with K tokens of context in total reads every weight and every cached key and
+value once and multiplies each weight with B rows:
+
+    t(B, K) = fixed + per_sequence B + 2 layers allreduce(B)
+              + weight_bytes(B) / (TP bandwidth e_b) + K kv_bytes / (TP bandwidth e_b)
+              + B flops_per_token / (TP peak e_c)
+              + layers experts_layer                                            (mixture of experts)
+
+The terms add up: measured latencies show no sign of reading and multiplying hiding one another at the batch sizes of a
+rollout.  In a mixture of experts a step reads the experts that at least one of the B tokens chose,
+E (1 - (1 - k/E)^B) of E on average, and its small matrix products reach a smaller share of the peak.  Prefill is
+compute alone.
+
+The constants of the default profile were chosen once for published latencies of vLLM on H100 (ML.ENERGY leaderboard);
+docs/planning.md lists the errors, also for the models and tasks that were not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from conversion.architecture import Architecture
+from megatron_retool.config import EngineConfig
+from megatron_retool.learner.flops import pair_flops, token_flops
+from megatron_retool.planning.hardware import Accelerator
+from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """What a serving stack makes of the hardware.
+
+    Attributes:
+        fixed_seconds: launch, sampling and scheduling of one step, whatever the batch.
+        per_sequence_seconds: host work for each sequence and step.
+        bandwidth_efficiency, compute_efficiency: shares of the peak that kernels reach.
+        experts_compute_efficiency: the same for the experts of a mixture while decoding, tens of tokens each.
+        experts_layer_seconds: routing and permutation in one such layer.
+        allreduce_latency: seconds of a small all-reduce within a node.
+        keeps_prefix: a trajectory that comes back from a tool finds its keys and values in the cache. False: the
+            engine has more trajectories than memory, so that each turn reads the whole context again.
+    """
+
+    fixed_seconds: float = 1.5e-3
+    per_sequence_seconds: float = 20e-6
+    bandwidth_efficiency: float = 0.85
+    compute_efficiency: float = 0.6
+    experts_compute_efficiency: float = 0.1
+    experts_layer_seconds: float = 45e-6
+    allreduce_latency: float = 12e-6
+    keeps_prefix: bool = True
+
+
+GPU_PROFILE = EngineProfile()
+CPU_PROFILE = EngineProfile(fixed_seconds=2.0e-3, per_sequence_seconds=125e-6, compute_efficiency=0.3)
+"""SGLang's CPU engine, one core, a model of a million parameters: about 500 tokens/s for one sequence, 6500 for 64."""
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """One engine: ``tensor_parallel`` devices that serve one copy of the model.
+
+    Attributes:
+        weight_bytes_per_parameter: 2 for bf16, 1 for FP8, 4 for fp32.
+        kv_bytes_per_element: of the key-value cache.
+        memory_fraction: share of device memory for weights and cache (SGLang's mem_fraction_static).
+        max_running: sequences decoded at one time, whatever the memory.
+        max_cache_tokens: limit of the cache beyond memory; None: memory decides.
+    """
+
+    architecture: Architecture
+    accelerator: Accelerator
+    tensor_parallel: int = 1
+    profile: EngineProfile = GPU_PROFILE
+    weight_bytes_per_parameter: float = 2.0
+    kv_bytes_per_element: float = 2.0
+    memory_fraction: float = 0.85
+    max_running: int = 256
+    max_cache_tokens: int | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        architecture: Architecture,
+        accelerator: Accelerator,
+        max_concurrent: int | None = None,
+        profile: EngineProfile | None = None,
+    ) -> EngineModel:
+        if accelerator.is_cpu:
+            width = 4.0 if config.dtype in ("auto", "float32") else 2.0
+        else:
+            width = 4.0 if config.dtype == "float32" else 2.0
+        return cls(
+            architecture=architecture,
+            accelerator=accelerator,
+            tensor_parallel=config.tensor_parallel_size,
+            profile=profile or (CPU_PROFILE if accelerator.is_cpu else GPU_PROFILE),
+            weight_bytes_per_parameter=1.0 if config.quantization == "fp8" else width,
+            kv_bytes_per_element=width,
+            memory_fraction=config.mem_fraction_static,
+            max_running=min(config.max_running_requests, max_concurrent or config.max_running_requests),
+            max_cache_tokens=config.max_total_tokens,
+        )
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Of the whole engine. FP8 leaves embedding and output layer in 16 bits."""
+        a = self.architecture
+        total = parameter_count(a)
+        if self.weight_bytes_per_parameter >= 2:
+            return total * self.weight_bytes_per_parameter
+        kept = a.vocab_size * a.hidden_size * (1 if a.tie_word_embeddings else 2)
+        return (total - kept) * self.weight_bytes_per_parameter + kept * 2.0
+
+    @cached_property
+    def kv_bytes_per_token(self) -> float:
+        """Of the whole engine: 2 (key, value) x layers x groups x head_dim; TP > groups keeps copies of a group."""
+        groups = max(self.architecture.num_query_groups, self.tensor_parallel)
+        return 2 * self.architecture.num_layers * groups * self.architecture.head_dim * self.kv_bytes_per_element
+
+    @cached_property
+    def cache_tokens(self) -> float:
+        """Tokens whose keys and values fit; not positive where the weights alone do not fit."""
+        static = self.memory_fraction * self.accelerator.memory_bytes * self.tensor_parallel
+        tokens = (static - self.weight_bytes) / self.kv_bytes_per_token
+        return tokens if self.max_cache_tokens is None else min(tokens, self.max_cache_tokens)
+
+    def concurrency(self, context_tokens: float) -> int:
+        """Trajectories decoded at one time when each holds ``context_tokens`` on average. At least 1."""
+        return max(1, min(self.max_running, int(self.cache_tokens / context_tokens)))
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return self.tensor_parallel * self.accelerator.bandwidth * self.profile.bandwidth_efficiency
+
+    @cached_property
+    def _compute(self) -> float:
+        fp8 = self.weight_bytes_per_parameter < 2 and self.accelerator.fp8_flops
+        peak = self.accelerator.fp8_flops if fp8 else self.accelerator.flops
+        return self.tensor_parallel * peak * self.profile.compute_efficiency
+
+    @cached_property
+    def seconds_per_context_token(self) -> float:
+        """What each token of context adds to a decode step."""
+        return self.kv_bytes_per_token / self._bandwidth
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        a = self.architecture
+        return a.num_layers * token_flops(a) + 2.0 * a.hidden_size * a.vocab_size
+
+    @cached_property
+    def _experts_flops(self) -> float:
+        a = self.architecture
+        assert a.num_experts is not None and a.num_experts_per_tok is not None
+        return 2.0 * routed_expert_parameters(a) * a.num_experts_per_tok / a.num_experts
+
+    def batch_seconds(self, batch: int) -> float:
+        """A decode step of ``batch`` sequences, apart from reading their context."""
+        seconds = self._batch_seconds.get(batch)
+        if seconds is None:
+            seconds = self._batch_seconds[batch] = self._compute_batch_seconds(batch)
+        return seconds
+
+    @cached_property
+    def _batch_seconds(self) -> dict[int, float]:
+        return {}
+
+    def _compute_batch_seconds(self, batch: int) -> float:
+        profile, a = self.profile, self.architecture
+        seconds = profile.fixed_seconds + profile.per_sequence_seconds * batch
+        seconds += self._read_bytes(batch) / self._bandwidth + batch * self._flops_per_token / self._compute
+        if a.is_moe:
+            slowdown = profile.compute_efficiency / profile.experts_compute_efficiency - 1
+            seconds += batch * self._experts_flops / self._compute * slowdown
+            seconds += a.num_layers * profile.experts_layer_seconds
+        if self.tensor_parallel > 1:
+            payload = 2.0 * batch * a.hidden_size * 2 * (self.tensor_parallel - 1) / self.tensor_parallel
+            allreduce = profile.allreduce_latency + payload / self.accelerator.intra_node_bandwidth
+            seconds += 2 * a.num_layers * allreduce
+        return seconds
+
+    def _read_bytes(self, batch: int) -> float:
+        """Weights that a step reads. The embedding table is looked up, not read."""
+        a = self.architecture
+        read = self.weight_bytes
+        if not a.tie_word_embeddings:
+            read -= a.vocab_size * a.hidden_size * max(2.0, self.weight_bytes_per_parameter)
+        if a.is_moe:
+            assert a.num_experts is not None and a.num_experts_per_tok is not None
+            experts = routed_expert_parameters(a) * self.weight_bytes_per_parameter
+            untouched = (1 - a.num_experts_per_tok / a.num_experts) ** batch
+            read -= experts * untouched
+        return read
+
+    def step_seconds(self, batch: int, context_tokens: float) -> float:
+        """One decode step of ``batch`` sequences whose contexts add up to ``context_tokens``."""
+        return self.batch_seconds(batch) + self.seconds_per_context_token * context_tokens
+
+    def prefill_seconds(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
+        """Reading ``new_tokens`` that follow ``cached_tokens`` whose keys and values are there."""
+        a = self.architecture
+        pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        flops = a.num_layers * (token_flops(a) * new_tokens + pair_flops(a) * pairs)
+        return flops / self._compute
+
+    @property
+    def single_stream_tokens_per_second(self) -> float:
+        """The speed of the last response, when all others are done."""
+        return 1.0 / self.step_seconds(1, 4096)

@@ -1,0 +1,431 @@
+"""Memory of one GPU, component by component, for every layout.
+
+Parameters, gradients, optimizer states and checkpoints are exact: they are counted from the weight map's own shapes
+(``conversion.weight_map``), and tests hold them against Megatron-Core models built on the meta device.  Activations and
+logits are the sums of the tensors that a training step keeps; runtime overhead is an allowance.
+
+Notation: TP, PP, VPP, CP, EP, ETP, DP sizes of the layout; h hidden size, L layers, V vocabulary padded to a multiple
+of 8 TP; t = tokens of a packed micro-batch on one context-parallel rank = max_tokens_per_micro_batch / CP; b = bytes
+of a parameter (2 in bf16).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from conversion.architecture import Architecture
+from conversion.weight_map import WeightMap, shard_shape
+from megatron_retool.config import Config, LearnerConfig, RecomputeConfig
+from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
+
+PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+RUNTIME_BYTES = 4 * 2**30
+"""Allowance for the CUDA context, NCCL, cuBLAS and allocator fragmentation of one process."""
+
+
+Tensors = tuple[tuple[int, int], ...]
+"""(elements, how many tensors of that size), ..."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One rank's part of some parameters; ``expert`` are those that expert parallelism spreads."""
+
+    dense: Tensors = ()
+    expert: Tensors = ()
+
+    def __add__(self, other: _Shard) -> _Shard:
+        return _Shard(self.dense + other.dense, self.expert + other.expert)
+
+    def times(self, count: int) -> _Shard:
+        dense, expert = (tuple((size, number * count) for size, number in t) for t in (self.dense, self.expert))
+        return _Shard(dense, expert)
+
+    @property
+    def elements(self) -> int:
+        return sum(size * number for size, number in (*self.dense, *self.expert))
+
+
+@lru_cache(maxsize=256)
+def _shards(
+    architecture: Architecture, tensor: int, expert_tensor: int, expert: int, vocab_rows: int
+) -> Mapping[str, _Shard]:
+    """Elements of one rank's part of the embedding, one layer, the final norm and the output layer."""
+    # A one-layer model has every kind of tensor; all layers are alike.
+    one_layer = replace(architecture, num_layers=1)
+    parts: dict[str, list[tuple[int, bool]]] = {"embedding": [], "layer": [], "norm": [], "output": []}
+    local_experts = (architecture.num_experts or 0) // expert
+    for mapping in WeightMap(one_layer, vocab_rows):
+        if mapping.expert is not None and mapping.expert >= local_experts:
+            continue
+        routed = mapping.expert is not None
+        elements = math.prod(shard_shape(mapping, expert_tensor if routed else tensor, 0))
+        if mapping.layer is not None:
+            part = "layer"
+        elif mapping.mcore_name.startswith("embedding"):
+            part = "embedding"
+        else:
+            part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
+        # Megatron gives experts gradient buffers of their own only where they are really spread.
+        parts[part].append((elements, routed and expert > 1))
+    return {
+        part: _Shard(
+            *(tuple(Counter(size for size, spread in found if spread is kind).items()) for kind in (False, True))
+        )
+        for part, found in parts.items()
+    }
+
+
+def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int) -> list[_Shard]:
+    """The model chunks that a rank of pipeline stage ``stage`` holds: one, or VPP of them."""
+    shards = _shards(
+        architecture,
+        layout.tensor,
+        layout.expert_tensor,
+        layout.expert,
+        padded_vocab_size(architecture.vocab_size, layout.tensor),
+    )
+    virtual = layout.virtual_pipeline or 1
+    layers = architecture.num_layers // (layout.pipeline * virtual)
+    chunks = []
+    for index in range(virtual):
+        chunk = shards["layer"].times(layers)
+        first = stage == 0 and index == 0
+        last = stage == layout.pipeline - 1 and index == virtual - 1
+        if first:
+            chunk = chunk + shards["embedding"]
+        if last:
+            chunk = chunk + shards["norm"]
+            # A tied output layer is the embedding itself, or a second copy of it on another stage.
+            if not architecture.tie_word_embeddings or not first:
+                chunk = chunk + shards["output"]
+        chunks.append(chunk)
+    return chunks
+
+
+def parameter_count(architecture: Architecture) -> int:
+    """Parameters of the whole model as Hugging Face stores it: unpadded, a tied output layer counted once."""
+    shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
+    total = shards["layer"].times(architecture.num_layers) + shards["embedding"] + shards["norm"]
+    if not architecture.tie_word_embeddings:
+        total = total + shards["output"]
+    return total.elements
+
+
+def routed_expert_parameters(architecture: Architecture) -> int:
+    """Parameters in experts, all layers together; 0 for a dense model."""
+    if not architecture.is_moe:
+        return 0
+    assert architecture.num_experts is not None and architecture.moe_ffn_hidden_size is not None
+    one = 3 * architecture.hidden_size * architecture.moe_ffn_hidden_size
+    return architecture.num_layers * architecture.num_experts * one
+
+
+def rank_parameters(architecture: Architecture, layout: ParallelLayout, stage: int) -> int:
+    """Parameters of a rank of pipeline stage ``stage``, all its chunks together."""
+    return sum(chunk.elements for chunk in _stage_chunks(architecture, layout, stage))
+
+
+def expert_data_parallel(layout: ParallelLayout) -> int:
+    """Ranks that hold the same experts: world / (ETP EP PP)."""
+    return layout.world_size // (layout.expert_tensor * layout.expert * layout.pipeline)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What training keeps from step to step on one rank, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@lru_cache(maxsize=4096)
+def state_bytes(
+    architecture: Architecture,
+    layout: ParallelLayout,
+    stage: int,
+    dtype: str = "bfloat16",
+    distributed_optimizer: bool = True,
+    optimizer_on_host: bool = False,
+) -> StateBytes:
+    """Parameters, fp32 main gradients and AdamW's states of a rank of pipeline stage ``stage``.
+
+    Megatron's DDP lays all parameters of a chunk end to end in one buffer (experts that EP spreads in another).  With
+    the distributed optimizer each tensor starts at a multiple of 64 elements and the buffer's length n is rounded up
+    to a multiple of lcm(128, D), where D = DP CP for dense parameters and world / (ETP EP PP) for experts:
+
+        parameters = b n          gradients = 4 n          optimizer = s n / D
+
+    with s = 12 bytes (fp32 master copy, two moments) where parameters have 16 bits, 8 in fp32 (no second copy).  The
+    optimizer's figure is the share of the rank with the most; padding aside all shares are equal.  Without the
+    distributed optimizer nothing is padded or divided: n is the number of parameters and optimizer = s n.
+    ``optimizer_on_host`` (learner.optimizer.cpu_offload) leaves no optimizer state on the device.
+    """
+    width = PARAMETER_BYTES[dtype]
+    per_element = 8 if dtype == "float32" else 12
+    dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
+    elements = shares = 0.0
+    for chunk in _stage_chunks(architecture, layout, stage):
+        for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.expert, expert_ranks)):
+            length = _buffer_elements(tensors, ranks, distributed_optimizer)
+            elements += length
+            shares += length / ranks if distributed_optimizer else length
+    return StateBytes(
+        parameters=width * elements,
+        gradients=4.0 * elements,
+        optimizer=0.0 if optimizer_on_host else per_element * shares,
+    )
+
+
+def _buffer_elements(tensors: Tensors, ranks: int, padded: bool) -> int:
+    if not padded:
+        return sum(size * number for size, number in tensors)
+    aligned = sum(-(-size // 64) * 64 * number for size, number in tensors)
+    multiple = math.lcm(128, ranks)
+    return -(-aligned // multiple) * multiple
+
+
+def checkpoint_bytes(architecture: Architecture, dtype: str = "bfloat16", with_optimizer: bool = True) -> int:
+    """Tensor bytes of a distributed checkpoint (learner/), whatever layout wrote it.
+
+    Each parameter is stored once: b bytes of weight and, for AdamW, fp32 master copy and two moments (12 bytes; 12 in
+    fp32 as well, where the master copy repeats the weight).  Vocabulary padding is stored, a tied output layer is not.
+    """
+    width = PARAMETER_BYTES[dtype] + (12 if with_optimizer else 0)
+    rows = padded_vocab_size(architecture.vocab_size, 1)
+    tables = 1 if architecture.tie_word_embeddings else 2
+    padding = (rows - architecture.vocab_size) * architecture.hidden_size * tables
+    return (parameter_count(architecture) + padding) * width
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def layer_activations(
+    architecture: Architecture, layout: ParallelLayout, tokens: float, width: int = 2, fused: bool = True
+) -> dict[str, float]:
+    """Bytes that one layer keeps for its backward pass, tensor by tensor, without recomputation.
+
+    After Korthikanti et al. (arXiv:2205.05198), section 4, with flash attention (no score matrix), grouped queries,
+    RMSNorm and SwiGLU.  q and k v are the sizes of all query heads and of all key (= value) heads, s = TP with sequence
+    parallelism and 1 without, f the SwiGLU width, e = chosen experts per token, w = ``width``.
+
+                     Transformer Engine (fused)               local layer spec           what it is
+        norms        4 t h w / s                              2 t h (8 + w) / s          inputs, outputs (local: inputs
+                                                                                         in fp32, raw and normalised)
+        attention    t (3 q + 3 kv) w / TP + 4 t heads / TP   the same                   QKV output, rotated q and k,
+                                                                                         output; log-sum-exp
+        query norm   t (q + kv) w / TP                        8 t (q + kv) / TP          of q and k (Qwen3)
+        SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
+        experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
+                                                                                         product, outputs
+        router       8 t E / s                                the same                   fp32 logits, probabilities
+
+    Args:
+        tokens: t, of one context-parallel rank.
+        width: bytes of an activation.
+        fused: Transformer Engine's layer spec; False: Megatron's local one.
+    """
+    a, tp = architecture, layout.tensor
+    split = tp if layout.sequence_parallel else 1
+    query, key_value = a.query_size, a.key_value_size
+    parts = {
+        "norms": 2 * tokens * a.hidden_size * (2 * width if fused else 8 + width) / split,
+        "attention": 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp,
+    }
+    if a.qk_norm:
+        parts["query_norm"] = tokens * (query + key_value) * (width if fused else 8) / tp
+    widths = 3 if fused else 4
+    if a.is_moe:
+        assert a.num_experts is not None and a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
+        # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
+        routed = a.num_experts_per_tok * tokens / split
+        parts["experts"] = routed * (2 * a.hidden_size * layout.expert_tensor + widths * a.moe_ffn_hidden_size) * width
+        parts["router"] = 8 * tokens * a.num_experts / split
+    else:
+        parts["mlp"] = widths * tokens * a.ffn_hidden_size * width / tp
+    return parts
+
+
+def _kept_by_layer(
+    architecture: Architecture,
+    layout: ParallelLayout,
+    recompute: RecomputeConfig,
+    tokens: float,
+    width: int,
+    fused: bool,
+) -> float:
+    """Bytes a layer keeps under selective recomputation of the named modules."""
+    parts = layer_activations(architecture, layout, tokens, width, fused)
+    split = layout.tensor if layout.sequence_parallel else 1
+    if recompute.granularity == "selective":
+        for module in recompute.modules:
+            if module == "layernorm":
+                parts["norms"] -= 2 * tokens * architecture.hidden_size * width / split
+            elif module == "mlp":
+                parts.pop("mlp", None)
+            elif module == "moe":
+                parts.pop("experts", None)
+                parts.pop("router", None)
+            elif module == "moe_act" and architecture.is_moe:
+                assert architecture.num_experts_per_tok is not None and architecture.moe_ffn_hidden_size is not None
+                parts["experts"] -= (
+                    architecture.num_experts_per_tok * tokens / split * architecture.moe_ffn_hidden_size * width
+                )
+        # core_attn: flash attention keeps no score matrix, so that there is nothing to save.
+    return sum(parts.values())
+
+
+def activation_bytes(
+    architecture: Architecture,
+    layout: ParallelLayout,
+    learner: LearnerConfig,
+    stage: int,
+    micro_batches: int,
+    fused: bool = True,
+) -> float:
+    """Peak activations of a rank of pipeline stage ``stage``, logits aside.
+
+    With A = bytes a layer keeps (``layer_activations``), I = bytes of a layer's input (t h w / s) and l = layers of the
+    stage, one micro-batch in flight keeps
+
+        no recomputation      l A
+        full, uniform, n      ceil(l / n) I, and n A while a block is recomputed
+        full, block, n        n I + (l - n) A, and A while a layer is recomputed
+        selective             l A less the recomputed modules' part
+
+    1F1B keeps min(PP - stage, micro-batches) of them in flight; interleaving multiplies by
+    1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.
+    """
+    width = PARAMETER_BYTES[learner.dtype]
+    tokens = learner.max_tokens_per_micro_batch / layout.context
+    recompute = learner.recompute
+    layers = architecture.num_layers // layout.pipeline
+    whole = sum(layer_activations(architecture, layout, tokens, width, fused).values())
+    layer_input = tokens * architecture.hidden_size * width / (layout.tensor if layout.sequence_parallel else 1)
+    working = 0.0
+    if recompute.granularity == "full":
+        count = recompute.num_layers or 1
+        if (recompute.method or "uniform") == "uniform":
+            kept, working = math.ceil(layers / count) * layer_input, count * whole
+        else:
+            kept, working = count * layer_input + (layers - count) * whole, whole
+    else:
+        kept = layers * _kept_by_layer(architecture, layout, recompute, tokens, width, fused)
+    in_flight = float(min(layout.pipeline - stage, micro_batches))
+    if layout.virtual_pipeline:
+        interleaved = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
+        in_flight = min(interleaved, micro_batches) if stage == 0 else min(interleaved - stage, micro_batches)
+    embedded = layer_input * in_flight if stage == 0 else 0.0
+    return kept * in_flight + working + embedded
+
+
+def logit_bytes(architecture: Architecture, layout: ParallelLayout, learner: LearnerConfig) -> float:
+    """Peak of the chunked head on the last stage (learner/log_probs.py).
+
+    c = min(log_prob_chunk_tokens, t) rows of V / TP logits exist at one time: in the forward pass fp32 logits and
+    probabilities, in the backward pass also their 16-bit gradient, 10 bytes an element (12 with an fp32 head, which
+    keeps an fp32 copy of its weight too).  The hidden states of all t tokens are gathered over TP (t h w), their
+    gradient is another t h w, and the weight's gradient of a chunk is V / TP h w before it is added to the main one.
+    """
+    width = PARAMETER_BYTES[learner.dtype]
+    tokens = learner.max_tokens_per_micro_batch / layout.context
+    rows = padded_vocab_size(architecture.vocab_size, layout.tensor) / layout.tensor
+    chunk = min(learner.log_prob_chunk_tokens, tokens)
+    head_width = 4 if learner.fp32_lm_head else width
+    logits = chunk * rows * (8 + head_width)
+    hidden = 2 * tokens * architecture.hidden_size * width
+    weight = rows * architecture.hidden_size * (head_width + (4 if learner.fp32_lm_head and width == 2 else 0))
+    return logits + hidden + weight
+
+
+# --- the whole device -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Bytes on one GPU of the learner while it updates; of the pipeline stage that needs the most."""
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    reference: float
+    critic: float
+    fp8_copies: float
+    activations: float
+    logits: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        return self.resident + self.activations + self.logits + self.fp8_copies + self.runtime
+
+    @property
+    def resident(self) -> float:
+        """States that stay between phases unless they are moved to host memory."""
+        return self.parameters + self.gradients + self.optimizer + self.reference + self.critic
+
+    @property
+    def sleeping(self) -> float:
+        """What waits in host memory while a colocated engine works. Gradients are nothing between two steps."""
+        return self.resident - self.gradients
+
+    def components(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "stage"}
+
+
+def learner_memory(
+    config: Config, architecture: Architecture, layout: ParallelLayout, on_cpu: bool = False
+) -> LearnerMemory:
+    """Peak memory of a learner rank, stage by stage; the stage that needs the most.
+
+    The reference policy (a KL term is on) is a frozen copy of the parameters.  The critic (advantage gae) has
+    parameters, gradients and optimizer states of its own.  FP8 training keeps each linear weight in FP8 twice, as it is
+    and transposed, while the micro-batches of a mini-batch run.
+    """
+    learner, algorithm = config.learner, config.algorithm
+    with_reference = bool(algorithm.kl_in_loss or algorithm.kl_in_reward)
+    micro_batches = max(1, learner.mini_batch_size // layout.data)
+    found = []
+    for stage in range(layout.pipeline):
+        states = state_bytes(
+            architecture, layout, stage, learner.dtype, learner.use_distributed_optimizer, learner.optimizer.cpu_offload
+        )
+        last = stage == layout.pipeline - 1
+        copies = 0.0
+        if learner.fp8.recipe is not None:
+            shards = _shards(
+                architecture,
+                layout.tensor,
+                layout.expert_tensor,
+                layout.expert,
+                padded_vocab_size(architecture.vocab_size, layout.tensor),
+            )
+            copies = 2.0 * shards["layer"].elements * (architecture.num_layers // layout.pipeline)
+        found.append(
+            LearnerMemory(
+                stage=stage,
+                parameters=states.parameters,
+                gradients=states.gradients,
+                optimizer=states.optimizer,
+                reference=PARAMETER_BYTES[learner.dtype] * rank_parameters(architecture, layout, stage)
+                if with_reference
+                else 0.0,
+                critic=states.total if algorithm.advantage == "gae" else 0.0,
+                fp8_copies=copies,
+                activations=activation_bytes(architecture, layout, learner, stage, micro_batches, not on_cpu),
+                logits=logit_bytes(architecture, layout, learner) if last else 0.0,
+                runtime=0.5 * 2**30 if on_cpu else RUNTIME_BYTES,
+            )
+        )
+    return max(found, key=lambda memory: memory.total)

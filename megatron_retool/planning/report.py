@@ -1,0 +1,245 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from conversion.architecture import Architecture
+from megatron_retool.config import Config
+from megatron_retool.learner.parallel import ParallelLayout
+from megatron_retool.planning.hardware import GIB, Machines
+from megatron_retool.planning.memory import checkpoint_bytes, parameter_count
+from megatron_retool.planning.simulate import Outcome, Scenario
+from megatron_retool.planning.suggest import Candidate, MemoryPlan, overrides_of
+from megatron_retool.planning.timing import RunTime, StepTime
+from megatron_retool.planning.workload import Workload
+
+_NAMES = {
+    "parameters": "parameters",
+    "gradients": "gradients (fp32)",
+    "optimizer": "optimizer states",
+    "reference": "reference policy",
+    "critic": "critic",
+    "fp8_copies": "FP8 weight copies",
+    "activations": "activations",
+    "logits": "logits and head",
+    "runtime": "CUDA, NCCL, fragmentation (allowance)",
+}
+
+
+_UNITS = {"MiB": 2**20, "GiB": GIB}
+
+PUBLISHED_FACTORS = (1.3, 1.7)
+"""Seconds of published RL systems, divided by what this model predicts for them: docs/planning.md."""
+
+
+def _scale(value: float) -> tuple[float, str]:
+    unit = "GiB" if value >= 2 * GIB else "MiB"
+    return value / _UNITS[unit], unit
+
+
+def describe_layout(layout: ParallelLayout, is_moe: bool) -> str:
+    """TP 4 (SP), PP 1, CP 2, DP 1, and for a mixture of experts EP and ETP."""
+    text = f"TP {layout.tensor}{' (SP)' if layout.sequence_parallel else ''}, PP {layout.pipeline}"
+    if layout.virtual_pipeline:
+        text += f" (VPP {layout.virtual_pipeline})"
+    text += f", CP {layout.context}, DP {layout.data}"
+    return text + (f", EP {layout.expert}, ETP {layout.expert_tensor}" if is_moe else "")
+
+
+def print_header(
+    console: Console,
+    name: str,
+    architecture: Architecture,
+    config: Config,
+    layout: ParallelLayout,
+    machines: Machines,
+    workload: Workload,
+) -> None:
+    engine = config.rollout.engine
+    lengths = workload.lengths
+    checkpoint, unit = _scale(checkpoint_bytes(architecture, config.learner.dtype))
+    console.print(
+        f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; "
+        f"{config.cluster.placement}",
+        highlight=False,
+    )
+    console.print(
+        f"learner: {layout.world_size} ranks, {describe_layout(layout, architecture.is_moe)}; "
+        f"engines: {engine.count} x TP {engine.tensor_parallel_size}",
+        highlight=False,
+    )
+    console.print(
+        f"a step: {workload.groups} prompts x {workload.group_size} = {workload.responses} responses of "
+        f"{lengths.mean:.0f} tokens on average, {lengths.clip_ratio:.2%} of them at the limit of {lengths.limit}, "
+        f"{workload.tool_calls:.1f} tool calls each; "
+        f"checkpoint {checkpoint:,.1f} {unit}",
+        highlight=False,
+    )
+
+
+def memory_table(plan: MemoryPlan, accelerator: str) -> Table:
+    _, unit = _scale(plan.learner_needed)
+    table = Table(title=f"memory of one {accelerator} of {plan.capacity / GIB:.1f} GiB")
+    table.add_column("part")
+    table.add_column(unit, justify="right")
+    table.add_column("share", justify="right")
+
+    def row(name: str, value: float, style: str | None = None) -> None:
+        table.add_row(name, f"{value / _UNITS[unit]:,.2f}", f"{value / plan.capacity:.0%}", style=style)
+
+    table.add_row("[bold]learner, at the peak of an update[/]")
+    for name, value in plan.learner.components().items():
+        if value:
+            row("  " + _NAMES[name], value)
+    sleeping = plan.learner_needed - plan.learner.total
+    if sleeping:
+        row("  sleeping engine", sleeping)
+    row("  together", plan.learner_needed, "bold red" if plan.learner_needed > plan.capacity else "bold")
+    table.add_section()
+    table.add_row("[bold]engine, during the rollout[/]")
+    row("  weights", plan.engine_weights)
+    row(f"  key-value cache ({plan.cache_tokens:,.0f} tokens an engine)", plan.engine_cache)
+    table.add_row("  trajectories at one time on an engine", str(plan.concurrent), "")
+    if plan.host_bytes_per_node:
+        table.add_section()
+        table.add_row("host memory of a node for the sleeping learner", f"{plan.host_bytes_per_node / GIB:.0f}", "")
+    return table
+
+
+def print_problems(console: Console, plan: MemoryPlan, cures: Sequence[Candidate]) -> None:
+    """What does not fit and the knobs that help."""
+    if plan.fits:
+        console.print("[green]everything fits[/]")
+        return
+    for problem in plan.problems:
+        console.print(f"[bold red]does not fit:[/] {problem}", highlight=False)
+    if not cures:
+        console.print("no single knob is enough; see the suggested layouts")
+    for cure in cures[:5]:
+        console.print(
+            f"  would fit with [bold]{' '.join(overrides_of(cure.changes))}[/]: "
+            f"{cure.memory.learner_needed / GIB:.0f} GiB, {cure.seconds:.0f} s a step",
+            highlight=False,
+        )
+
+
+def time_table(time: StepTime, measured: dict[str, float] | None = None) -> Table:
+    """Predicted seconds by phase; with ``measured``, those of a run beside them."""
+    table = Table(title="a step, predicted")
+    for column in ("phase", "seconds", "share", "what it is made of"):
+        table.add_column(column, justify="right" if column in ("seconds", "share") else "left")
+    if measured:
+        table.add_column("measured", justify="right")
+        table.add_column("error", justify="right")
+    parts = {
+        "gen": f"mean batch {time.generation.mean_batch:.0f} an engine; the last tenth of responses takes "
+        f"{time.generation.tail_seconds:.0f} s",
+        "old_log_prob": _parts(vars(time.log_probs)),
+        "update_actor": _parts(vars(time.update)),
+    }
+    for name, seconds in time.phases().items():
+        row = [name, f"{seconds:.4g}", f"{seconds / time.total:.0%}", parts.get(name, "")]
+        table.add_row(*row, *_against(measured, name, seconds))
+    table.add_section()
+    note = "generation and training overlap" if time.overlapped else ""
+    table.add_row("step", f"{time.total:.4g}", "", note, *_against(measured, "step", time.total), style="bold")
+    return table
+
+
+def _parts(parts: dict[str, float]) -> str:
+    found = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in parts.items() if value >= 0.005]
+    return ", ".join(found)
+
+
+def _against(measured: dict[str, float] | None, name: str, predicted: float) -> list[str]:
+    if not measured:
+        return []
+    value = measured.get(name)
+    return ["", ""] if not value else [f"{value:.4g}", f"{predicted / value - 1:+.0%}"]
+
+
+def print_time(console: Console, time: StepTime, run: RunTime, calibrated: bool) -> None:
+    """``calibrated``: the predictions stand beside measurements of the same run."""
+    console.print(
+        f"{time.trained_tokens:,.0f} tokens a step, {time.tokens_per_second_per_gpu:,.0f} tokens/s and GPU; "
+        f"MFU of the update {time.mfu:.1%}",
+        highlight=False,
+    )
+    console.print(
+        f"{run.steps} steps: {run.hours:,.1f} h ({run.validations} validations of {run.validation_seconds:.0f} s, "
+        f"{run.checkpoints} checkpoints of {run.checkpoint_seconds:.0f} s)",
+        highlight=False,
+    )
+    if not calibrated:
+        low, high = PUBLISHED_FACTORS
+        console.print(
+            f"[dim]a well-tuned system; published ones took {low} to {high} times what this model predicts for them[/]",
+            highlight=False,
+        )
+
+
+def suggestion_table(candidates: Sequence[Candidate], is_moe: bool) -> Table:
+    table = Table(title="suggested layouts, fastest first")
+    columns = ("", "placement", "learner", "recompute", "engines", "learner GiB", "step s", "tokens/s/GPU")
+    for column in columns:
+        table.add_column(column, justify="right" if column in columns[-3:] else "left")
+    for index, candidate in enumerate(candidates):
+        changes = candidate.changes
+        engines = changes["rollout__engine__count"]
+        table.add_row(
+            str(index + 1),
+            changes["cluster__placement"],
+            f"{candidate.layout.world_size}: {describe_layout(candidate.layout, is_moe)}",
+            changes["learner__recompute__granularity"] or "none",
+            f"{engines} x TP {changes['rollout__engine__tensor_parallel_size']}",
+            f"{candidate.memory.learner_needed / GIB:.0f}",
+            f"{candidate.seconds:.0f}",
+            f"{candidate.time.tokens_per_second_per_gpu:,.0f}",
+        )
+    return table
+
+
+def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
+    """The strategies on one cluster; ``outcomes[0]`` is what the others are compared with."""
+    table = Table(
+        title=f"{scenario.gpus} GPUs: {scenario.engines} engines of TP {scenario.engine_gpus}, "
+        f"{scenario.workload.responses} responses a step"
+    )
+    table.add_column("strategy")
+    for column in (
+        "GPUs", "generation s", "of it tail s", "training s", "step s", "speed-up", "tokens/s/GPU", "idle engines",
+        "stale tokens", "dropped", "mean length", "at limit",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    base = outcomes[0]
+    for outcome in outcomes:
+        table.add_row(
+            outcome.strategy.name,
+            str(outcome.gpus),
+            f"{outcome.generation_seconds:.0f}",
+            f"{outcome.tail_seconds:.0f}",
+            f"{outcome.train_seconds:.0f}",
+            f"{outcome.step_seconds:.0f}",
+            f"{base.step_seconds / outcome.step_seconds:.2f}",
+            f"{outcome.tokens_per_second_per_gpu:,.0f}",
+            f"{outcome.idle:.0%}",
+            f"{outcome.stale_share:.0%}",
+            f"{outcome.dropped_share:.0%}",
+            f"{outcome.mean_length:.0f}",
+            f"{outcome.clip_ratio:.2%}",
+        )
+    return table
+
+
+def straggler_sentence(scenario: Scenario, waiting: Outcome) -> str:
+    """What the longest response does to a step that waits for it."""
+    limit = scenario.workload.lengths.limit
+    return (
+        f"A response of {limit} tokens takes {scenario.longest_alone_seconds:.0f} s even with an engine of its own. "
+        f"Waiting for everybody, the last tenth of the responses takes {waiting.tail_seconds:.0f} of "
+        f"{waiting.generation_seconds:.0f} s of generation ({waiting.tail_seconds / waiting.generation_seconds:.0%})."
+    )

@@ -1,0 +1,79 @@
+"""The strategies against the long tail on clusters of several sizes, from one configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from conversion.architecture import Architecture
+from megatron_retool.config import Config
+from megatron_retool.learner.parallel import ParallelLayout
+from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.hardware import Machines
+from megatron_retool.planning.simulate import Outcome, Scenario, Strategy, run_strategy, standard_strategies
+from megatron_retool.planning.timing import Assumptions, learner_time, phase_switch_seconds, weight_sync_seconds
+from megatron_retool.planning.workload import Workload
+
+SIZES = (8, 64, 512, 4096)
+MAX_RESPONSES = 4096
+"""The batch grows with the cluster up to here: larger batches of responses slow learning down, whatever they cost."""
+
+
+def scenario_of(
+    config: Config,
+    architecture: Architecture,
+    layout: ParallelLayout,
+    machines: Machines,
+    workload: Workload,
+    gpus: int,
+    max_responses: int = MAX_RESPONSES,
+    assumptions: Assumptions | None = None,
+) -> Scenario:
+    """``config`` on ``gpus`` GPUs of the kind of ``machines``.
+
+    TP, PP, CP and EP stay, data parallelism and the number of engines take up the rest; the split between learner and
+    engines of a disaggregated configuration stays.  The batch and its mini-batches grow with the GPUs up to
+    ``max_responses`` (or the configuration's own batch, if that is more).
+    """
+    assumptions = assumptions or Assumptions()
+    rollout = config.rollout
+    engine = EngineModel.from_config(
+        rollout.engine, architecture, machines.accelerator, rollout.max_concurrent_trajectories
+    )
+    engine_gpus = rollout.engine.count * engine.tensor_parallel
+    own_gpus = max(engine_gpus, layout.world_size)
+    engine_share = engine_gpus / own_gpus
+    learner_share = layout.world_size / own_gpus
+    if config.cluster.placement != "colocated" and not machines.accelerator.is_cpu:
+        own_gpus = engine_gpus + layout.world_size
+        engine_share, learner_share = engine_gpus / own_gpus, layout.world_size / own_gpus
+    engines = max(1, round(gpus * engine_share / engine.tensor_parallel))
+    learner_gpus = max(1, round(gpus * learner_share))
+
+    most = max(max_responses, workload.responses) / workload.responses
+    work = workload.scaled(min(most, max(1.0, gpus / own_gpus)))
+    model_ranks = layout.tensor * layout.pipeline * layout.context
+    data = max(1, learner_gpus // model_ranks)
+    # Every node brings its sandbox.
+    sandboxes = -(-gpus // machines.per_node) / max(1, -(-own_gpus // machines.per_node))
+    work = replace(work, sandbox_workers=max(1, round(work.sandbox_workers * max(1.0, sandboxes))))
+    there = replace(machines, count=gpus, per_node=min(machines.per_node, gpus))
+    wide = replace(layout, world_size=data * model_ranks, data=data)
+    arguments = (architecture, config.learner, wide, there, work, assumptions)
+    seconds = learner_time(*arguments, training=False).total + learner_time(*arguments, training=True).total
+    # Fewer GPUs than one copy of the model takes: the same work on fewer of them.
+    seconds *= wide.world_size / learner_gpus if learner_gpus < model_ranks else 1.0
+    return Scenario(
+        gpus=gpus,
+        model=engine,
+        engines=engines,
+        learner_gpus=learner_gpus,
+        workload=work,
+        train_seconds_per_token=seconds / work.trained_tokens,
+        sync_seconds=weight_sync_seconds(config, architecture, there, assumptions),
+        switch_seconds=phase_switch_seconds(config, architecture, layout, there),
+    )
+
+
+def compare(scenario: Scenario, strategies: tuple[Strategy, ...] | None = None, seed: int = 0) -> list[Outcome]:
+    """Every strategy on the same scenario and the same random numbers."""
+    return [run_strategy(scenario, strategy, seed=seed) for strategy in strategies or standard_strategies()]

@@ -1,0 +1,651 @@
+"""Discrete-event simulation of rollout: engines, tools, sandbox workers, and what is done about the long tail.
+
+Engines decode all their trajectories in step, at a speed that depends on how many there are and how long their
+contexts have become (``engine_model``); tools take random times on a limited number of workers; a step ends when enough
+groups are complete.  Between two events the state of an engine is a closed formula, so that the cost of a simulation
+is the number of turns, not of tokens: seconds for thousands of responses.  The same seed gives the same numbers.
+
+What becomes of the groups that are unfinished when enough are complete:
+
+    wait      as many were started as are needed: everybody waits for the last one
+    drop      more were started; the rest is aborted, and long responses are the ones that get lost
+    pause     more were started; the rest is kept as token ids and goes on in the next step (partial rollout)
+    stream    nothing stops: learner and engines have GPUs of their own (asynchronous)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.workload import Workload
+
+TAIL_SHARE = 0.1
+"""The tail of a step is the time that its last tenth of responses takes."""
+
+_ENGINE, _TOOL = 0, 1
+
+
+@dataclass
+class _Group:
+    size: int
+    members: list[_Trajectory] = field(default_factory=list)
+    done: int = 0
+    age: int = 0
+    stale_tokens: float = 0.0
+    """Response tokens sampled before the last weight update."""
+
+
+class _Trajectory:
+    """One response. Token counts are floats: the model has no whole tokens."""
+
+    __slots__ = (
+        "cached",
+        "calling",
+        "calls",
+        "context",
+        "decoding",
+        "engine",
+        "finished",
+        "group",
+        "left",
+        "length",
+        "result",
+        "sampled",
+        "segment",
+        "target",
+    )
+
+    def __init__(self, group: _Group, length: float, calls: int, prompt: float, result: float) -> None:
+        self.group = group
+        self.length = length
+        self.calls = calls
+        """Tool calls still to come, the present one included."""
+        self.result = result
+        """Tokens of one tool result."""
+        self.segment = (length - calls * result) / (calls + 1)
+        """Tokens sampled between two calls."""
+        self.left = self.segment
+        """Of the present stretch, when it was last put on an engine."""
+        self.context = prompt
+        self.cached = 0.0
+        """Tokens of the context whose keys and values the engine has."""
+        self.sampled = 0.0
+        """Tokens of finished stretches."""
+        self.engine: _Engine | None = None
+        """Where it has a place."""
+        self.decoding = self.calling = False
+        self.target = 0.0
+        """The engine's step count at which the present stretch ends."""
+        self.finished = False
+
+    def progress(self) -> float:
+        """Tokens of the present stretch that are there already."""
+        if not self.decoding:
+            return 0.0
+        assert self.engine is not None
+        return self.left - max(0.0, self.target - self.engine.steps)
+
+    def take_result(self) -> None:
+        self.calling = False
+        self.calls -= 1
+        self.context += self.result
+
+    def pause(self) -> None:
+        """Give up the place at the engine; a call that is out will have its result by the time it goes on."""
+        progress = self.progress()
+        self.sampled += progress
+        self.context += progress
+        self.left -= progress
+        if self.calling:
+            self.take_result()
+        self.decoding = False
+        self.engine = None
+        self.cached = 0.0
+
+
+class _Engine:
+    """Decodes its batch in lockstep: ``steps`` counts since the start and is the same for all its trajectories."""
+
+    __slots__ = (
+        "batch",
+        "context",
+        "decoding",
+        "first_step",
+        "free_at",
+        "free_slots",
+        "heap",
+        "last",
+        "model",
+        "prefilling",
+        "slots",
+        "steps",
+        "tokens",
+        "version",
+    )
+
+    def __init__(self, model: EngineModel, slots: int) -> None:
+        self.model = model
+        self.slots = self.free_slots = slots
+        self.batch = 0
+        self.context = 0.0
+        self.steps = self.first_step = 0.0
+        self.tokens = self.decoding = self.prefilling = 0.0
+        self.last = 0.0
+        self.free_at = 0.0
+        """Decoding stands still until then: a prefill is running."""
+        self.version = 0
+        """Of the batch; a finishing time that was computed for an older one is void."""
+        self.heap: list[tuple[float, int, _Trajectory]] = []
+
+    def advance(self, now: float) -> None:
+        """Decode until ``now``.
+
+        A step takes a + c K seconds and K grows by B tokens with each, so that m steps take
+        (a + c K) m + c B m^2 / 2; solved for m.
+        """
+        start = self.last if self.last > self.free_at else self.free_at
+        if self.batch and now > start:
+            c = self.model.seconds_per_context_token
+            rate = self.model.batch_seconds(self.batch) + c * self.context
+            elapsed = now - start
+            steps = 2 * elapsed / (rate + math.sqrt(rate * rate + 2 * c * self.batch * elapsed))
+            self.steps += steps
+            self.tokens += steps * self.batch
+            self.context += steps * self.batch
+            self.decoding += elapsed
+        if now > self.last:
+            self.last = now
+
+    def next_finish(self, now: float) -> float:
+        """When the first of the batch is through; ``advance(now)`` has been called."""
+        steps = max(0.0, self.heap[0][0] - self.steps)
+        c = self.model.seconds_per_context_token
+        rate = self.model.batch_seconds(self.batch) + c * self.context
+        return max(now, self.free_at) + steps * (rate + c * self.batch * steps / 2)
+
+    def prefill(self, now: float, trajectory: _Trajectory) -> None:
+        seconds = self.model.prefill_seconds(trajectory.context - trajectory.cached, trajectory.cached)
+        self.free_at = max(now, self.free_at) + seconds
+        self.prefilling += seconds
+        trajectory.cached = trajectory.context
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One simulated step.
+
+    Attributes:
+        seconds: from the first request to the last group that was needed.
+        tail_seconds: of those, after nine tenths of the step's responses were complete.
+        sampled_tokens: decoded in the step.
+        trained_tokens: prompt and response tokens of the groups that the learner gets.
+        stale_tokens: response tokens of those groups that older weights sampled.
+        dropped_tokens: sampled tokens thrown away at the end of the step.
+        mean_length: mean response of the groups that the learner gets.
+        clip_ratio: share of those at the length limit.
+        mean_batch: sequences decoded together, over engines and decode steps.
+        idle: share of engine time with nothing to decode or prefill.
+        paused: responses kept for the next step.
+        tool_wait_seconds: mean time that a call waited for a sandbox worker.
+    """
+
+    seconds: float
+    tail_seconds: float
+    sampled_tokens: float
+    trained_tokens: float
+    stale_tokens: float
+    dropped_tokens: float
+    mean_length: float
+    clip_ratio: float
+    mean_batch: float
+    idle: float
+    paused: int
+    tool_wait_seconds: float
+
+
+class RolloutSimulation:
+    """Engines, sandbox and trajectories that live through several steps.
+
+    Args:
+        model: one engine.
+        engines: how many.
+        workload: what a step needs.
+        seed: of lengths, calls and latencies.
+        expected: take the expected lengths (quantiles) in random order instead of a sample.
+    """
+
+    def __init__(
+        self, model: EngineModel, engines: int, workload: Workload, seed: int = 0, expected: bool = False
+    ) -> None:
+        self.model = model
+        self.workload = workload
+        self.expected = expected
+        self.now = 0.0
+        self._rng = np.random.default_rng(seed)
+        slots = model.concurrency(workload.expected_context)
+        self._engines = [_Engine(model, slots) for _ in range(engines)]
+        self._queue: deque[_Trajectory] = deque()
+        self._events: list[tuple[float, int, int, _Engine | _Trajectory, int]] = []
+        self._counter = 0
+        self._workers = workload.sandbox_workers
+        self._waiting_calls: deque[tuple[_Trajectory, float]] = deque()
+        self._latencies: Iterator[float] = iter(())
+        self._open: dict[int, _Group] = {}
+        self._complete: deque[_Group] = deque()
+        self._finish_times: list[float] = []
+        self._tool_wait = 0.0
+        self._tool_calls = 0
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that were started and that no step has taken."""
+        return len(self._open) + len(self._complete)
+
+    def start_groups(self, count: int) -> None:
+        """Queue ``count`` new groups behind what waits already."""
+        workload, size = self.workload, self.workload.group_size
+        if count < 1:
+            return
+        if self.expected:
+            lengths = self._rng.permutation(workload.lengths.quantiles(count * size)).reshape(count, size)
+        else:
+            lengths = workload.lengths.sample(self._rng, count, size)
+        # A very short response has no room for its calls.
+        room = lengths // max(8.0, workload.lengths.limit / 256)
+        calls = np.minimum(self._rng.poisson(workload.tool_calls, (count, size)), room).astype(int)
+        for row, numbers in zip(lengths.tolist(), calls.tolist(), strict=True):
+            group = _Group(size)
+            self._open[id(group)] = group
+            for length, number in zip(row, numbers, strict=True):
+                result = min(workload.tool_result_tokens, length / (2 * number)) if number else 0.0
+                trajectory = _Trajectory(group, length, number, workload.prompt_tokens, result)
+                group.members.append(trajectory)
+                self._queue.append(trajectory)
+
+    def collect(self, needed: int, unfinished: str = "wait", max_age: int = 1) -> StepResult:
+        """Run until ``needed`` groups are complete, then treat the rest as ``unfinished`` says.
+
+        Where dynamic sampling discards complete groups (``Workload.kept_groups``) and nothing is left in flight, as
+        many new ones start as are expected to fill the gap.
+
+        Args:
+            unfinished: "wait", "drop", "pause" or "stream"; see the module.
+            max_age: steps that a paused group may wait before it is dropped.
+        """
+        begin = self.now
+        self._finish_times = []
+        self._tool_wait, self._tool_calls = 0.0, 0
+        for engine in self._engines:
+            engine.advance(begin)
+            engine.tokens = engine.decoding = engine.prefilling = 0.0
+            engine.first_step = engine.steps
+        self._fill()
+        while len(self._complete) < needed:
+            if not self._open:
+                self.start_groups(math.ceil((needed - len(self._complete)) / self.workload.kept_groups))
+                self._fill()
+            self._next_event()
+        for engine in self._engines:
+            engine.advance(self.now)
+        chosen = [self._complete.popleft() for _ in range(needed)]
+        result = self._result(chosen, begin)
+        dropped, paused = 0.0, 0
+        if unfinished in ("drop", "pause"):
+            dropped, paused = self._stop(keep=unfinished == "pause", max_age=max_age)
+        for group in (*self._open.values(), *self._complete):
+            group.stale_tokens = sum(member.sampled + member.progress() for member in group.members)
+        return replace(result, dropped_tokens=dropped, paused=paused)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _push(self, time: float, kind: int, subject: _Engine | _Trajectory, version: int = 0) -> None:
+        self._counter += 1
+        heapq.heappush(self._events, (time, self._counter, kind, subject, version))
+
+    def _next_event(self) -> None:
+        time, _, kind, subject, version = heapq.heappop(self._events)
+        if kind == _ENGINE:
+            assert isinstance(subject, _Engine)
+            if subject.version != version:
+                return
+            self.now = max(self.now, time)
+            self._finish_segments(subject)
+        else:
+            assert isinstance(subject, _Trajectory)
+            self.now = max(self.now, time)
+            self._finish_call(subject)
+
+    def _reschedule(self, engine: _Engine) -> None:
+        engine.version += 1
+        if engine.batch:
+            self._push(engine.next_finish(self.now), _ENGINE, engine, engine.version)
+
+    def _fill(self) -> None:
+        """Give waiting trajectories to the engines, emptiest first."""
+        if not self._queue:
+            return
+        touched = set()
+        order = [(-engine.free_slots, index) for index, engine in enumerate(self._engines) if engine.free_slots]
+        heapq.heapify(order)
+        while self._queue and order:
+            free, index = heapq.heappop(order)
+            engine = self._engines[index]
+            engine.advance(self.now)
+            engine.free_slots -= 1
+            self._join(engine, self._queue.popleft())
+            touched.add(index)
+            if engine.free_slots:
+                heapq.heappush(order, (free + 1, index))
+        for index in sorted(touched):
+            self._reschedule(self._engines[index])
+
+    def _join(self, engine: _Engine, trajectory: _Trajectory) -> None:
+        engine.prefill(self.now, trajectory)
+        engine.batch += 1
+        engine.context += trajectory.context
+        trajectory.engine = engine
+        trajectory.decoding = True
+        trajectory.target = engine.steps + trajectory.left
+        self._counter += 1
+        heapq.heappush(engine.heap, (trajectory.target, self._counter, trajectory))
+
+    def _finish_segments(self, engine: _Engine) -> None:
+        engine.advance(self.now)
+        # The event's time is the first target's, up to rounding.
+        engine.steps = max(engine.steps, engine.heap[0][0])
+        limit = engine.steps + 1e-6
+        while engine.heap and engine.heap[0][0] <= limit:
+            trajectory = heapq.heappop(engine.heap)[2]
+            trajectory.decoding = False
+            trajectory.sampled += trajectory.left
+            trajectory.context += trajectory.left
+            trajectory.left = trajectory.segment
+            trajectory.cached = trajectory.context
+            engine.batch -= 1
+            engine.context = engine.context - trajectory.context if engine.batch else 0.0
+            if trajectory.calls:
+                self._leave_for_tool(engine, trajectory)
+            else:
+                self._finish(engine, trajectory)
+        while self._queue and engine.free_slots:
+            engine.free_slots -= 1
+            self._join(engine, self._queue.popleft())
+        self._reschedule(engine)
+
+    def _finish(self, engine: _Engine, trajectory: _Trajectory) -> None:
+        trajectory.engine = None
+        trajectory.finished = True
+        engine.free_slots += 1
+        self._finish_times.append(self.now)
+        group = trajectory.group
+        group.done += 1
+        if group.done == group.size:
+            del self._open[id(group)]
+            kept = self.workload.kept_groups
+            if kept >= 1.0 or self._rng.random() < kept:
+                self._complete.append(group)
+
+    def _leave_for_tool(self, engine: _Engine, trajectory: _Trajectory) -> None:
+        if not self.model.profile.keeps_prefix:
+            trajectory.engine = None
+            trajectory.cached = 0.0
+            engine.free_slots += 1
+        trajectory.calling = True
+        self._tool_calls += 1
+        if self._workers:
+            self._workers -= 1
+            self._push(self.now + self._latency(), _TOOL, trajectory)
+        else:
+            self._waiting_calls.append((trajectory, self.now))
+
+    def _latency(self) -> float:
+        value = next(self._latencies, None)
+        if value is None:
+            self._latencies = iter(self.workload.tool_latency.sample(self._rng, 4096).tolist())
+            value = next(self._latencies)
+        return value
+
+    def _finish_call(self, trajectory: _Trajectory) -> None:
+        if self._waiting_calls:
+            waiting, since = self._waiting_calls.popleft()
+            self._tool_wait += self.now - since
+            self._push(self.now + self._latency(), _TOOL, waiting)
+        else:
+            self._workers += 1
+        trajectory.take_result()
+        engine = trajectory.engine
+        if engine is None:
+            self._queue.append(trajectory)
+            self._fill()
+        else:
+            engine.advance(self.now)
+            self._join(engine, trajectory)
+            self._reschedule(engine)
+
+    # --- the end of a step ----------------------------------------------------------------------------------------
+
+    def _result(self, chosen: Sequence[_Group], begin: float) -> StepResult:
+        seconds = self.now - begin
+        lengths = np.array([member.length for group in chosen for member in group.members])
+        finish = sorted(self._finish_times)
+        nine_tenths = finish[math.ceil((1 - TAIL_SHARE) * len(finish)) - 1] if finish else self.now
+        steps = sum(engine.steps - engine.first_step for engine in self._engines)
+        sampled = sum(engine.tokens for engine in self._engines)
+        busy = sum(engine.decoding + engine.prefilling for engine in self._engines)
+        return StepResult(
+            seconds=seconds,
+            tail_seconds=self.now - nine_tenths,
+            sampled_tokens=sampled,
+            trained_tokens=float(lengths.sum() + len(lengths) * self.workload.prompt_tokens),
+            stale_tokens=sum(group.stale_tokens for group in chosen),
+            dropped_tokens=0.0,
+            mean_length=float(lengths.mean()),
+            clip_ratio=float((lengths >= self.workload.lengths.limit).mean()),
+            mean_batch=sampled / steps if steps else 0.0,
+            idle=max(0.0, 1 - busy / (len(self._engines) * seconds)) if seconds else 0.0,
+            paused=0,
+            tool_wait_seconds=self._tool_wait / max(self._tool_calls, 1),
+        )
+
+    def _stop(self, keep: bool, max_age: int) -> tuple[float, int]:
+        """Bring everything to rest; the tokens that were dropped and the number of responses that were kept."""
+        paused: list[_Trajectory] = []
+        dropped = 0.0
+        for key, group in list(self._open.items()):
+            group.age += 1
+            if keep and group.age <= max_age:
+                paused += [member for member in group.members if not member.finished]
+            else:
+                dropped += sum(member.sampled + member.progress() for member in group.members)
+                del self._open[key]
+        for trajectory in paused:
+            trajectory.pause()
+        # In the order in which they were started: the oldest go on first.
+        self._queue = deque(paused)
+        self._events.clear()
+        self._waiting_calls.clear()
+        self._workers = self.workload.sandbox_workers
+        for engine in self._engines:
+            engine.batch, engine.context, engine.heap = 0, 0.0, []
+            engine.free_slots = engine.slots
+            engine.free_at = self.now
+            engine.version += 1
+        return dropped, len(paused)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One answer to the long tail.
+
+    Attributes:
+        unfinished: see the module.
+        over_sampling: groups in flight for each group that a step needs.
+        max_age: steps that a paused group may wait.
+        engine_factor: engines (and their GPUs) for each one of the scenario.
+        asynchronous: learner and engines divide the GPUs and work at the same time; one step of staleness.
+    """
+
+    name: str
+    unfinished: str = "wait"
+    over_sampling: float = 1.0
+    max_age: int = 1
+    engine_factor: float = 1.0
+    asynchronous: bool = False
+
+
+def standard_strategies(over_sampling: float = 1.25, max_age: int = 2) -> tuple[Strategy, ...]:
+    """What the table compares."""
+    return (
+        Strategy("wait for all"),
+        Strategy("over-sample, drop the rest", "drop", over_sampling),
+        Strategy("partial rollout", "pause", over_sampling, max_age),
+        Strategy("twice the engines", engine_factor=2.0),
+        Strategy("asynchronous, 1 step off", asynchronous=True),
+        Strategy("asynchronous, partial", "stream", over_sampling, asynchronous=True),
+    )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster and what it has to do in a step.
+
+    Attributes:
+        gpus: of learner and engines together.
+        engines: where the learner waits for the rollout; ``asynchronous`` strategies divide ``gpus`` anew.
+        learner_gpus: the same for the learner. Colocated: both are all of ``gpus``.
+        train_seconds_per_token: learner time on ``learner_gpus`` for each trained token (log-probs and update).
+        sync_seconds: weight sync of a step.
+        switch_seconds: moving the learner's states out of the engines' way and back; asynchronous strategies need none.
+    """
+
+    gpus: int
+    model: EngineModel
+    engines: int
+    learner_gpus: int
+    workload: Workload
+    train_seconds_per_token: float
+    sync_seconds: float
+    switch_seconds: float = 0.0
+
+    @property
+    def engine_gpus(self) -> int:
+        """Of one engine."""
+        return self.model.tensor_parallel
+
+    @property
+    def longest_alone_seconds(self) -> float:
+        """A response at the length limit that nothing else slows down: no number of engines makes a step shorter."""
+        limit = self.workload.lengths.limit
+        return limit * self.model.step_seconds(1, self.workload.prompt_tokens + limit / 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the simulated steps after warm-up; see ``StepResult``.
+
+    Attributes:
+        step_seconds: between two updates of the weights.
+        tokens_per_second_per_gpu: trained tokens, by step_seconds and all GPUs (perf/throughput).
+        stale_share: of the trained response tokens, those that older weights sampled.
+        dropped_share: of the sampled tokens, those thrown away.
+    """
+
+    strategy: Strategy
+    gpus: int
+    generation_seconds: float
+    tail_seconds: float
+    train_seconds: float
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    stale_share: float
+    dropped_share: float
+    mean_length: float
+    clip_ratio: float
+    mean_batch: float
+    idle: float
+    tool_wait_seconds: float
+
+
+def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup: int = 2, seed: int = 0) -> Outcome:
+    """Simulate ``warmup`` + ``steps`` steps (no warm-up where nothing is carried over).
+
+    Asynchronous strategies divide the scenario's GPUs so that generating (without its tail, which overlaps the next
+    step where the strategy lets it) and training take about the same time.
+    """
+    engines = max(1, round(scenario.engines * strategy.engine_factor))
+    gpus = (
+        scenario.gpus + (engines - scenario.engines) * scenario.engine_gpus
+        if strategy.engine_factor != 1.0
+        else (scenario.gpus)
+    )
+    train_per_token = scenario.train_seconds_per_token
+    if strategy.asynchronous:
+        engines, learner_gpus = _divide(scenario, seed)
+        train_per_token *= scenario.learner_gpus / learner_gpus
+    simulation = RolloutSimulation(scenario.model, engines, scenario.workload, seed)
+    needed = scenario.workload.groups
+    first = needed / scenario.workload.kept_groups if strategy.unfinished == "wait" else needed
+    wanted = math.ceil(strategy.over_sampling * first)
+    if strategy.unfinished in ("wait", "drop"):
+        warmup = 0
+    results = []
+    for _ in range(warmup + steps):
+        simulation.start_groups(wanted - simulation.groups_in_flight)
+        results.append(simulation.collect(needed, strategy.unfinished, strategy.max_age))
+    results = results[warmup:]
+    train = [train_per_token * result.trained_tokens for result in results]
+    generation = [result.seconds for result in results]
+    if strategy.asynchronous:
+        # Step k + 1 is generated while step k is trained on; the weights move when both are done.
+        durations = [max(pair) + scenario.sync_seconds for pair in zip(generation, train, strict=True)]
+        if strategy.unfinished == "stream":
+            # Groups complete at their own pace, so that only the means have to match.
+            durations = [max(float(np.mean(generation)), float(np.mean(train))) + scenario.sync_seconds]
+    else:
+        fixed = scenario.sync_seconds + scenario.switch_seconds
+        durations = [sum(pair) + fixed for pair in zip(generation, train, strict=True)]
+    step_seconds = float(np.mean(durations))
+    trained = float(np.mean([result.trained_tokens for result in results]))
+    sampled = sum(result.sampled_tokens for result in results)
+    responses = sum(result.mean_length * scenario.workload.responses for result in results)
+    stale = sum(result.stale_tokens for result in results) / responses
+    return Outcome(
+        strategy=strategy,
+        gpus=gpus,
+        generation_seconds=float(np.mean(generation)),
+        tail_seconds=float(np.mean([result.tail_seconds for result in results])),
+        train_seconds=float(np.mean(train)),
+        step_seconds=step_seconds,
+        tokens_per_second_per_gpu=trained / step_seconds / gpus,
+        # One step off: every token is from the weights before.
+        stale_share=1.0 if strategy.asynchronous and strategy.unfinished == "wait" else stale,
+        dropped_share=sum(result.dropped_tokens for result in results) / sampled,
+        mean_length=float(np.mean([result.mean_length for result in results])),
+        clip_ratio=float(np.mean([result.clip_ratio for result in results])),
+        mean_batch=float(np.mean([result.mean_batch for result in results])),
+        idle=float(np.mean([result.idle for result in results])),
+        tool_wait_seconds=float(np.mean([result.tool_wait_seconds for result in results])),
+    )
+
+
+def _divide(scenario: Scenario, seed: int) -> tuple[int, int]:
+    """Engines and learner GPUs of an asynchronous run on the scenario's GPUs."""
+    alone = RolloutSimulation(scenario.model, scenario.engines, scenario.workload, seed)
+    alone.start_groups(scenario.workload.groups)
+    result = alone.collect(scenario.workload.groups)
+    generation = (result.seconds - result.tail_seconds) * scenario.engines * scenario.engine_gpus
+    training = scenario.train_seconds_per_token * result.trained_tokens * scenario.learner_gpus
+    share = generation / (generation + training)
+    most = max(1, (scenario.gpus - 1) // scenario.engine_gpus)
+    engines = min(most, max(1, round(share * scenario.gpus / scenario.engine_gpus)))
+    return engines, max(1, scenario.gpus - engines * scenario.engine_gpus)

@@ -1,0 +1,426 @@
+"""What does not fit, which knob would make it fit, and which layout would be the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from conversion.architecture import Architecture
+from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.learner.parallel import ParallelLayout, validate_layout
+from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.hardware import GIB, Machines
+from megatron_retool.planning.memory import LearnerMemory, learner_memory
+from megatron_retool.planning.simulate import StepResult
+from megatron_retool.planning.timing import Assumptions, StepTime, predict_generation, predict_step
+from megatron_retool.planning.workload import Workload
+
+SLEEPING_ENGINE_BYTES = 3 * GIB
+"""What a colocated engine that has released weights and cache still holds on each GPU (CUDA context, graphs)."""
+SLEEPING_LEARNER_BYTES = 3 * GIB
+"""What a learner rank whose states lie in host memory still holds (CUDA context, NCCL)."""
+HEADROOM = 0.05
+"""Share of the device memory that a suggestion leaves free: activations are an estimate."""
+SIMULATED_RESPONSES = 1024
+"""Larger rollouts are simulated at a smaller scale, with as many responses for each engine, to compare layouts."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that will not run. ``needed`` and ``available`` are bytes; 0 where the problem is not about memory."""
+
+    what: str
+    needed: float = 0.0
+    available: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.needed:
+            return self.what
+        return f"{self.what}: {self.needed / GIB:.1f} GiB needed, {self.available / GIB:.1f} GiB available"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Both sides of a configuration on one kind of GPU.
+
+    Attributes:
+        learner: peak while updating.
+        engine_weights, engine_cache: bytes on each of an engine's GPUs.
+        cache_tokens: what the cache holds, in tokens of one engine.
+        concurrent: trajectories that decode at one time on an engine.
+        host_bytes_per_node: learner states that wait in host memory during the rollout (colocated).
+        problems: empty where everything fits.
+    """
+
+    learner: LearnerMemory
+    engine_weights: float
+    engine_cache: float
+    cache_tokens: float
+    concurrent: int
+    host_bytes_per_node: float
+    learner_needed: float
+    """The learner's peak and what the sleeping engine holds beside it."""
+    capacity: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def plan_memory(
+    config: Config, architecture: Architecture, layout: ParallelLayout, machines: Machines, workload: Workload
+) -> MemoryPlan:
+    """Memory of learner and engines, and everything about it that will not run."""
+    accelerator = machines.accelerator
+    capacity = accelerator.memory_bytes
+    colocated = config.cluster.placement == "colocated"
+    learner = learner_memory(config, architecture, layout, accelerator.is_cpu)
+    engine = EngineModel.from_config(
+        config.rollout.engine, architecture, accelerator, config.rollout.max_concurrent_trajectories
+    )
+    weights = engine.weight_bytes / engine.tensor_parallel
+    cache = max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel
+    problems: list[Problem] = []
+
+    needed = learner.total + (SLEEPING_ENGINE_BYTES if colocated and not accelerator.is_cpu else 0.0)
+    if needed > capacity:
+        largest = max(learner.components().items(), key=lambda item: item[1])
+        problems.append(
+            Problem(
+                f"the learner does not fit (pipeline stage {learner.stage}; its largest part is {largest[0]})",
+                needed,
+                capacity,
+            )
+        )
+    static = config.rollout.engine.mem_fraction_static * capacity
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if not accelerator.is_cpu:
+        if weights >= static:
+            problems.append(Problem("the engine's weights do not fit into mem_fraction_static", weights, static))
+        elif engine.cache_tokens < longest:
+            problems.append(
+                Problem(
+                    f"the engine's cache holds {engine.cache_tokens:,.0f} tokens, less than one longest trajectory of "
+                    f"{longest:,} tokens",
+                    longest * engine.kv_bytes_per_token / engine.tensor_parallel,
+                    static - weights,
+                )
+            )
+        if colocated and static + SLEEPING_LEARNER_BYTES > capacity:
+            problems.append(
+                Problem(
+                    "rollout.engine.mem_fraction_static leaves no room for the sleeping learner on the same GPUs",
+                    static + SLEEPING_LEARNER_BYTES,
+                    capacity,
+                )
+            )
+    elif engine.cache_tokens < longest:
+        problems.append(
+            Problem(
+                f"rollout.engine.max_total_tokens={config.rollout.engine.max_total_tokens} is less than one longest "
+                f"trajectory of {longest:,} tokens"
+            )
+        )
+    budget = config.learner.max_tokens_per_micro_batch
+    if budget < longest:
+        problems.append(
+            Problem(
+                f"learner.max_tokens_per_micro_batch={budget} is less than the longest sequence of "
+                f"{longest:,} tokens (data.max_prompt_length + data.max_response_length)"
+            )
+        )
+    problems += _placement_problems(config, machines)
+    ranks_per_node = min(machines.per_node, config.learner.world_size)
+    return MemoryPlan(
+        learner=learner,
+        engine_weights=weights,
+        engine_cache=cache,
+        cache_tokens=max(0.0, engine.cache_tokens),
+        concurrent=engine.concurrency(workload.expected_context) if engine.cache_tokens > 0 else 0,
+        host_bytes_per_node=learner.sleeping * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
+        learner_needed=needed,
+        capacity=capacity,
+        problems=tuple(problems),
+    )
+
+
+def _placement_problems(config: Config, machines: Machines) -> Iterator[Problem]:
+    engine = config.rollout.engine
+    engines = engine.count * engine.tensor_parallel_size
+    learner = config.learner.world_size
+    if machines.accelerator.is_cpu:
+        return
+    if engine.tensor_parallel_size > machines.per_node:
+        yield Problem(f"an engine of TP {engine.tensor_parallel_size} spans nodes of {machines.per_node} GPUs")
+    if config.cluster.placement == "colocated":
+        if max(engines, learner) > machines.count:
+            yield Problem(f"{max(engines, learner)} GPUs are needed (colocated), {machines.count} are there")
+    elif engines + learner > machines.count:
+        yield Problem(
+            f"{learner} learner + {engines} engine GPUs = {engines + learner} are needed, {machines.count} are there"
+        )
+
+
+# --- variations -------------------------------------------------------------------------------------------------------
+
+
+def vary(config: Config, **changes: Any) -> Config:
+    """``config`` with dotted keys replaced (dots written as double underscores), validated.
+
+    Raises:
+        ConfigError: the combination is not valid.
+    """
+    for key, value in changes.items():
+        config = _replace(config, key.split("__"), value)
+    validate(config)
+    return config
+
+
+def _replace(node: Any, path: list[str], value: Any) -> Any:
+    if len(path) == 1:
+        return replace(node, **{path[0]: value})
+    return replace(node, **{path[0]: _replace(getattr(node, path[0]), path[1:], value)})
+
+
+def overrides_of(changes: dict[str, Any]) -> list[str]:
+    """The same changes as command-line overrides, dotted.key=value."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "null"
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return [f"{key.replace('__', '.')}={text(value)}" for key, value in changes.items()]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variation of the configuration that fits."""
+
+    changes: dict[str, Any]
+    layout: ParallelLayout
+    memory: MemoryPlan
+    time: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+
+class Planner:
+    """Evaluates variations of one configuration; rollouts are simulated once for each set of engines."""
+
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        machines: Machines,
+        workload: Workload,
+        assumptions: Assumptions | None = None,
+    ) -> None:
+        self.config = config
+        self.architecture = architecture
+        self.machines = machines
+        self.workload = workload
+        self.assumptions = assumptions or Assumptions()
+        self._generation: dict[tuple[Any, ...], StepResult] = {}
+
+    def candidate(self, changes: dict[str, Any]) -> Candidate | None:
+        """The variation, or None where it is invalid or does not fit with some headroom."""
+        if not self._divides(changes):
+            return None
+        try:
+            config = vary(self.config, **changes)
+            layout = validate_layout(config.learner, self.architecture)
+        except ConfigError:
+            return None
+        if layout.tensor > self.machines.per_node:
+            return None
+        memory = plan_memory(config, self.architecture, layout, self.machines, self.workload)
+        if not memory.fits or memory.learner_needed > (1 - HEADROOM) * memory.capacity:
+            return None
+        time = predict_step(
+            config,
+            self.architecture,
+            layout,
+            self.machines,
+            self.workload,
+            self.assumptions,
+            generation=self.generation(config),
+        )
+        return Candidate(changes, layout, memory, time)
+
+    def _divides(self, changes: dict[str, Any]) -> bool:
+        """The quick part of ``validate``: most of the layouts that are tried do not divide the ranks."""
+        learner = self.config.learner
+        dimensions = ("tensor", "pipeline", "expert")
+        sizes = ["world_size", "context_parallel_size", *(f"{name}_model_parallel_size" for name in dimensions)]
+        world, context, tensor, pipeline, expert = (
+            changes.get(f"learner__{key}", getattr(learner, key)) for key in sizes
+        )
+        if world % (tensor * pipeline * context) or world % (expert * pipeline):
+            return False
+        mini_batch: int = changes.get("learner__mini_batch_size", learner.mini_batch_size)
+        return not mini_batch % (world // (tensor * pipeline * context))
+
+    def generation(self, config: Config) -> StepResult:
+        """A rollout with the engines of ``config``, at a smaller scale where there are many responses."""
+        rollout = config.rollout
+        engine = EngineModel.from_config(
+            rollout.engine, self.architecture, self.machines.accelerator, rollout.max_concurrent_trajectories
+        )
+        count = rollout.engine.count
+        key = (engine.tensor_parallel, engine.memory_fraction, engine.weight_bytes_per_parameter, count)
+        if key not in self._generation:
+            scale = min(1.0, max(SIMULATED_RESPONSES / self.workload.responses, 1 / count))
+            engines = max(1, round(count * scale))
+            self._generation[key] = predict_generation(engine, engines, self.workload.scaled(engines / count))
+        return self._generation[key]
+
+    def cures(self) -> list[Candidate]:
+        """Single knobs that would make the configuration fit, fastest first; where GPUs are unused, also with all."""
+        knobs = list(self._single_knobs())
+        world = self._learner_gpus()
+        if world != self.config.learner.world_size:
+            knobs += [{"learner__world_size": world, **changes} for changes in ({}, *knobs)]
+        found = [candidate for changes in knobs if (candidate := self.candidate(changes))]
+        return sorted(found, key=lambda candidate: candidate.seconds)
+
+    def _single_knobs(self) -> Iterator[dict[str, Any]]:
+        learner, engine = self.config.learner, self.config.rollout.engine
+        if learner.recompute.granularity != "full":
+            yield {
+                "learner__recompute__granularity": "full",
+                "learner__recompute__method": "uniform",
+                "learner__recompute__num_layers": 1,
+                "learner__recompute__modules": [],
+            }
+        if not learner.use_distributed_optimizer:
+            yield {"learner__use_distributed_optimizer": True}
+        if not learner.optimizer.cpu_offload and not self.machines.accelerator.is_cpu:
+            yield {"learner__optimizer__cpu_offload": True}
+        longest = self.config.data.max_prompt_length + self.config.data.max_response_length
+        if learner.max_tokens_per_micro_batch != longest:
+            yield {"learner__max_tokens_per_micro_batch": longest}
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        ):
+            for factor in (2, 4, 8):
+                changes: dict[str, Any] = {f"learner__{key}": getattr(learner, key) * factor}
+                if key == "tensor_model_parallel_size":
+                    changes["learner__sequence_parallel"] = True
+                yield changes
+        for factor in (2, 4, 8):
+            tensor = engine.tensor_parallel_size * factor
+            if engine.count % factor == 0 and engine.count >= factor:
+                count = engine.count // factor
+                yield {"rollout__engine__tensor_parallel_size": tensor, "rollout__engine__count": count}
+        for fraction in (0.6, 0.7, 0.8, 0.85, 0.9):
+            if fraction != engine.mem_fraction_static:
+                yield {"rollout__engine__mem_fraction_static": fraction}
+        if engine.quantization is None and self.machines.accelerator.fp8_flops:
+            yield {"rollout__engine__quantization": "fp8"}
+
+    def _learner_gpus(self) -> int:
+        """All GPUs that engines leave to the learner."""
+        engine = self.config.rollout.engine
+        taken = 0 if self.config.cluster.placement == "colocated" else engine.count * engine.tensor_parallel_size
+        return max(1, self.machines.count - taken)
+
+    def suggestions(self, count: int = 5) -> list[Candidate]:
+        """The fastest layouts found on all the machines, at most one for each way of cutting the model."""
+        best: dict[tuple[Any, ...], Candidate] = {}
+        for changes in self._layouts():
+            candidate = self.candidate(changes)
+            if candidate is None:
+                continue
+            key = (
+                candidate.layout.tensor,
+                candidate.layout.pipeline,
+                candidate.layout.expert,
+                changes["cluster__placement"],
+                changes["rollout__engine__tensor_parallel_size"],
+            )
+            if key not in best or candidate.seconds < best[key].seconds:
+                best[key] = candidate
+        return sorted(best.values(), key=lambda candidate: candidate.seconds)[:count]
+
+    def _layouts(self) -> Iterator[dict[str, Any]]:
+        a, machines = self.architecture, self.machines
+        powers = [1, 2, 4, 8]
+        tensors = [size for size in powers if size <= machines.per_node and a.num_attention_heads % size == 0]
+        pipelines = [size for size in (1, 2, 4, 8, 16) if a.num_layers % size == 0]
+        experts = [1]
+        if a.is_moe:
+            experts = [size for size in (1, 2, 4, 8, 16, 32, 64) if (a.num_experts or 1) % size == 0]
+        # Without recomputation, and with as much of it as there is.
+        recomputes: list[dict[str, Any]] = [
+            {
+                "learner__recompute__granularity": None,
+                "learner__recompute__method": None,
+                "learner__recompute__num_layers": None,
+                "learner__recompute__modules": [],
+            },
+            {
+                "learner__recompute__granularity": "full",
+                "learner__recompute__method": "uniform",
+                "learner__recompute__num_layers": 1,
+                "learner__recompute__modules": [],
+            },
+        ]
+        for split in self._splits():
+            world = split["learner__world_size"]
+            for tensor in tensors:
+                for pipeline in pipelines:
+                    for context in (1, 2, 4, 8):
+                        if world % (tensor * pipeline * context):
+                            continue
+                        for expert in experts:
+                            for recompute in recomputes:
+                                yield {
+                                    **split,
+                                    "learner__tensor_model_parallel_size": tensor,
+                                    "learner__sequence_parallel": tensor > 1,
+                                    "learner__pipeline_model_parallel_size": pipeline,
+                                    "learner__virtual_pipeline_model_parallel_size": None,
+                                    "learner__context_parallel_size": context,
+                                    "learner__expert_model_parallel_size": expert,
+                                    "learner__expert_tensor_parallel_size": 1 if a.is_moe else None,
+                                    **recompute,
+                                }
+
+    def _splits(self) -> Iterator[dict[str, Any]]:
+        """Colocated on all GPUs; or disaggregated, with an eighth to three quarters of the GPUs for engines."""
+        machines = self.machines
+        if machines.accelerator.is_cpu:
+            return
+        cluster = {"cluster__nodes": machines.nodes, "cluster__gpus_per_node": min(machines.per_node, machines.count)}
+        for tensor in (1, 2, 4, 8):
+            if tensor > min(machines.per_node, machines.count):
+                continue
+            yield {
+                **cluster,
+                "cluster__placement": "colocated",
+                "learner__world_size": machines.count,
+                "rollout__engine__tensor_parallel_size": tensor,
+                "rollout__engine__count": machines.count // tensor,
+                "rollout__engine__mem_fraction_static": 0.8,
+            }
+            for eighths in (1, 2, 4, 6):
+                engine_gpus = machines.count * eighths // 8 // tensor * tensor
+                world = machines.count - engine_gpus
+                if engine_gpus < tensor or world < 1:
+                    continue
+                yield {
+                    **cluster,
+                    "cluster__placement": "disaggregated",
+                    "learner__world_size": world,
+                    "rollout__engine__tensor_parallel_size": tensor,
+                    "rollout__engine__count": engine_gpus // tensor,
+                    "rollout__engine__mem_fraction_static": 0.85,
+                }

@@ -1,0 +1,413 @@
+"""Predicted seconds of a step, phase by phase.
+
+    step = generation + log-probs (+ reference) + update (+ critic) + weight sync + phase switch
+
+Generation is one run of the discrete-event simulation with the expected lengths (``simulate``).  The learner's phases
+are
+
+    passes x forward FLOPs / (GPUs x peak x efficiency)  +  exposed communication  +  pipeline bubble  +  imbalance
+
+with 1 pass for log-probs and 3 (+ the recomputed share) for an update; FLOPs count causal attention and the response
+tokens' logits (``learner.flops``).  Where an asynchronous run overlaps generation and training, the longer one counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from conversion.architecture import Architecture
+from megatron_retool.config import Config, LearnerConfig
+from megatron_retool.learner.flops import forward_flops, pair_flops, quadratic_cost, token_flops
+from megatron_retool.learner.parallel import ParallelLayout
+from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.hardware import Machines
+from megatron_retool.planning.memory import (
+    PARAMETER_BYTES,
+    checkpoint_bytes,
+    learner_memory,
+    parameter_count,
+    rank_parameters,
+)
+from megatron_retool.planning.simulate import RolloutSimulation, StepResult
+from megatron_retool.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the hardware table does not say. Fractions of peaks that kernels and links reach.
+
+    Attributes:
+        dense_efficiency: matrix products and flash attention of a dense model, communication aside.
+        moe_efficiency: the same with grouped matrix products of experts.
+        cpu_efficiency: on one core, models of a million parameters (most of the time goes into small operations).
+        fp8_speedup: of the kernels of an FP8 training step over bf16.
+        link_efficiency: of NVLink and network bandwidth in collectives.
+        hidden_context_exchange: share of context parallelism's key-value exchange that attention hides.
+        storage_bandwidth: bytes/s of the shared file system per node.
+        bucket_seconds: fixed cost of one weight-sync bucket.
+        optimizer_bytes: memory traffic of AdamW for each parameter of a shard.
+    """
+
+    dense_efficiency: float = 0.55
+    moe_efficiency: float = 0.25
+    cpu_efficiency: float = 0.25
+    fp8_speedup: float = 1.35
+    link_efficiency: float = 0.75
+    hidden_context_exchange: float = 0.5
+    storage_bandwidth: float = 2e9
+    bucket_seconds: float = 0.03
+    optimizer_bytes: float = 34.0
+
+
+@dataclass(frozen=True)
+class LearnerTime:
+    """Seconds of one learner phase on the slowest rank, over all mini-batches of a step.
+
+    ``compute`` is the mean rank's arithmetic; the other parts come on top of it.
+    """
+
+    compute: float
+    recompute: float
+    tensor_exchange: float
+    context_exchange: float
+    expert_exchange: float
+    bubble: float
+    imbalance: float
+    gradient_exchange: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by phase, under the names of the timing_s metrics."""
+
+    generation: StepResult
+    log_probs: LearnerTime
+    reference: LearnerTime | None
+    update: LearnerTime
+    critic: float
+    weight_sync: float
+    phase_switch: float
+    overlapped: bool
+    trained_tokens: float
+    gpus: int
+    mfu: float
+    """Of the update, by the model's FLOPs (recomputation does not count)."""
+
+    @property
+    def training(self) -> float:
+        reference = self.reference.total if self.reference else 0.0
+        return self.log_probs.total + reference + self.update.total + self.critic
+
+    @property
+    def total(self) -> float:
+        generation = self.generation.seconds
+        working = max(generation, self.training) if self.overlapped else generation + self.training
+        return working + self.weight_sync + self.phase_switch
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """perf/throughput."""
+        return self.trained_tokens / self.total / self.gpus
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by metric name, timing_s/<name>."""
+        phases = {"gen": self.generation.seconds, "old_log_prob": self.log_probs.total}
+        if self.reference:
+            phases["ref"] = self.reference.total
+        phases["update_actor"] = self.update.total
+        if self.critic:
+            phases["update_critic"] = self.critic
+        phases["weight_sync"] = self.weight_sync
+        if self.phase_switch:
+            phases["phase_switch"] = self.phase_switch
+        return phases
+
+
+def recomputed_share(architecture: Architecture, learner: LearnerConfig, mean_length: float) -> float:
+    """Share of a forward pass that recomputation repeats in the backward pass."""
+    recompute = learner.recompute
+    if recompute.granularity == "full":
+        if (recompute.method or "uniform") == "uniform":
+            return 1.0
+        stage_layers = architecture.num_layers // learner.pipeline_model_parallel_size
+        return (recompute.num_layers or 1) / stage_layers
+    if recompute.granularity == "selective":
+        a = architecture
+        attention = pair_flops(a) * mean_length / 2
+        ffn = (a.moe_ffn_hidden_size or 0) * (a.num_experts_per_tok or 0) if a.is_moe else a.ffn_hidden_size
+        mlp = 6.0 * a.hidden_size * ffn
+        modules = recompute.modules or ["core_attn"]
+        again = (attention if "core_attn" in modules else 0.0) + (mlp if {"mlp", "moe"} & set(modules) else 0.0)
+        return again / (token_flops(a) + attention)
+    return 0.0
+
+
+def learner_time(
+    architecture: Architecture,
+    learner: LearnerConfig,
+    layout: ParallelLayout,
+    machines: Machines,
+    workload: Workload,
+    assumptions: Assumptions,
+    training: bool,
+) -> LearnerTime:
+    """One pass over a step's batch: an update (``training``) or log-probs.
+
+    Communication, per layer and token of a rank, w bytes an element, for each pass (1, or 3 and the recomputed share):
+
+        TP   2 all-gathers and 2 reduce-scatters of h w (TP - 1) / TP each
+        CP   keys and values of the other ranks, 2 kv / TP w (CP - 1), of which attention hides a part
+        EP   2 all-to-alls of e h w (EP - 1) / EP for the e chosen experts, over s = TP ranks with sequence parallelism
+
+    and once a mini-batch 4 (fp32 gradients) + b (parameters) bytes for each parameter, (D - 1) / D of them, over
+    D = DP CP ranks.  The bubble is (PP - 1) / (VPP m) of the work with m micro-batches a rank.
+
+    Imbalance: a mini-batch ends when the rank with the longest sequences is done; with few responses a rank that is the
+    rank that holds the longest response of the mini-batch.
+    """
+    a, accelerator = architecture, machines.accelerator
+    efficiency = assumptions.dense_efficiency
+    if accelerator.is_cpu:
+        efficiency = assumptions.cpu_efficiency
+    elif a.is_moe:
+        efficiency = assumptions.moe_efficiency
+    if learner.fp8.recipe is not None:
+        efficiency *= assumptions.fp8_speedup
+    gpu_flops = accelerator.flops * efficiency
+    lengths = workload.total_lengths(workload.responses)
+    response_tokens = round(workload.responses * workload.lengths.mean)
+    forward = forward_flops(a, lengths, response_tokens)
+    passes = 3.0 if training else 1.0
+    again = recomputed_share(a, learner, workload.mean_length) if training else 0.0
+    work = forward / layout.world_size / gpu_flops
+
+    width = PARAMETER_BYTES[learner.dtype]
+    layers = a.num_layers / layout.pipeline
+    tokens = float(lengths.sum()) / (layout.data * layout.context)
+    per_token_layers = tokens * layers * (passes + again)
+
+    def seconds(bytes_per_token: float, group: int, count: float = 1.0) -> float:
+        bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency
+        return per_token_layers * count * bytes_per_token / bandwidth
+
+    tp, cp, ep = layout.tensor, layout.context, layout.expert
+    tensor_exchange = seconds(a.hidden_size * width * (tp - 1) / tp, tp, 4.0) if tp > 1 else 0.0
+    context_exchange = expert_exchange = 0.0
+    if cp > 1:
+        bytes_per_token = 2 * a.key_value_size / tp * width * (cp - 1)
+        context_exchange = seconds(bytes_per_token, tp * cp) * (1 - assumptions.hidden_context_exchange)
+    if ep > 1:
+        split = tp if layout.sequence_parallel else 1
+        routed = (a.num_experts_per_tok or 0) / split
+        expert_exchange = seconds(routed * a.hidden_size * width * (ep - 1) / ep, ep * layout.expert_tensor, 2.0)
+
+    mini_batches = max(1, math.ceil(workload.responses / workload.mini_batch_size)) if training else 1
+    per_rank = tokens * layout.context / mini_batches
+    micro_batches = max(1, math.ceil(per_rank / learner.max_tokens_per_micro_batch))
+    base = work * (passes + again) + tensor_exchange + context_exchange + expert_exchange
+    bubble = base * (layout.pipeline - 1) / ((layout.virtual_pipeline or 1) * micro_batches)
+    imbalance = base * _imbalance(a, workload, layout.data, mini_batches)
+
+    gradient_exchange = optimizer = 0.0
+    if training:
+        ranks = layout.data * layout.context
+        held = max(rank_parameters(a, layout, stage) for stage in range(layout.pipeline))
+        group = ranks * tp
+        if ranks > 1:
+            bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency
+            gradient_exchange = mini_batches * held * (4 + width) * (ranks - 1) / ranks / bandwidth
+        shard = held / ranks if learner.use_distributed_optimizer else held
+        if learner.optimizer.cpu_offload:
+            optimizer = mini_batches * shard * (4 + width) / accelerator.host_bandwidth
+        else:
+            optimizer = mini_batches * shard * assumptions.optimizer_bytes / accelerator.bandwidth
+    return LearnerTime(
+        compute=work * passes,
+        recompute=work * again,
+        tensor_exchange=tensor_exchange,
+        context_exchange=context_exchange,
+        expert_exchange=expert_exchange,
+        bubble=bubble,
+        imbalance=imbalance,
+        gradient_exchange=gradient_exchange,
+        optimizer=optimizer,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _imbalance(architecture: Architecture, workload: Workload, data_parallel: int, mini_batches: int) -> float:
+    """Relative excess of the heaviest data-parallel rank over the mean one, averaged over mini-batches.
+
+    Responses are spread over mini-batches by a shuffle.  The balanced partition over ranks
+    (algorithms.sequence_balance) comes close to its lower bound, the larger of the mean load and the heaviest response,
+    which is what counts here.
+    """
+    if data_parallel == 1:
+        return 0.0
+    lengths = workload.total_lengths(workload.responses)
+    costs = lengths + quadratic_cost(architecture) * lengths**2
+    costs = np.random.default_rng(0).permutation(costs)
+    excess = [
+        max(1.0, data_parallel * float(part.max()) / float(part.sum())) - 1
+        for part in np.array_split(costs, mini_batches)
+        if len(part)
+    ]
+    return float(np.mean(excess))
+
+
+def weight_sync_seconds(
+    config: Config, architecture: Architecture, machines: Machines, assumptions: Assumptions
+) -> float:
+    """From the learner's shards to every engine, in Hugging Face layout.
+
+    The export assembles bucket by bucket on rank 0, where all other shards arrive (nothing arrives where one rank has
+    everything).  Then "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model
+    once and every engine reads it.
+    """
+    size = parameter_count(architecture) * PARAMETER_BYTES[config.learner.dtype]
+    buckets = math.ceil(size / config.weight_sync.bucket_bytes)
+    link = machines.bandwidth_between(config.learner.world_size) * assumptions.link_efficiency
+    model_ranks = config.learner.tensor_model_parallel_size * config.learner.pipeline_model_parallel_size
+    model_ranks *= config.learner.expert_model_parallel_size
+    gather = size * (1 - 1 / model_ranks) / link
+    method = config.weight_sync.method
+    if method == "disk":
+        reads = config.rollout.engine.count / machines.nodes
+        return gather + size * (1 + reads) / assumptions.storage_bandwidth
+    reach = machines.count if method == "distributed" else min(machines.count, machines.per_node)
+    send = size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
+    if method == "tensor" and machines.nodes > 1:
+        send += size / (machines.accelerator.inter_node_bandwidth * assumptions.link_efficiency)
+    return gather + send + buckets * assumptions.bucket_seconds
+
+
+def phase_switch_seconds(
+    config: Config, architecture: Architecture, layout: ParallelLayout, machines: Machines
+) -> float:
+    """Colocated: the learner's states to host memory before the rollout and back after it."""
+    if config.cluster.placement != "colocated" or machines.accelerator.is_cpu:
+        return 0.0
+    memory = learner_memory(config, architecture, layout)
+    return 2 * memory.sleeping / machines.accelerator.host_bandwidth
+
+
+def predict_step(
+    config: Config,
+    architecture: Architecture,
+    layout: ParallelLayout,
+    machines: Machines,
+    workload: Workload,
+    assumptions: Assumptions | None = None,
+    engine: EngineModel | None = None,
+    generation: StepResult | None = None,
+) -> StepTime:
+    """Seconds of a step with ``config`` on ``machines``.
+
+    Args:
+        engine: instead of the one that ``config`` describes.
+        generation: a result of ``predict_generation``, to save running it again for another learner layout.
+    """
+    assumptions = assumptions or Assumptions()
+    if generation is None:
+        engine = engine or EngineModel.from_config(
+            config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
+        )
+        generation = predict_generation(engine, config.rollout.engine.count, workload)
+    learner = config.learner
+    arguments = (architecture, learner, layout, machines, workload, assumptions)
+    log_probs = learner_time(*arguments, training=False)
+    update = learner_time(*arguments, training=True)
+    algorithm = config.algorithm
+    if algorithm.rollout_correction.bypass_old_log_probs:
+        log_probs = LearnerTime(*(0.0,) * 9)
+    reference = learner_time(*arguments, training=False) if algorithm.kl_in_loss or algorithm.kl_in_reward else None
+    model_flops = 3 * forward_flops(
+        architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)
+    )
+    colocated = config.cluster.placement == "colocated" or machines.accelerator.is_cpu
+    return StepTime(
+        generation=generation,
+        log_probs=log_probs,
+        reference=reference,
+        update=update,
+        # The critic reads values once and learns from them with the same passes.
+        critic=update.total + log_probs.total if algorithm.advantage == "gae" else 0.0,
+        weight_sync=weight_sync_seconds(config, architecture, machines, assumptions),
+        phase_switch=phase_switch_seconds(config, architecture, layout, machines),
+        overlapped=config.rollout.staleness > 0 and not colocated,
+        trained_tokens=workload.trained_tokens,
+        gpus=machines.count,
+        mfu=model_flops / (layout.world_size * machines.accelerator.flops * update.total),
+    )
+
+
+def predict_generation(engine: EngineModel, engines: int, workload: Workload) -> StepResult:
+    """One step's rollout with the expected lengths; every response is waited for."""
+    simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
+    simulation.start_groups(math.ceil(workload.groups / workload.kept_groups))
+    return simulation.collect(workload.groups)
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """A whole run: ``steps`` steps, the validations and checkpoints between them."""
+
+    steps: int
+    step_seconds: float
+    validations: int
+    validation_seconds: float
+    checkpoints: int
+    checkpoint_seconds: float
+
+    @property
+    def hours(self) -> float:
+        seconds = self.steps * self.step_seconds + self.validations * self.validation_seconds
+        return (seconds + self.checkpoints * self.checkpoint_seconds) / 3600
+
+
+def predict_run(
+    config: Config,
+    architecture: Architecture,
+    machines: Machines,
+    workload: Workload,
+    step_seconds: float,
+    steps: int,
+    validation_prompts: int = 0,
+    assumptions: Assumptions | None = None,
+    engine: EngineModel | None = None,
+) -> RunTime:
+    """Hours of ``steps`` steps with config's test_freq and save_freq.
+
+    Validation generates rollout.val.n responses to each of ``validation_prompts`` prompts; a checkpoint writes
+    ``checkpoint_bytes`` over all nodes' storage bandwidth.
+    """
+    assumptions = assumptions or Assumptions()
+    trainer = config.trainer
+    validations = checkpoints = 0
+    validation_seconds = 0.0
+    if validation_prompts:
+        validations = int(trainer.val_before_train) + (steps // trainer.test_freq if trainer.test_freq else 1)
+        engine = engine or EngineModel.from_config(
+            config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
+        )
+        problems = replace(workload, groups=validation_prompts, group_size=config.rollout.val.n, kept_groups=1.0)
+        validation_seconds = predict_generation(engine, config.rollout.engine.count, problems).seconds
+    checkpoints = steps // trainer.save_freq if trainer.save_freq else 1
+    size = checkpoint_bytes(architecture, config.learner.dtype)
+    return RunTime(
+        steps=steps,
+        step_seconds=step_seconds,
+        validations=validations,
+        validation_seconds=validation_seconds,
+        checkpoints=checkpoints,
+        checkpoint_seconds=size / (assumptions.storage_bandwidth * machines.nodes),
+    )
