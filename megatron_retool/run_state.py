@@ -1,8 +1,9 @@
 """A run's place on disk and how it is taken up again.
 
-A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint),
-prompt_source.json (data position), trainer_state.json (step, counters) and COMPLETE, which is written last. It is
-built under a temporary name and renamed, so a directory without COMPLETE is never taken for one.
+A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint), critic/ where
+PPO has one, prompt_source.json (data position), trainer_state.json (step, KL coefficient, histories of prompts) and
+COMPLETE, which is written last. It is built under a temporary name and renamed, so a directory without COMPLETE is
+never taken for one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Checkpoint:
     @property
     def learner(self) -> Path:
         return self.path / "learner"
+
+    @property
+    def critic(self) -> Path:
+        return self.path / "critic"
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint."""

@@ -13,7 +13,15 @@ from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config
-from megatron_retool.experience import add_advantages, collect_groups, correct_rollout, split_mini_batches
+from megatron_retool.estimates import (
+    add_advantages,
+    add_log_probs,
+    correct_rollout,
+    critic_mini_batch,
+    split_mini_batches,
+    write_estimates,
+)
+from megatron_retool.experience import collect_groups
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
@@ -23,6 +31,7 @@ from megatron_retool.run_state import (
     find_resume_point,
     prune_checkpoints,
 )
+from megatron_retool.trainer_state import TrainerState
 from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
 from megatron_retool.validation import validate
 
@@ -41,25 +50,25 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
         console.print(f"{resume.path} is the last step already: nothing to train")
         return True
     async with Deployment(config, console) as run:
-        step = await restore(run, resume)
-        await run.sync_weights(step)
-        with MetricLogger(config.run_dir, config.trainer.loggers, first_step=step + bool(step), console=console) as log:
-            if step == 0 and config.trainer.val_before_train:
+        state = await restore(run, resume)
+        await run.sync_weights(state.step)
+        first_step = state.step + bool(state.step)
+        with MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=console) as log:
+            if state.step == 0 and config.trainer.val_before_train:
                 log.log(0, await validate(run, step=0))
-            while step < run.total_steps:
-                step += 1
+            while state.step < run.total_steps:
+                state.step += 1
+                step = state.step
                 timer = StepTimer()
                 with timer.phase("step"):
                     with timer.phase("gen"):
-                        collected = await collect_groups(run, step, timer)
+                        collected = await collect_groups(run, state, timer)
                     batch = TrajectoryBatch.from_trajectories(collected.kept)
-                    with timer.phase("old_log_prob"):
-                        batch = await add_log_probs(run, batch)
+                    batch = await add_log_probs(run, batch, timer)
                     with timer.phase("adv"):
                         batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
-                        batch = add_advantages(config, batch)
-                    with timer.phase("update_actor"):
-                        updates = [] if skip else await update(run, batch, step)
+                        batch, kl_metrics = add_advantages(batch, state)
+                    updates = [] if skip else await update(run, batch, step, timer)
                     with timer.phase("weight_sync"):
                         sync_metrics = await run.sync_weights(step)
                 metrics = {
@@ -67,6 +76,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                     **collected.metrics,
                     **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
                     **correction_metrics,
+                    **kl_metrics,
                     **mean_metrics(updates),
                     **sync_metrics,
                     "actor/skipped_updates": float(skip),
@@ -74,19 +84,18 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                         int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size
                     ),
                 }
-                write_trajectories(
-                    collected.generated,
-                    config.run_dir / "rollouts" / f"step_{step:06d}.parquet",
-                    texts=[run.decode(t) for t in collected.generated],
-                )
+                stored = config.run_dir / "rollouts" / f"step_{step:06d}"
+                texts = [run.decode(t) for t in collected.generated]
+                write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
+                write_estimates(batch, stored.with_suffix(".learner.parquet"))
                 last = step == run.total_steps
-                if last or due(step, config.trainer.test_freq):
+                if last or state.validation_due():
                     with timer.phase("testing"):
                         metrics |= await validate(run, step)
                 leaving = leave.is_set()
-                if last or leaving or due(step, config.trainer.save_freq):
+                if last or leaving or state.save_due():
                     with timer.phase("save_checkpoint"):
-                        await save(run, step)
+                        await save(run, state)
                 log.log(step, metrics | timer.metrics())
                 if leaving and not last:
                     console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
@@ -94,31 +103,24 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
     return True
 
 
-def due(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0
+async def update(run: Deployment, batch: TrajectoryBatch, step: int, timer: StepTimer) -> list[dict[str, float]]:
+    """One optimizer step of the actor for each mini-batch, and of the critic where there is one, side by side."""
+    mini_batches = list(split_mini_batches(run.config, batch, step))
 
+    async def update_actor() -> list[dict[str, float]]:
+        if run.critic is not None and step <= run.config.learner.critic.warmup_steps:
+            return []
+        with timer.phase("update_actor"):
+            return [await run.learner.update(part, sampling=run.config.rollout.train) for part in mini_batches]
 
-async def add_log_probs(run: Deployment, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """old_log_probs and entropy with the training kernels, and ref_log_probs where a KL term needs them."""
-    algorithm = run.config.algorithm
-    temperature = run.config.rollout.train.temperature
-    if algorithm.rollout_correction.bypass_old_log_probs:
-        batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
-    else:
-        result = await run.learner.log_probs(batch, temperature=temperature)
-        batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
-    if algorithm.kl_in_loss or algorithm.kl_in_reward:
-        reference = await run.learner.log_probs(batch, reference=True, temperature=temperature)
-        batch = batch.with_columns(ref_log_probs=reference["log_probs"])
-    return batch
+    async def update_critic() -> list[dict[str, float]]:
+        if run.critic is None:
+            return []
+        with timer.phase("update_critic"):
+            return [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
 
-
-async def update(run: Deployment, batch: TrajectoryBatch, step: int) -> list[dict[str, float]]:
-    """One optimizer step for each mini-batch."""
-    return [
-        await run.learner.update(mini_batch, temperature=run.config.rollout.train.temperature)
-        for mini_batch in split_mini_batches(run.config, batch, step)
-    ]
+    actor, critic = await asyncio.gather(update_actor(), update_critic())
+    return actor + critic
 
 
 def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -127,26 +129,31 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
 
 
-async def restore(run: Deployment, resume: Checkpoint | None) -> int:
-    """Put learner and data where the checkpoint left them; the step that was last completed."""
+async def restore(run: Deployment, resume: Checkpoint | None) -> TrainerState:
+    """Put learner, critic and data where the checkpoint left them; the state after the last completed step."""
+    state = TrainerState.first(run.config)
     if resume is None:
-        return 0
+        return state
     run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps})")
     await run.learner.load(resume.learner)
+    if run.critic is not None:
+        await run.critic.load(resume.critic)
     run.prompts.load_state_dict(resume.read("prompt_source.json"))
-    state = resume.read("trainer_state.json")
-    if state["step"] != resume.step:
-        raise ValueError(f"{resume.path}/trainer_state.json says step {state['step']}: the checkpoint was renamed")
-    return resume.step
+    state.load_state_dict(resume.read("trainer_state.json"))
+    if state.step != resume.step:
+        raise ValueError(f"{resume.path}/trainer_state.json says step {state.step}: the checkpoint was renamed")
+    return state
 
 
-async def save(run: Deployment, step: int) -> None:
+async def save(run: Deployment, state: TrainerState) -> None:
     """A checkpoint that appears complete or not at all, then retention."""
-    workspace = checkpoint_workspace(run.config.run_dir, step)
+    workspace = checkpoint_workspace(run.config.run_dir, state.step)
     await run.learner.save(workspace / "learner")
+    if run.critic is not None:
+        await run.critic.save(workspace / "critic")
     files: dict[str, dict[str, Any]] = {
         "prompt_source.json": run.prompts.state_dict(),
-        "trainer_state.json": {"step": step, "total_steps": run.total_steps, "seed": run.config.trainer.seed},
+        "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
-    commit_checkpoint(workspace, step, files)
+    commit_checkpoint(workspace, state.step, files)
     prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)

@@ -176,12 +176,14 @@ class RolloutManager:
         prompts: Iterable[PromptRow],
         sampling: SamplingConfig,
         *,
+        group_sizes: Mapping[int, int] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
         resume_paused: bool | None = None,
     ) -> AsyncIterator[list[Trajectory]]:
         """Yield each group of ``sampling.n`` trajectories when its last one is finished.
 
         Args:
+            group_sizes: trajectories of a group by its group id, where that is not ``sampling.n``.
             resume_paused: continue trajectories that an earlier stream left unfinished, before new ones. None: in
                 training streams (validation sampling is a ValSamplingConfig), where rollout.partial.enable is set.
 
@@ -192,7 +194,8 @@ class RolloutManager:
         if resume_paused is None:
             resume_paused = partial.enable and not isinstance(sampling, ValSamplingConfig)
         groups = self._take_paused() if resume_paused else []
-        groups += [self._new_group(row, sampling) for row in prompts]
+        sizes = group_sizes or {}
+        groups += [self._new_group(row, sampling, sizes.get(row.group_id, sampling.n)) for row in prompts]
         taken = [group.group_id for group in groups]
         if len(set(taken)) != len(taken):
             raise ValueError("group ids of a stream must be distinct")
@@ -257,7 +260,7 @@ class RolloutManager:
         rollout = self.config.rollout
         return EngineClient(url, retries=rollout.request_retries, timeout_seconds=rollout.request_timeout_seconds)
 
-    def _new_group(self, row: PromptRow, sampling: SamplingConfig) -> _Group:
+    def _new_group(self, row: PromptRow, sampling: SamplingConfig, size: int) -> _Group:
         prompt_ids = [int(token) for token in row.prompt_ids]
         extra_info = dict(row.extra_info)
         for name in ("uid", "data_source", "ground_truth"):
@@ -265,7 +268,7 @@ class RolloutManager:
                 extra_info.setdefault(name, getattr(row, name))
         states = [
             TrajectoryState(prompt_ids, row.group_id, index, extra_info, self._seed(row.group_id, index))
-            for index in range(sampling.n)
+            for index in range(size)
         ]
         return _Group(row.group_id, states, sampling)
 

@@ -113,6 +113,7 @@ def make_weight_sync(config: Config, engines: Sequence[str]) -> WeightSync:
         "timeout_seconds": settings.timeout_seconds,
         "verify": settings.verify,
         "quantize": _fp8_quantizer() if config.rollout.engine.quantization == "fp8" else None,
+        "round_weight": _fp8_rounder() if settings.round_to_fp8 else None,
     }
     if settings.method == "disk":
         return DiskWeightSync(
@@ -133,14 +134,22 @@ def _fp8_quantizer() -> Quantize:
     return quantize_blockwise
 
 
-def quantize_bucket(bucket: Bucket, quantize: Quantize) -> Bucket:
-    """Block-FP8 form of a bucket, named as in FP8 checkpoints: linear weights become weight and weight_scale_inv.
+def _fp8_rounder() -> Callable[[torch.Tensor], torch.Tensor]:
+    from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
 
-    Embeddings, the output layer, norms, biases and MoE routers stay as they are.
-    """
+    return lambda weight: dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
+
+
+def _is_linear(name: str, tensor: torch.Tensor) -> bool:
+    """Whether FP8 serving quantises it: not embeddings, the output layer, norms, biases and MoE routers."""
+    return tensor.ndim == 2 and name.endswith("_proj.weight")
+
+
+def quantize_bucket(bucket: Bucket, quantize: Quantize) -> Bucket:
+    """Block-FP8 form of a bucket, named as in FP8 checkpoints: linear weights become weight and weight_scale_inv."""
     quantized: Bucket = []
     for name, tensor in bucket:
-        if tensor.ndim == 2 and name.endswith("_proj.weight"):
+        if _is_linear(name, tensor):
             weight, scale_inv = quantize(tensor)
             quantized += [(name, weight), (f"{name}_scale_inv", scale_inv)]
         else:
@@ -158,6 +167,7 @@ class WeightSync(ABC):
         timeout_seconds: float = 300.0,
         verify: bool = False,
         quantize: Quantize | None = None,
+        round_weight: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         if not engines:
             raise ValueError("weight sync needs at least one engine URL")
@@ -165,6 +175,7 @@ class WeightSync(ABC):
         self.timeout_seconds = timeout_seconds
         self.verify = verify
         self._quantize = quantize
+        self._round_weight = round_weight
         self._pool = ThreadPoolExecutor(max_workers=2 * len(self.engines) + 1, thread_name_prefix="weight-sync")
         self._infos: dict[str, dict[str, Any]] = {}
 
@@ -238,6 +249,8 @@ class WeightSync(ABC):
         dtype = self._engine_dtype()
         for bucket in buckets:
             bucket = [(name, tensor.detach()) for name, tensor in bucket]
+            if self._round_weight is not None:
+                bucket = [(name, self._round_weight(t) if _is_linear(name, t) else t) for name, t in bucket]
             if self._quantize is not None:
                 bucket = quantize_bucket(bucket, self._quantize)
             converted = [

@@ -13,13 +13,18 @@ parameters) draws a token in four steps:
 and renormalises what all three filters keep: mu(y) = p(y) 1[kept] / sum_kept p.  Each filter looks at the full p, not
 at the renormalised remainder of another.
 
-What goes into the ratio:
+What goes into the ratio, in one sentence: the policy *is* mu, on both sides.
 
-* temperature alone: engines report log p at the sampling temperature, and the learner divides its logits by the same
-  temperature.  Both describe the policy that is trained, pi = softmax(z / T).
-* with filters, the engine's reported log p is *not* log mu: it lacks the log of the kept mass.
-  ``rollout_log_probs`` must hold log mu = log p - log(kept mass).  Then E_mu[pi / mu * f] = E_pi[f 1[kept]]: exact on
-  the kept tokens, with nothing said about those that can never be sampled.
+* temperature: engines report log p at the sampling temperature, and the learner divides its logits by the same
+  temperature.
+* filters: the reported log p is not log mu, it lacks the log of the kept mass: log mu = log p - log(kept mass).
+  ``rollout_log_probs`` hold log mu, which SGLang gives with ``return_sampling_mask``. The learner removes from its own
+  logits what the filters remove (``learner/log_probs.py``), so old_log_probs, the current log-probs of the update and
+  the entropy are mu's too, and a ratio is 1 wherever both sides computed the same logits.
+
+The alternative, pi = softmax(z / temperature) in the numerator alone, is also exact on the kept tokens,
+E_mu[pi / mu * f] = E_pi[f 1[kept]], but a response of n tokens then has a ratio of (kept mass)^n without any mismatch,
+which no trust region on the ratio survives.
 """
 
 from __future__ import annotations

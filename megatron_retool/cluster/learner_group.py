@@ -1,4 +1,7 @@
-"""The learner's processes as Ray actors: one actor per rank, all called with the same arguments (SPMD)."""
+"""The learner's processes as Ray actors: one actor per rank, all called with the same arguments (SPMD).
+
+A critic is a second group of the same kind, with ranks and a process group of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from megatron_retool.trajectory import TrajectoryBatch
 class LearnerWorker:
     """One rank. Megatron is imported here and nowhere else in the cluster room."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, role: str, rank: int) -> None:
         self.config = config
+        self.role = role
         self.rank = rank
-        redirect_output(config.run_dir.absolute() / "logs" / f"learner_rank{rank}.log")
+        redirect_output(config.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and port on this node for torch.distributed."""
@@ -38,13 +42,16 @@ class LearnerWorker:
         )
         from megatron_retool.learner.learner import Learner
 
+        settings, algorithm = self.config.learner, self.config.algorithm
+        critic = self.role == "critic"
         self.learner = Learner(
             self.config,
-            optimizer=self.config.learner.optimizer,
+            optimizer=settings.critic.optimizer if critic else settings.optimizer,
             total_optimizer_steps=total_optimizer_steps,
             hf_dir=self.config.model.path,
             mcore_dir=self.config.model.mcore_path,
-            with_reference=bool(self.config.algorithm.kl_in_loss or self.config.algorithm.kl_in_reward),
+            with_reference=not critic and bool(algorithm.kl_in_loss or algorithm.kl_in_reward),
+            role="critic" if critic else "actor",
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -65,17 +72,21 @@ class LearnerWorker:
 
 
 class LearnerGroup:
-    """All ranks of the learner, driven from one process. Every method is awaitable and raises the rank's own error."""
+    """All ranks of one model, driven from one process. Every method is awaitable and raises the rank's own error.
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    Args:
+        role: "learner" (the policy), or "critic".
+    """
+
+    def __init__(self, config: Config, placement: Placement, role: str = "learner") -> None:
         self.config = config
         threads = str(config.learner.threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         remote = ray.remote(LearnerWorker)
         self.workers = [
             remote.options(
-                **placement.learner_options(rank), runtime_env={"env_vars": environment}, max_concurrency=1
-            ).remote(config, rank)
+                **placement.learner_options(rank, role), runtime_env={"env_vars": environment}, max_concurrency=1
+            ).remote(config, role, rank)
             for rank in range(config.learner.world_size)
         ]
 
@@ -88,6 +99,13 @@ class LearnerGroup:
 
     async def update(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
         return await self._call("update", ray.put(batch), **kwargs)
+
+    async def values(self, batch: TrajectoryBatch) -> Any:
+        """Critic: float32 [T]."""
+        return await self._call("values", ray.put(batch))
+
+    async def update_critic(self, batch: TrajectoryBatch) -> dict[str, float]:
+        return await self._call("update_critic", ray.put(batch))
 
     async def save(self, directory: Path) -> None:
         await self._call("save", str(directory.absolute()))

@@ -1,8 +1,8 @@
 """Which process gets which GPUs: a pure plan, checked against the nodes, printed at start, then asked of Ray.
 
-Two ways. *disaggregated*: learner ranks and engines have GPUs of their own. *colocated*: both see the same GPUs and
-take turns (the engine releases its memory while the learner works). On hosts without GPUs every process runs wherever
-Ray puts it, and the plan holds no GPU.
+Two ways. *disaggregated*: learner ranks, critic ranks (PPO's, as many as the learner's) and engines have GPUs of their
+own. *colocated*: all see the same GPUs and take turns (the engine releases its memory while the learner works). On
+hosts without GPUs every process runs wherever Ray puts it, and the plan holds no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_retool.config import Config, ConfigError
 
 @dataclass(frozen=True)
 class Slot:
-    """One process: ``role`` is learner or engine, ``gpus`` are global indices (node x gpus_per_node + local)."""
+    """One process. ``role``: learner, critic or engine; ``gpus``: global indices (node x gpus_per_node + local)."""
 
     role: str
     rank: int
@@ -31,9 +31,9 @@ class Placement:
     gpus_per_node: int
     colocated: bool
 
-    def learner_options(self, rank: int) -> dict[str, Any]:
-        """Ray options of a learner rank."""
-        return self._options(len(self._slot("learner", rank).gpus))
+    def learner_options(self, rank: int, role: str = "learner") -> dict[str, Any]:
+        """Ray options of a rank of the learner, or of the critic."""
+        return self._options(len(self._slot(role, rank).gpus))
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray options of an engine's actor."""
@@ -44,7 +44,8 @@ class Placement:
 
     def _options(self, gpus: int) -> dict[str, Any]:
         # Colocated processes share a GPU, which Ray expresses as a fraction of it.
-        return {"num_cpus": 0, "num_gpus": gpus * (0.5 if self.colocated else 1)}
+        roles = len({slot.role for slot in self.slots}) if self.colocated else 1
+        return {"num_cpus": 0, "num_gpus": gpus / roles}
 
     def table(self) -> Table:
         """The plan for people: role, rank, node, GPUs."""
@@ -58,7 +59,7 @@ class Placement:
 
 
 def plan_placement(config: Config) -> Placement:
-    """Assign GPUs in node order: learner ranks first, so that tensor-parallel neighbours share a node, then engines.
+    """Assign GPUs in node order: learner ranks, so that tensor-parallel neighbours share a node, critic's, engines.
 
     Raises:
         ConfigError: more GPUs are needed than cluster.nodes x cluster.gpus_per_node, or an engine would span nodes.
@@ -69,21 +70,28 @@ def plan_placement(config: Config) -> Placement:
         config.rollout.engine.count,
         config.rollout.engine.tensor_parallel_size,
     )
+    critics = ranks if needs_critic(config) else 0
     if per_node == 0:
         slots = [Slot("learner", rank, 0, ()) for rank in range(ranks)]
+        slots += [Slot("critic", rank, 0, ()) for rank in range(critics)]
         slots += [Slot("engine", index, 0, ()) for index in range(engines)]
         return Placement(tuple(slots), 0, False)
     colocated = config.cluster.placement == "colocated"
     available = config.cluster.nodes * per_node
-    first_engine_gpu = 0 if colocated else ranks
-    needed = max(ranks, engines * engine_gpus) if colocated else ranks + engines * engine_gpus
+    first_critic_gpu = 0 if colocated else ranks
+    first_engine_gpu = 0 if colocated else ranks + critics
+    needed = max(ranks, engines * engine_gpus) if colocated else ranks + critics + engines * engine_gpus
     if needed > available:
+        critic = f", as many for the critic (algorithm.advantage={config.algorithm.advantage})" if critics else ""
         raise ConfigError(
-            f"cluster.nodes x cluster.gpus_per_node = {available} GPUs, but learner.world_size={ranks} and "
+            f"cluster.nodes x cluster.gpus_per_node = {available} GPUs, but learner.world_size={ranks}{critic} and "
             f"rollout.engine.count x tensor_parallel_size = {engines} x {engine_gpus} need {needed} "
             f"({config.cluster.placement})"
         )
     slots = [Slot("learner", rank, rank // per_node, (rank,)) for rank in range(ranks)]
+    for rank in range(critics):
+        gpu = first_critic_gpu + rank
+        slots.append(Slot("critic", rank, gpu // per_node, (gpu,)))
     for index in range(engines):
         first = first_engine_gpu + index * engine_gpus
         gpus = tuple(range(first, first + engine_gpus))
@@ -94,3 +102,8 @@ def plan_placement(config: Config) -> Placement:
             )
         slots.append(Slot("engine", index, first // per_node, gpus))
     return Placement(tuple(slots), per_node, colocated)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the run trains a value model beside the policy (PPO)."""
+    return config.algorithm.advantage == "gae"

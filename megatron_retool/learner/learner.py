@@ -22,6 +22,7 @@ from torch import Tensor
 
 from conversion.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
+from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import cpu
 
@@ -194,7 +195,18 @@ class Learner:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def log_probs(
-        self, batch: TrajectoryBatch, *, reference: bool = False, temperature: float = 1.0
+        self,
+        batch: TrajectoryBatch,
+        *,
+        reference: bool = False,
+        temperature: float = 1.0,
+        sampling: SamplingSettings | None = None,
+        Args:
+            reference: of the initial weights.
+            temperature: pi = softmax(logits / temperature).
+            sampling: instead of ``temperature``: pi is what rollouts with these settings are sampled from, after
+                temperature, top_p, top_k and min_p (``algorithms/sampling.py``).
+
     ) -> dict[str, FloatArray]:
         """log pi of every token of the loss mask and the entropy of the distribution it came from.
 
@@ -207,13 +219,14 @@ class Learner:
         if reference and self.reference_chunks is None:
             raise ConfigError("the learner was built without a reference policy (with_reference=True)")
         chunks = self.reference_chunks if reference else None
-        found = self._read(self.packer.micro_batches(batch), 2, batch.num_response_tokens, chunks, temperature)
+        head_options = _head_options(temperature, sampling)
+        found = self._read(self.packer.micro_batches(batch), 2, batch.num_response_tokens, chunks, head_options)
         return {"log_probs": found[0], "entropy": found[1]}
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
         """The critic's value of the state in which each response token is generated: float32 [T]."""
         micro_batches = self.packer.micro_batches(batch, head_on="response")
-        return self._read(micro_batches, 1, batch.num_response_tokens, None, 1.0)[0]
+        return self._read(micro_batches, 1, batch.num_response_tokens, None, {})[0]
 
     def sft_loss(self, batch: TrajectoryBatch) -> float:
         """-sum(loss_weights * log_probs), without a gradient; weights as in ``sft_update``."""
@@ -227,7 +240,7 @@ class Learner:
         columns: int,
         num_tokens: int,
         chunks: list[PackedModel] | None,
-        temperature: float,
+        head_options: dict[str, Any],
     ) -> FloatArray:
         found = torch.zeros(columns, num_tokens, dtype=torch.float32, device=self.device)
 
@@ -238,20 +251,22 @@ class Learner:
         modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
         for module in modules:
             module.eval()
-        self._run(modules, micro_batches, temperature, collect=collect)
+        self._run(modules, micro_batches, head_options, collect=collect)
         # Every token was found by one context-parallel rank of one data-parallel rank.
         parallel.sum_over_data_parallel(found, with_context_parallel=True)
         return found.cpu().numpy()
 
     # --- learning -------------------------------------------------------------------------------------------------
 
-    def update(self, mini_batch: TrajectoryBatch, *, temperature: float = 1.0) -> dict[str, float]:
+    def update(
+        self, mini_batch: TrajectoryBatch, *, temperature: float = 1.0, sampling: SamplingSettings | None = None
+    ) -> dict[str, float]:
         """One optimizer step on the policy loss of a mini-batch.
 
         Args:
             mini_batch: with the columns old_log_probs, advantages and loss_weights (of the whole mini-batch, 0 where
                 rejected), optionally importance_weights and ref_log_probs.
-            temperature: of the rollout; log-probs are those of softmax(logits / temperature).
+            temperature, sampling: of the rollout, as for ``log_probs``.
 
         Returns:
             actor/pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, grad_norm, lr and the like;
@@ -275,7 +290,7 @@ class Learner:
             )
             return policy_loss(inputs, algorithm, bypass)
 
-        return self._learn("actor", mini_batch, "loss_mask", temperature, loss)
+        return self._learn("actor", mini_batch, "loss_mask", _head_options(temperature, sampling), loss)
 
     def update_critic(self, mini_batch: TrajectoryBatch) -> dict[str, float]:
         """One optimizer step on the value loss; columns values (before the update), returns and loss_weights."""
@@ -294,7 +309,7 @@ class Learner:
                 clip,
             )
 
-        return self._learn("critic", mini_batch, "response", 1.0, loss)
+        return self._learn("critic", mini_batch, "response", {}, loss)
 
     def sft_update(self, batch: TrajectoryBatch) -> dict[str, float]:
         """One optimizer step of supervised fine-tuning on the tokens of ``loss_mask``.
@@ -313,7 +328,7 @@ class Learner:
             pair = torch.stack([value.detach().double(), torch.zeros((), dtype=torch.float64, device=value.device)])
             return LossOutput(value, {"sft/loss": pair})
 
-        metrics = self._learn("sft", batch, "loss_mask", 1.0, loss, sum_over_context=True)
+        metrics = self._learn("sft", batch, "loss_mask", {}, loss, sum_over_context=True)
         return {name.removeprefix("sft/"): value for name, value in metrics.items()}
 
     def _learn(
@@ -321,7 +336,7 @@ class Learner:
         room: str,
         batch: TrajectoryBatch,
         head_on: str,
-        temperature: float,
+        head_options: dict[str, Any],
         loss: Callable[[MicroBatch, Tensor], LossOutput],
         sum_over_context: bool = False,
     ) -> dict[str, float]:
@@ -332,7 +347,7 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts: list[dict[str, Tensor]] = []
-        self._run(self.model_chunks, micro_batches, temperature, loss=loss, metrics=parts)
+        self._run(self.model_chunks, micro_batches, head_options, loss=loss, metrics=parts)
         lr = self.learning_rate
         applied, grad_norm = self._step()
         metrics = self._reduce(parts, sum_over_context)
@@ -374,7 +389,7 @@ class Learner:
         self,
         chunks: list[Any],
         micro_batches: list[MicroBatch],
-        temperature: float,
+        head_options: dict[str, Any],
         *,
         loss: Callable[[MicroBatch, Tensor], LossOutput] | None = None,
         metrics: list[dict[str, Tensor]] | None = None,
@@ -383,7 +398,7 @@ class Learner:
         """One pass of Megatron's pipeline schedule: with ``loss`` forward and backward, with ``collect`` forward."""
         learner = self.config.learner
         options = {
-            "temperature": temperature,
+            **head_options,
             "chunk_tokens": learner.log_prob_chunk_tokens,
             "fp32_head": learner.fp32_lm_head,
         }
@@ -506,6 +521,10 @@ class _SumOverContextParallel(torch.autograd.Function):
 @functools.wraps(finalize_model_grads)
 def _sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     # calculate_per_token_loss makes Megatron's DDP sum; without a token count nothing is divided afterwards.
+def _head_options(temperature: float, sampling: SamplingSettings | None) -> dict[str, Any]:
+    return {"temperature": temperature} if sampling is None else {"sampling": sampling}
+
+
     finalize_model_grads(model, None, **kwargs)
 
 

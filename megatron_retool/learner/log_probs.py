@@ -9,6 +9,9 @@ With x = logits / temperature, p = softmax(x), for a token y:
 
     log_prob = x_y - log sum_j exp x_j            d log_prob / d x_j = [j = y] - p_j
     entropy  = - sum_j p_j log p_j                d entropy  / d x_j = - p_j (log p_j + entropy)
+
+Where rollouts are sampled with top_p, top_k or min_p, the policy is the distribution that is left of it: tokens that
+the filters remove have x = -inf, and everything above holds for the others.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
 from megatron_retool.learner import cpu
 
 cpu.install()
@@ -64,6 +68,7 @@ def log_probs_and_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
+    sampling: SamplingSettings | None = None,
     chunk_tokens: int = 1024,
     fp32_head: bool = False,
     main_grad: Tensor | None = None,
@@ -78,6 +83,8 @@ def log_probs_and_entropy(
         vocab_size: tokens of the vocabulary; rows beyond it are padding and get probability 0.
         group: tensor-parallel group over which the vocabulary is split; None or of size 1: not split.
         temperature: logits are divided by it.
+        sampling: its temperature instead, and its filters. The target is never filtered out: it was sampled, and where
+            the sampler's logits differ in their last digits a token at the edge may be in on one side alone.
         chunk_tokens: rows whose logits exist at one time.
         fp32_head: multiply in fp32 whatever the dtype of ``hidden`` and ``weight``.
         main_grad: where given, the weight's gradient is added to this fp32 buffer (Megatron's main gradient) and not
@@ -93,7 +100,8 @@ def log_probs_and_entropy(
         group=group,
         first_row=first,
         padding=min(max(first + weight.size(0) - vocab_size, 0), weight.size(0)),
-        temperature=temperature,
+        temperature=temperature if sampling is None else sampling.temperature,
+        filters=None if sampling is None or is_unfiltered(sampling) else sampling,
         chunk_tokens=chunk_tokens,
         dtype=torch.float32 if fp32_head else hidden.dtype,
         main_grad=main_grad,
@@ -108,6 +116,7 @@ class _Settings:
     padding: int
     """Rows at the end of this rank's part that are vocabulary padding."""
     temperature: float
+    filters: SamplingSettings | None
     chunk_tokens: int
     dtype: torch.dtype
     main_grad: Tensor | None
@@ -116,17 +125,47 @@ class _Settings:
         for start in range(0, rows, self.chunk_tokens):
             yield slice(start, min(start + self.chunk_tokens, rows))
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """float32 [rows, V / TP], divided by the temperature, -inf on padding."""
+    def logits(self, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor) -> Tensor:
+        """float32 [rows, V / TP], divided by the temperature, -inf on padding and on what the filters remove."""
         x = torch.mm(hidden.to(self.dtype), weight.t()).float()
         if self.temperature != 1.0:
             x.div_(self.temperature)
-        self.fill_padding(x, float("-inf"))
+        self._fill_padding(x, float("-inf"))
+        if self.filters is not None:
+            kept, target = self._kept(x), local.unsqueeze(-1)
+            kept.scatter_(-1, target, kept.gather(-1, target) | owned.unsqueeze(-1))
+            x.masked_fill_(~kept, float("-inf"))
         return x
 
-    def fill_padding(self, x: Tensor, value: float) -> None:
+    def without_infinities(self, x: Tensor) -> Tensor:
+        """``x`` (in place) with 0 where ``logits`` has -inf, so that it can be multiplied by a probability of 0."""
+        if self.filters is not None:
+            return x.masked_fill_(x.isneginf(), 0.0)
+        self._fill_padding(x, 0.0)
+        return x
+
+    def _fill_padding(self, x: Tensor, value: float) -> None:
         if self.padding:
             x[:, x.size(1) - self.padding :] = value
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """bool [rows, V / TP]: this rank's part of what top_p, top_k and min_p leave of the whole vocabulary."""
+        filters = _Filters(self.filters.top_p, self.filters.top_k, self.filters.min_p)
+        if self.group is None:
+            return kept_tokens(x, filters)
+        parts = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return kept_tokens(torch.cat(parts, -1), filters)[:, self.first_row : self.first_row + x.size(1)].contiguous()
+
+
+@dataclass(frozen=True)
+class _Filters:
+    """Filters for logits that are divided by the temperature already."""
+
+    top_p: float
+    top_k: int
+    min_p: float
+    temperature: float = 1.0
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -144,7 +183,7 @@ class _ChunkedHead(torch.autograd.Function):
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for take in settings.chunks(n):
-            x = settings.logits(hidden[take], head)
+            x = settings.logits(hidden[take], head, local[take], owned[take])
             peak = x.amax(-1)
             if settings.group is not None:
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=settings.group)
@@ -153,8 +192,7 @@ class _ChunkedHead(torch.autograd.Function):
             torch.mul(x.gather(-1, local[take].unsqueeze(-1)).squeeze(-1), owned[take], out=sums[1])
             p = x.exp()
             torch.sum(p, -1, out=sums[0])
-            settings.fill_padding(x, 0.0)
-            torch.sum(p.mul_(x), -1, out=sums[2])
+            torch.sum(p.mul_(settings.without_infinities(x)), -1, out=sums[2])
             if settings.group is not None:
                 dist.all_reduce(sums, group=settings.group)
             normalizer = sums[0].log()
@@ -183,10 +221,10 @@ class _ChunkedHead(torch.autograd.Function):
                 else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
             )
         for take in settings.chunks(hidden.size(0)):
-            log_p = settings.logits(hidden[take], head).sub_(log_z[take].unsqueeze(-1))
+            log_p = settings.logits(hidden[take], head, local[take], owned[take]).sub_(log_z[take].unsqueeze(-1))
             p = log_p.exp()
             if grad_entropy is not None:
-                settings.fill_padding(log_p, 0.0)
+                settings.without_infinities(log_p)
                 log_p.add_(entropy[take].unsqueeze(-1)).mul_(grad_entropy[take].unsqueeze(-1))
                 p.mul_(log_p.add_(grad_log_probs[take].unsqueeze(-1))).neg_()
             else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conversion.architecture import Architecture
+from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner import cpu
 
@@ -29,6 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -239,6 +241,7 @@ class PolicyModel(PackedModel):
         self,
         hidden: Tensor,
         micro_batch: MicroBatch,
+        sampling: SamplingSettings | None = None,
         *,
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
@@ -259,6 +262,7 @@ class PolicyModel(PackedModel):
                 weight,
                 micro_batch.targets,
                 vocab_size=self.architecture.vocab_size,
+                sampling=sampling,
                 group=group,
                 temperature=temperature,
                 chunk_tokens=chunk_tokens,
@@ -289,6 +293,10 @@ class CriticModel(PackedModel):
                 dtype=self.config.params_dtype,
                 device=self.decoder.final_layernorm.weight.device,
             )
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Every module as it is: GPTModel's own goes on to look for an output layer."""
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+
             torch.nn.init.zeros_(self.value_head.weight)
 
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **_: Any) -> Tensor:

@@ -1,0 +1,92 @@
+"""What the loop itself remembers from step to step; trainer_state.json in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_retool.algorithms.dynamic_sampling import samples_for_prompt
+from megatron_retool.algorithms.kl import KLController
+from megatron_retool.algorithms.stage_schedule import is_due, parse_stages
+from megatron_retool.config import Config
+
+
+class Prompt(Protocol):
+    @property
+    def uid(self) -> str: ...
+    @property
+    def group_id(self) -> int: ...
+
+
+@dataclass
+class TrainerState:
+    """
+    Attributes:
+        step: the step under way, or the last completed one.
+        kl: coefficient of the KL in the reward.
+        accuracies: mean accuracies of each prompt's latest groups by the prompt's uid, oldest first; kept for
+            adaptive sampling alone.
+    """
+
+    config: Config
+    step: int
+    kl: KLController
+    accuracies: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def first(cls, config: Config) -> TrainerState:
+        """The state before step 1."""
+        algorithm = config.algorithm
+        return cls(
+            config, 0, KLController(algorithm.kl_in_reward, algorithm.adaptive_kl_target, algorithm.adaptive_kl_horizon)
+        )
+
+    def validation_due(self) -> bool:
+        """Does a validation follow the present step (the last one's apart)?"""
+        trainer = self.config.trainer
+        if trainer.test_schedule:
+            return is_due(parse_stages(trainer.test_schedule), self.step)
+        return trainer.test_freq > 0 and self.step % trainer.test_freq == 0
+
+    def save_due(self) -> bool:
+        """Does a checkpoint follow the present step (the last one's apart)?"""
+        frequency = self.config.trainer.save_freq
+        return frequency > 0 and self.step % frequency == 0
+
+    def group_sizes(self, prompts: Sequence[Prompt]) -> dict[int, int]:
+        """Responses to each prompt in the present step, by group id."""
+        adaptive = self.config.algorithm.adaptive_sampling
+        if not adaptive.enable:
+            return {prompt.group_id: self.config.rollout.train.n for prompt in prompts}
+        return {
+            prompt.group_id: samples_for_prompt(
+                self.step - 1,
+                self.accuracies.get(prompt.uid, ()),
+                adaptive.stages,
+                adaptive.easy_accuracy,
+                adaptive.easy_batches,
+                adaptive.easy_n,
+                adaptive.hard_accuracy,
+                adaptive.hard_n,
+            )
+            for prompt in prompts
+        }
+
+    def record_accuracy(self, uid: str, accuracy: float) -> None:
+        """Remember how a group of the prompt went."""
+        adaptive = self.config.algorithm.adaptive_sampling
+        if adaptive.enable:
+            kept = max(adaptive.easy_batches, 1)
+            self.accuracies[uid] = [*self.accuracies.get(uid, ()), accuracy][-kept:]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"step": self.step, "kl_coefficient": self.kl.coefficient, "accuracies": self.accuracies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. A constant KL coefficient is the configuration's, an adaptive one the state's."""
+        self.step = int(state["step"])
+        self.accuracies = {uid: [float(value) for value in values] for uid, values in state["accuracies"].items()}
+        if self.kl.target is not None:
+            self.kl = KLController(float(state["kl_coefficient"]), self.kl.target, self.kl.horizon)
