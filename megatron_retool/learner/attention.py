@@ -23,8 +23,9 @@ cpu.install()
 
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -48,6 +49,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class SwiGLUMLP(MLP):
     """Megatron's MLP with the gated activation in one autograd node, where no fused kernel exists."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(config, layers, tp_group=parallel_state.get_tensor_model_parallel_group())
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
         gate_and_up, _bias = self.linear_fc1(hidden_states)

@@ -106,10 +106,7 @@ class Learner:
         if torch.distributed.get_rank() == 0:
             logger.info("learner: %s", self.acceleration.describe())
 
-        random_weights = hf_dir is None
-        self.transformer_config = build_transformer_config(
-            architecture, config.learner, self.layout, self.acceleration, random_weights
-        )
+        self.transformer_config = build_transformer_config(architecture, config.learner, self.layout, self.acceleration)
         model_class = PolicyModel if role == "actor" else CriticModel
         chunks = self._build(model_class, hf_dir, mcore_dir)
         self.reference_chunks: list[PackedModel] | None = None
@@ -201,14 +198,14 @@ class Learner:
         reference: bool = False,
         temperature: float = 1.0,
         sampling: SamplingSettings | None = None,
+    ) -> dict[str, FloatArray]:
+        """log pi of every token of the loss mask and the entropy of the distribution it came from.
+
         Args:
             reference: of the initial weights.
             temperature: pi = softmax(logits / temperature).
             sampling: instead of ``temperature``: pi is what rollouts with these settings are sampled from, after
                 temperature, top_p, top_k and min_p (``algorithms/sampling.py``).
-
-    ) -> dict[str, FloatArray]:
-        """log pi of every token of the loss mask and the entropy of the distribution it came from.
 
         Returns:
             log_probs, entropy: float32 [T] in the batch's order, 0 where ``loss_mask`` is false.
@@ -521,11 +518,11 @@ class _SumOverContextParallel(torch.autograd.Function):
 @functools.wraps(finalize_model_grads)
 def _sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     # calculate_per_token_loss makes Megatron's DDP sum; without a token count nothing is divided afterwards.
+    finalize_model_grads(model, None, **kwargs)
+
+
 def _head_options(temperature: float, sampling: SamplingSettings | None) -> dict[str, Any]:
     return {"temperature": temperature} if sampling is None else {"sampling": sampling}
-
-
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _columns(

@@ -72,12 +72,8 @@ def build_transformer_config(
     learner: LearnerConfig,
     layout: ParallelLayout,
     acceleration: Acceleration,
-    random_weights: bool = False,
 ) -> TransformerConfig:
-    """Megatron's description of the model in this layout and precision.
-
-    ``random_weights``: initialise parameters; False leaves them empty for weights that are read next.
-    """
+    """Megatron's description of the model in this layout and precision."""
     options: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -96,7 +92,9 @@ def build_transformer_config(
         "attention_dropout": 0.0,
         "init_method_std": architecture.initializer_range,
         "use_cpu_initialization": not acceleration.cuda,
-        "perform_initialization": random_weights,
+        # Also where weights are read next: without it Megatron leaves out the marks that tell which parameters tensor
+        # parallelism splits, and the gradient norm counts the wrong ones.
+        "perform_initialization": True,
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -156,7 +154,7 @@ def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: 
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.num_moe_experts is None:
-        spec.submodules.mlp.module = SwiGLUMLP
+        spec.submodules.mlp = SwiGLUMLP
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
@@ -241,9 +239,9 @@ class PolicyModel(PackedModel):
         self,
         hidden: Tensor,
         micro_batch: MicroBatch,
-        sampling: SamplingSettings | None = None,
         *,
         temperature: float = 1.0,
+        sampling: SamplingSettings | None = None,
         chunk_tokens: int = 1024,
         fp32_head: bool = False,
         logits: bool = False,
@@ -262,9 +260,9 @@ class PolicyModel(PackedModel):
                 weight,
                 micro_batch.targets,
                 vocab_size=self.architecture.vocab_size,
-                sampling=sampling,
                 group=group,
                 temperature=temperature,
+                sampling=sampling,
                 chunk_tokens=chunk_tokens,
                 fp32_head=fp32_head,
                 main_grad=main_grad,
@@ -293,11 +291,11 @@ class CriticModel(PackedModel):
                 dtype=self.config.params_dtype,
                 device=self.decoder.final_layernorm.weight.device,
             )
+            torch.nn.init.zeros_(self.value_head.weight)
+
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Every module as it is: GPTModel's own goes on to look for an output layer."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
-
-            torch.nn.init.zeros_(self.value_head.weight)
 
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **_: Any) -> Tensor:
         """float32 [n]."""
