@@ -3,7 +3,7 @@
 # Does nothing where they are installed, or where this is no Debian with root.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
-if command -v slurmctld slurmd munged ip >/dev/null; then
+if type -P slurmctld slurmd munged ip >/dev/null; then # all of them
   exit 0
 fi
 if [[ "$(id -u)" != 0 ]] || ! command -v apt-get >/dev/null; then
