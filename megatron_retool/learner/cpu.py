@@ -222,6 +222,47 @@ def _patch_megatron() -> None:
     clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     clip_grads.clip_grad_by_total_norm_fp32 = clip
     optimizer.clip_grad_by_total_norm_fp32 = clip
+    _send_pipeline_shapes_without_waiting()
+
+
+def _send_pipeline_shapes_without_waiting() -> None:
+    """Let pipeline stages tell each other shapes without deadlock.
+
+    Before every exchange of activations and gradients Megatron exchanges their shapes, and waits until all four
+    messages have arrived.  NCCL buffers small messages, so a send is done at once; on gloo it is done when the peer
+    asks for it.  In the interleaved schedule a stage may send a gradient's shape to a peer that is still waiting for
+    this stage's activation, and both wait forever.  Only receiving has to be waited for; the sends are over when the
+    exchange is.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    communicator = p2p_communication.P2PCommunicator
+    communicate = communicator._communicate
+
+    def exchange_shapes(
+        self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        send, receive = torch.distributed.isend, torch.distributed.irecv
+        from_prev, from_next = (torch.zeros(3, dtype=torch.int64) for _ in range(2))
+        for tensor, peer in ((tensor_send_prev, self.prev_rank), (tensor_send_next, self.next_rank)):
+            if tensor is not None:
+                shape = torch.tensor(tensor.shape, dtype=torch.int64)
+                self._shapes_under_way.append((send(shape, peer, group=self.pp_group), shape))
+        for wanted, shape, peer in ((recv_prev, from_prev, self.prev_rank), (recv_next, from_next, self.next_rank)):
+            if wanted:
+                receive(shape, peer, group=self.pp_group).wait()
+        return from_prev.tolist(), from_next.tolist()
+
+    @functools.wraps(communicate)
+    def communicate_and_finish(self: Any, **kwargs: Any) -> Any:
+        self._shapes_under_way = []
+        answer = communicate(self, **kwargs)
+        for request, _ in self._shapes_under_way:
+            request.wait()
+        return answer
+
+    communicator._communicate_shapes = exchange_shapes
+    communicator._communicate = communicate_and_finish
 
 
 @contextlib.contextmanager

@@ -1,0 +1,70 @@
+"""Start learner processes on this machine and bring back what rank 0 found."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any, timeout: float = 400) -> Any:
+    """Call ``function(*args)`` in ``world_size`` fresh processes set up as torchrun would; rank 0's answer.
+
+    Raises:
+        RuntimeError: with the traceback of a rank that failed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_rank, args=(function, rank, world_size, port, directory, args))
+        for rank in range(world_size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    for rank in range(world_size):
+        failure = directory / f"failure_{rank}.txt"
+        if failure.exists():
+            raise RuntimeError(f"rank {rank} failed:\n{failure.read_text()}")
+    answer = directory / "answer.pt"
+    if not answer.exists():
+        raise RuntimeError(f"no answer within {timeout} s; exit codes {[p.exitcode for p in processes]}")
+    return torch.load(answer, weights_only=False)
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, directory: Path, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    try:
+        answer = function(*args)
+        if rank == 0:
+            torch.save(answer, directory / "answer.pt")
+    except BaseException:
+        (directory / f"failure_{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)  # the other ranks wait in a collective: leave without goodbye
+    os._exit(0)

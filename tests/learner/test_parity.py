@@ -1,0 +1,238 @@
+"""Every family in every layout computes what transformers computes: log-probs, entropy, loss, every gradient, and the
+weights after one DAPO update."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, token_weights
+from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig
+from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny_models import (
+    FAMILIES,
+    hf_log_probs,
+    hf_model,
+    random_batch,
+    save_model,
+    stored_gradients,
+    stored_weights,
+)
+
+LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17), (3, 28), (11, 12)]
+TEMPERATURE = 0.7
+ALGORITHM = AlgorithmConfig(entropy_coefficient=0.01, kl_in_loss=0.05)
+OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=0.5, betas=[0.9, 0.95], eps=1e-6)
+
+TP, SP, PP, VPP, CP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+PLAIN = "use_distributed_optimizer"
+Layout = dict[str, Any]
+DENSE: dict[int, dict[str, Layout]] = {
+    1: {"one": {}, "one_unpacked": {"max_tokens_per_micro_batch": 56}, "one_recompute": {"recompute": "full"}},
+    2: {
+        "tp2": {TP: 2},
+        "tp2_sp": {TP: 2, SP: True},
+        "pp2": {PP: 2},
+        "cp2": {CP: 2},
+        "dp2": {},
+        "dp2_plain_optimizer": {PLAIN: False},
+    },
+    4: {
+        "pp4_vpp2": {PP: 4, VPP: 2},
+        "tp2_sp_cp2": {TP: 2, SP: True, CP: 2},
+        "tp2_pp2": {TP: 2, PP: 2},
+        "pp2_cp2": {PP: 2, CP: 2},
+        "tp4_more_than_key_value_heads": {TP: 4},
+    },
+}
+EXPERTS: dict[int, dict[str, Layout]] = {
+    1: {"one": {}, "one_unpacked": {"max_tokens_per_micro_batch": 56}},
+    2: {
+        "tp2_sp": {TP: 2, SP: True},
+        "pp2": {PP: 2},
+        "cp2": {CP: 2},
+        "dp2": {},
+        "ep2": {EP: 2},
+        "ep2_tp2": {EP: 2, TP: 2, SP: True, ETP: 1},
+    },
+    4: {
+        "pp4_vpp2": {PP: 4, VPP: 2},
+        "tp2_sp_cp2": {TP: 2, SP: True, CP: 2},
+        "ep2_etp2_dp2": {EP: 2, TP: 2, SP: True, ETP: 2},
+        "ep4": {EP: 4},
+        "ep2_pp2": {EP: 2, PP: 2},
+    },
+}
+CASES = [
+    (world, family, name)
+    for world in (1, 2, 4)
+    for family in FAMILIES
+    for name in (EXPERTS if family == "qwen3_moe" else DENSE)[world]
+]
+
+
+def _layout(world: int, family: str, name: str) -> Layout:
+    return (EXPERTS if family == "qwen3_moe" else DENSE)[world][name]
+
+
+def _mini_batch() -> TrajectoryBatch:
+    batch = random_batch(LENGTHS)
+    rng = np.random.default_rng(5)
+    count = batch.num_response_tokens
+    mask = torch.from_numpy(batch.loss_mask)
+    weights = token_weights(mask, torch.from_numpy(batch.sequence_ids), len(batch), "token-mean")
+    return batch.with_columns(
+        old_log_probs=-3.5 + rng.normal(0, 0.5, count),
+        ref_log_probs=-3.5 + rng.normal(0, 0.5, count),
+        advantages=rng.normal(0, 1, count),
+        importance_weights=rng.uniform(0.5, 2.0, count),
+        loss_weights=weights.numpy(),
+    )
+
+
+def _reference(family: str, directory: Path) -> None:
+    """What transformers and torch.optim make of the same model and mini-batch."""
+    model = hf_model(family)
+    save_model(model, directory / family)
+    batch = _mini_batch()
+    log_probs, entropy = hf_log_probs(model, batch, TEMPERATURE)
+    columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
+    mask = torch.from_numpy(batch.loss_mask)
+    inputs = PolicyLossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        loss_mask=mask,
+        sequence_ids=torch.from_numpy(batch.sequence_ids),
+        **columns,
+    )
+    output = policy_loss(inputs, ALGORITHM)
+    output.loss.backward()
+    gradients = {name: g.clone() for name, g in stored_gradients(model).items()}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+    decayed = [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if p.dim() == 1 or n.endswith("bias")]
+    torch.optim.AdamW(
+        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}],
+        lr=OPTIMIZER.lr,
+        betas=tuple(OPTIMIZER.betas),
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+    ).step()
+    torch.save(
+        {
+            "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
+            "entropy": torch.where(mask, entropy, 0.0).detach().numpy(),
+            "metrics": {name: pair.tolist() for name, pair in output.metrics.items()},
+            "gradients": gradients,
+            "grad_norm": float(norm),
+            "weights": stored_weights(model),
+        },
+        directory / f"{family}.pt",
+    )
+
+
+def _config(world: int, layout: Layout) -> Config:
+    layout = {"max_tokens_per_micro_batch": 112, "log_prob_chunk_tokens": 19, **layout}
+    learner = LearnerConfig(world_size=world, dtype="float32", **{k: v for k, v in layout.items() if k != "recompute"})
+    if "recompute" in layout:
+        learner = dataclasses.replace(
+            learner, recompute=dataclasses.replace(learner.recompute, granularity=layout["recompute"])
+        )
+    return Config(learner=learner, algorithm=ALGORITHM)
+
+
+def _compare(world: int, family: str, name: str, directory: Path) -> dict[str, float]:
+    from megatron_retool.learner.learner import Learner
+    from megatron_retool.learner.weights import gradients_by_hf_name
+
+    expected = torch.load(directory / f"{family}.pt", weights_only=False)
+    learner = Learner(
+        _config(world, _layout(world, family, name)),
+        optimizer=OPTIMIZER,
+        total_optimizer_steps=10,
+        hf_dir=directory / family,
+    )
+    batch = _mini_batch()
+    found: dict[str, float] = {}
+    for column, values in learner.log_probs(batch, temperature=TEMPERATURE).items():
+        found[column] = float(np.abs(values - expected[column]).max())
+
+    step, gradients = learner._step, {}
+
+    def step_after_a_look() -> Any:
+        named = gradients_by_hf_name(learner.model_chunks, learner.architecture)
+        gradients.update({name: g.clone() for name, g in named.items()})  # clipping works in place
+        return step()
+
+    learner._step = step_after_a_look
+    metrics = learner.update(batch, temperature=TEMPERATURE)
+    for metric, (total, count) in expected["metrics"].items():
+        value = total / count if count else total
+        found[f"metric {metric}"] = abs(metrics[metric] - value) / max(abs(value), 1e-3)
+    found["grad_norm"] = abs(metrics["actor/grad_norm"] / expected["grad_norm"] - 1)
+    weights = {n: t for bucket in learner.export_weights() for n, t in bucket}
+    if not gradients:
+        return found
+    assert gradients.keys() == expected["gradients"].keys()
+    assert weights.keys() == expected["weights"].keys()
+    found["gradient"] = max(
+        float((gradients[n] - g).norm() / g.norm()) for n, g in expected["gradients"].items() if g.norm() > 0
+    )
+    found["weight"] = max(float((weights[n] - w).abs().max()) for n, w in expected["weights"].items())
+    return found
+
+
+def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
+    answers: dict[tuple[str, str], Any] = {}
+    for case_world, family, name in CASES:
+        if case_world == world:
+            try:
+                answers[family, name] = _compare(world, family, name, directory)
+            except Exception:
+                if world > 1:
+                    raise
+                answers[family, name] = traceback.format_exc()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("parity")
+    for family in FAMILIES:
+        _reference(family, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def comparisons(references: Path) -> dict[int, Any]:
+    """Filled world by world, when its first case is asked for: starting processes costs more than a case."""
+    return {}
+
+
+@pytest.mark.parametrize(("world", "family", "name"), CASES, ids=[f"{w}-{f}-{n}" for w, f, n in CASES])
+def test_equals_transformers(world: int, family: str, name: str, references: Path, comparisons: dict[int, Any]) -> None:
+    if world not in comparisons:
+        try:
+            comparisons[world] = run_ranks(_compare_all, world, references / f"world{world}", world, references)
+        except RuntimeError as error:
+            comparisons[world] = dict.fromkeys([case[1:] for case in CASES], str(error))
+    found = comparisons[world][family, name]
+    assert isinstance(found, dict), found
+    tolerance = {"grad_norm": 1e-5, "gradient": 1e-5, "weight": 1e-5, "log_probs": 1e-5, "entropy": 2e-5}
+    too_far = {n: d for n, d in found.items() if not d <= tolerance.get(n, 1e-5)}
+    assert not too_far
