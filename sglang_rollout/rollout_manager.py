@@ -205,6 +205,9 @@ class RolloutManager:
         pending = {group.group_id: group for group in groups}
         try:
             for group in groups:
+                if group.complete():
+                    # Its last trajectory finished while the stream before this one was being stopped.
+                    running.ready.put_nowait(group)
                 for state in group.states:
                     if state.finish_reason is not None:
                         running.finished += 1

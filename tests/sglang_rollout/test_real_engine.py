@@ -344,22 +344,25 @@ def test_a_refused_request_is_a_clear_error(engine, tokenizer):
 
 def test_partial_rollout_pauses_and_continues_with_new_weights(engine, tokenizer):
     """The first complete group ends the step; the rest is kept and finished in the next one under newer weights."""
-    slow = {"\n": {"words": 1.0}, "words": {"words": 0.998, "<|im_end|>": 0.002}}
-    old = serve(engine, table_model(tokenizer, slow))
-    config = make_config("rollout.partial.enable=true", "rollout.partial.max_age=1", "data.max_response_length=2000")
-    prompts = make_prompts(tokenizer, 8)
+    endless = {"\n": {"words": 1.0}, "words": {"words": 1.0}, "word": {"<|im_end|>": 1.0}}
+    ending = {"\n": {"words": 1.0}, "words": {"words": 0.9, "<|im_end|>": 0.1}}
+    old = serve(engine, table_model(tokenizer, endless))
+    config = make_config("rollout.partial.enable=true", "rollout.partial.max_age=1", "data.max_response_length=3000")
+    prompts = make_prompts(tokenizer, 7)
+    quick_prompt = Prompt([*prompts[0].prompt_ids, markov_policy.single(tokenizer, "word")], 0)
 
     async def scenario():
         async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
-            async with aclosing(manager.stream(prompts[:6], SamplingConfig(n=2))) as stream:
+            async with aclosing(manager.stream([quick_prompt, *prompts[1:6]], SamplingConfig(n=2))) as stream:
                 async for group in stream:
                     first = group
+                    await asyncio.sleep(0.2)
                     break
             paused = manager.paused_groups
             # Validation in between must not touch what is paused.
-            quick = ValSamplingConfig(n=1, top_p=1.0)
-            validation = [g async for g in manager.stream([Prompt(prompts[7].prompt_ids, 99)], quick)]
-            new = await asyncio.to_thread(serve, engine, table_model(tokenizer, slow))
+            validation_prompt = Prompt(quick_prompt.prompt_ids, 99)
+            validation = [g async for g in manager.stream([validation_prompt], ValSamplingConfig(n=1, top_p=1.0))]
+            new = await asyncio.to_thread(serve, engine, table_model(tokenizer, ending))
             second = await manager.generate_groups(prompts[6:7], SamplingConfig(n=2))
             return first, paused, validation, new, second, manager.statistics
 
@@ -371,7 +374,7 @@ def test_partial_rollout_pauses_and_continues_with_new_weights(engine, tokenizer
     trajectories = [trajectory for group in second for trajectory in group]
     check(trajectories, tokenizer)
     mixed = [t for t in trajectories if {old, new} == set(t.weight_versions[t.loss_mask].tolist())]
-    assert mixed
+    assert len(mixed) == 10
     for trajectory in mixed:
         assert np.all(np.diff(trajectory.weight_versions[trajectory.loss_mask]) >= 0)
         assert np.all(trajectory.turn_ids[trajectory.loss_mask] == 0)
