@@ -6,7 +6,7 @@ Commands
     sft         supervised fine-tuning
     evaluate    validation of model.path alone
     make-demo   the demo's model, tokenizer and data
-    report      plots of a run: report runs/<name>
+    report      plots of a run: report runs/<name>; of its mismatch: report mismatch runs/<name>
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace, console: Console) -> int:
     if options.command == "report":
+        from megatron_retool.monitor.mismatch_report import write_mismatch_report
         from megatron_retool.monitor.report import write_report
 
-        if len(options.overrides) != 1:
-            raise ConfigError("report takes one argument: the run's directory, runs/<experiment_name>")
-        console.print(f"wrote {write_report(options.overrides[0])}")
+        kind = options.overrides[0] if len(options.overrides) == 2 else "run"
+        writers = {"run": write_report, "mismatch": write_mismatch_report}
+        if kind not in writers or len(options.overrides) not in (1, 2):
+            raise ConfigError("report takes the run's directory, runs/<experiment_name>, with the word mismatch before "
+                              "it for the mismatch of engine and learner")  # fmt: skip
+        console.print(f"wrote {writers[kind](options.overrides[-1])}")
         return 0
 
     config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
