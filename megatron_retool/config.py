@@ -679,6 +679,13 @@ def validate(config: Config) -> None:
         )
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
+    if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
+        raise ConfigError(
+            "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
+            "choose disaggregated, or staleness 0"
+        )
+    if rollout.partial.over_sampling_factor < 1:
+        raise ConfigError(f"rollout.partial.over_sampling_factor={rollout.partial.over_sampling_factor} is below 1")
     if rollout.branching.enable and rollout.branching.initial_rollouts > rollout.train.n:
         raise ConfigError("rollout.branching.initial_rollouts exceeds the budget rollout.train.n")
     for key, value in (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.dynamic_sampling import GroupFilter, RefillDecision, decide_refill, filter_groups
 from megatron_retool.monitor.metrics import StepTimer
@@ -23,26 +25,69 @@ class Collected:
 
     kept: list[Trajectory]
     generated: list[Trajectory]
+    prompt_state: dict[str, Any]
+    """Where the prompts stand after this step; a later step may already have drawn more of them."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-async def collect_groups(run: Deployment, state: TrainerState, timer: StepTimer) -> Collected:
+class Experience:
+    """Hands out each step's trajectories, and generates up to ``rollout.staleness`` steps ahead of training.
+
+    Steps are generated strictly one after another, so the prompts of a step do not depend on timing. With staleness s
+    the tokens of step k come from weight versions k-1-s to k-1; each token carries its version, and the rollout
+    correction weighs the difference. With staleness 0 nothing runs ahead: training is strictly on-policy.
+    """
+
+    def __init__(self, run: Deployment, state: TrainerState) -> None:
+        self._run = run
+        self._state = state
+        self._tasks: dict[int, asyncio.Task[Collected]] = {}
+
+    async def take(self, step: int) -> Collected:
+        """The trajectories of ``step``; from here on the following steps may be generated."""
+        collected = await self._started(step)
+        del self._tasks[step]
+        for ahead in range(step + 1, min(step + self._run.config.rollout.staleness, self._run.total_steps) + 1):
+            self._started(ahead)
+        return collected
+
+    def _started(self, step: int) -> asyncio.Task[Collected]:
+        if step not in self._tasks:
+            self._tasks[step] = asyncio.create_task(self._collect(step, self._tasks.get(step - 1)))
+        return self._tasks[step]
+
+    async def _collect(self, step: int, previous: asyncio.Task[Collected] | None) -> Collected:
+        if previous is not None:
+            await previous
+        return await collect_groups(self._run, self._state, step)
+
+    async def __aenter__(self) -> Experience:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Collected:
     """Generate until train_batch_size informative groups are there, or max_generation_rounds are spent (DAPO, 3.2).
 
     Raises:
         RuntimeError: no group at all is informative.
     """
-    config, step = run.config, state.step
+    config = run.config
     wanted, dynamic = config.data.train_batch_size, config.algorithm.dynamic_sampling
     groups: list[list[Trajectory]] = []
     decision = RefillDecision("generate", wanted, False)
     rounds = 0
+    timer = StepTimer()
     before = asdict(run.rollout.statistics)
     with progress_line(run.console, f"step {step} rollout", 0) as progress:
         while decision.action == "generate":
             rounds += 1
             progress.note(f"round {rounds}, {len(groups)} groups so far")
-            groups += await generate_round(run, decision.groups, state, timer, progress)
+            groups += await generate_round(run, decision.groups, state, step, timer, progress)
             found = filter_step(groups, dynamic.metric)
             kept = found.kept_groups if dynamic.enable else [group[0].group_id for group in groups]
             decision = decide_refill(
@@ -68,7 +113,9 @@ async def collect_groups(run: Deployment, state: TrainerState, timer: StepTimer)
             "dynamic_sampling/responses_per_group": len(generated) / len(groups),
             **statistics_since(before, asdict(run.rollout.statistics)),
             **run.rewards.take_metrics(),
+            **timer.metrics(),
         },
+        prompt_state=run.prompts.state_dict(run.rollout.paused_group_ids),
     )
 
 
@@ -82,21 +129,30 @@ def statistics_since(before: dict[str, int], after: dict[str, int]) -> dict[str,
 
 
 async def generate_round(
-    run: Deployment, count: int, state: TrainerState, timer: StepTimer, progress: ProgressLine
+    run: Deployment, count: int, state: TrainerState, step: int, timer: StepTimer, progress: ProgressLine
 ) -> list[list[Trajectory]]:
-    """``count`` new prompts, sampled and scored; groups in order of group id. Scoring overlaps generation."""
+    """``count`` groups, sampled and scored, in order of group id. Scoring overlaps generation.
+
+    With rollout.partial.enable more groups are started than needed (those that an earlier step left unfinished first)
+    and the slowest are paused once ``count`` are complete: one long response does not hold the step.
+    """
     config = run.config
     if config.rollout.replay_dir is not None:
-        return replay_groups(run, count, state.step)
-    prompts = run.prompts.next_batch(count)
-    sizes = state.group_sizes(prompts)
-    progress.extend(sum(sizes.values()))
-    groups = []
-    async for group in run.rollout.stream(prompts, config.rollout.train, group_sizes=sizes):
-        with timer.phase("reward"):
-            await asyncio.to_thread(run.rewards.score, group)
-        groups.append(group)
-        progress.advance(len(group))
+        return replay_groups(run, count, step)
+    partial = config.rollout.partial
+    start = math.ceil(count * partial.over_sampling_factor) - run.rollout.paused_groups if partial.enable else count
+    prompts = run.prompts.next_batch(max(start, 0))
+    sizes = state.group_sizes(prompts, step)
+    progress.extend(count * config.rollout.train.n)
+    groups: list[list[Trajectory]] = []
+    async with contextlib.aclosing(run.rollout.stream(prompts, config.rollout.train, group_sizes=sizes)) as stream:
+        async for group in stream:
+            with timer.phase("reward"):
+                await asyncio.to_thread(run.rewards.score, group)
+            groups.append(group)
+            progress.advance(len(group))
+            if partial.enable and len(groups) == count:
+                break
     return sorted(groups, key=lambda group: group[0].group_id)
 
 

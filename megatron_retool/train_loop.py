@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from megatron_retool.estimates import (
     split_mini_batches,
     write_estimates,
 )
-from megatron_retool.experience import collect_groups
+from megatron_retool.experience import Experience
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
@@ -53,7 +54,11 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
         state = await restore(run, resume)
         await run.sync_weights(state.step)
         first_step = state.step + bool(state.step)
-        with MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=console) as log:
+        async with contextlib.AsyncExitStack() as stack:
+            log = stack.enter_context(
+                MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=console)
+            )
+            experience = await stack.enter_async_context(Experience(run, state))
             if state.step == 0 and config.trainer.val_before_train:
                 log.log(0, await validate(run, step=0))
             while state.step < run.total_steps:
@@ -62,7 +67,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                 timer = StepTimer()
                 with timer.phase("step"):
                     with timer.phase("gen"):
-                        collected = await collect_groups(run, state, timer)
+                        collected = await experience.take(step)
                     batch = TrajectoryBatch.from_trajectories(collected.kept)
                     batch = await add_log_probs(run, batch, timer)
                     with timer.phase("adv"):
@@ -95,7 +100,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                 leaving = leave.is_set()
                 if last or leaving or state.save_due():
                     with timer.phase("save_checkpoint"):
-                        await save(run, state)
+                        await save(run, state, collected.prompt_state)
                 log.log(step, metrics | timer.metrics())
                 if leaving and not last:
                     console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
@@ -145,14 +150,14 @@ async def restore(run: Deployment, resume: Checkpoint | None) -> TrainerState:
     return state
 
 
-async def save(run: Deployment, state: TrainerState) -> None:
+async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any]) -> None:
     """A checkpoint that appears complete or not at all, then retention."""
     workspace = checkpoint_workspace(run.config.run_dir, state.step)
     await run.learner.save(workspace / "learner")
     if run.critic is not None:
         await run.critic.save(workspace / "critic")
     files: dict[str, dict[str, Any]] = {
-        "prompt_source.json": run.prompts.state_dict(),
+        "prompt_source.json": prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
     commit_checkpoint(workspace, state.step, files)

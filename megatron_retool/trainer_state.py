@@ -54,14 +54,14 @@ class TrainerState:
         frequency = self.config.trainer.save_freq
         return frequency > 0 and self.step % frequency == 0
 
-    def group_sizes(self, prompts: Sequence[Prompt]) -> dict[int, int]:
-        """Responses to each prompt in the present step, by group id."""
+    def group_sizes(self, prompts: Sequence[Prompt], step: int) -> dict[int, int]:
+        """Responses to each prompt in ``step``, by group id."""
         adaptive = self.config.algorithm.adaptive_sampling
         if not adaptive.enable:
             return {prompt.group_id: self.config.rollout.train.n for prompt in prompts}
         return {
             prompt.group_id: samples_for_prompt(
-                self.step - 1,
+                step - 1,
                 self.accuracies.get(prompt.uid, ()),
                 adaptive.stages,
                 adaptive.easy_accuracy,

@@ -157,6 +157,11 @@ class RolloutManager:
         """Groups that wait to be continued."""
         return len(self._paused)
 
+    @property
+    def paused_group_ids(self) -> list[int]:
+        """Their group ids."""
+        return [group.group_id for group in self._paused]
+
     async def generate_groups(
         self,
         prompts: Iterable[PromptRow],

@@ -76,6 +76,7 @@ class PromptSource:
         self._shuffle = config.shuffle
         self._seed = seed
         self._drawn = 0
+        self._again: list[int] = []
         self._order: tuple[int, np.ndarray] | None = None
         self._fingerprint = _fingerprint(self._rows)
         logger.info("training prompts: %s", self.counts)
@@ -89,18 +90,35 @@ class PromptSource:
         return self._drawn // len(self._rows)
 
     def next_batch(self, count: int) -> list[PromptRow]:
-        """The next ``count`` prompts; where an epoch ends, the next one begins within the batch."""
+        """The next ``count`` prompts; where an epoch ends, the next one begins within the batch.
+
+        Prompts that were drawn before a resume and not finished come first, under the group ids they had.
+        """
         batch = []
         for _ in range(count):
-            epoch, place = divmod(self._drawn, len(self._rows))
-            row = self._rows[int(self._epoch_order(epoch)[place])]
-            batch.append(_with_group(row, self._drawn))
-            self._drawn += 1
+            if self._again:
+                draw = self._again.pop(0)
+            else:
+                draw = self._drawn
+                self._drawn += 1
+            epoch, place = divmod(draw, len(self._rows))
+            batch.append(_with_group(self._rows[int(self._epoch_order(epoch)[place])], draw))
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as JSON types."""
-        return {"drawn": self._drawn, "seed": self._seed, "shuffle": self._shuffle, "prompts": self._fingerprint}
+    def state_dict(self, unfinished: Sequence[int] = ()) -> dict[str, Any]:
+        """The position, as JSON types.
+
+        Args:
+            unfinished: group ids of prompts that were drawn and whose groups are not complete; a resumed run draws
+                them again.
+        """
+        return {
+            "drawn": self._drawn,
+            "again": sorted({*self._again, *unfinished}),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "prompts": self._fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``.
@@ -116,6 +134,7 @@ class PromptSource:
                     f"{current[key]}): resume with the same data settings, or start a new run"
                 )
         self._drawn = int(state["drawn"])
+        self._again = [int(draw) for draw in state["again"]]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
@@ -204,9 +223,7 @@ def _tokenize_prompts(
 
 
 def _with_group(row: PromptRow, group_id: int) -> PromptRow:
-    return PromptRow(
-        row.prompt_ids, group_id, row.uid, row.data_source, row.ground_truth, row.extra_info, row.messages
-    )
+    return PromptRow(row.prompt_ids, group_id, row.uid, row.data_source, row.ground_truth, row.extra_info, row.messages)
 
 
 def _uid(messages: list[dict[str, Any]]) -> str:
