@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from megatron_retool.cluster.placement import Placement, plan_placement
+from megatron_retool.cluster.placement import Placement, needs_critic, plan_placement
 from megatron_retool.config import ClusterConfig, Config, ConfigError, load_config
 
 _TABLE_ROWS = 64
@@ -88,7 +88,7 @@ def _on(config: Config, nodes: int, gpus_per_node: int) -> Config:
 def _gpu_placement(config: Config) -> Placement:
     """The placement, or an error that knows how many nodes would do."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
-    ranks = config.learner.world_size
+    ranks = config.learner.world_size * (2 if needs_critic(config) else 1)
     engines = config.rollout.engine.count * config.rollout.engine.tensor_parallel_size
     ample = _on(config, -(-(ranks + engines) // per_node), per_node)
     slots = plan_placement(ample).slots
@@ -127,6 +127,8 @@ def _demand(config: Config, sft: bool) -> str:
     text = f"learner {learner.world_size} = TP {tp} x PP {pp} x CP {cp} x DP {learner.world_size // (tp * pp * cp)}"
     if sft:
         return text
+    if needs_critic(config):
+        text += f", critic {learner.world_size}"
     link = "sharing them with" if config.cluster.placement == "colocated" and config.cluster.gpus_per_node else "plus"
     return f"{text}, {link} {engine.count} engines x TP {engine.tensor_parallel_size}"
 
@@ -174,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     console.print(allocation.summary())
     placement = allocation.placement
-    if placement is not None and placement.gpus_per_node and len(placement.slots) <= _TABLE_ROWS:
+    if placement is not None and len(placement.slots) <= _TABLE_ROWS:
         console.print(placement.table())
     for warning in allocation.warnings:
         console.print(f"[yellow]warning:[/] {warning}")

@@ -21,7 +21,7 @@ from rich.console import Console
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.placement import needs_critic, plan_placement
-from megatron_retool.cluster.runtime import ray_runtime
+from megatron_retool.cluster.runtime import node_ids, ray_runtime
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -83,10 +83,11 @@ class Deployment:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
 
-        if placement.gpus_per_node:
+        if placement.gpus_per_node or config.cluster.nodes > 1:
             self.console.print(placement.table())
         with self.console.status("starting engines and learner"):
             self._stack.enter_context(ray_runtime(config))
+            placement = placement.on_nodes(node_ids(config))
             self.engines = EngineGroup(config, placement)
             self._stack.push_async_callback(self.engines.stop)
             starts = [self.engines.start(config.model.path)]

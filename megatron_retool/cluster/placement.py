@@ -2,11 +2,13 @@
 
 Two ways. *disaggregated*: learner ranks, critic ranks (PPO's, as many as the learner's) and engines have GPUs of their
 own. *colocated*: all see the same GPUs and take turns (the engine releases its memory while the learner works). On
-hosts without GPUs every process runs wherever Ray puts it, and the plan holds no GPU.
+hosts without GPUs the plan holds no GPU, and spreads each role evenly over the nodes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,22 +32,34 @@ class Placement:
     slots: tuple[Slot, ...]
     gpus_per_node: int
     colocated: bool
+    node_ids: tuple[str, ...] = ()
+    """Ray's ids of the nodes, once they are known; with them every process is bound to the node of its slot."""
+
+    def on_nodes(self, node_ids: Sequence[str]) -> Placement:
+        """This plan on the nodes of a running Ray, in order of ``Slot.node``; empty: Ray chooses."""
+        return dataclasses.replace(self, node_ids=tuple(node_ids))
 
     def learner_options(self, rank: int, role: str = "learner") -> dict[str, Any]:
         """Ray options of a rank of the learner, or of the critic."""
-        return self._options(len(self._slot(role, rank).gpus))
+        return self._options(self._slot(role, rank))
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray options of an engine's actor."""
-        return self._options(len(self._slot("engine", index).gpus))
+        return self._options(self._slot("engine", index))
 
     def _slot(self, role: str, rank: int) -> Slot:
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
 
-    def _options(self, gpus: int) -> dict[str, Any]:
+    def _options(self, slot: Slot) -> dict[str, Any]:
         # Colocated processes share a GPU, which Ray expresses as a fraction of it.
         roles = len({slot.role for slot in self.slots}) if self.colocated else 1
-        return {"num_cpus": 0, "num_gpus": gpus / roles}
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": len(slot.gpus) / roles}
+        if self.node_ids:
+            # Here, because the plan is also made where there is no Ray: before a job is submitted.
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node_ids[slot.node], soft=False)
+        return options
 
     def table(self) -> Table:
         """The plan for people: role, rank, node, GPUs."""
@@ -72,9 +86,11 @@ def plan_placement(config: Config) -> Placement:
     )
     critics = ranks if needs_critic(config) else 0
     if per_node == 0:
-        slots = [Slot("learner", rank, 0, ()) for rank in range(ranks)]
-        slots += [Slot("critic", rank, 0, ()) for rank in range(critics)]
-        slots += [Slot("engine", index, 0, ()) for index in range(engines)]
+        slots = [
+            Slot(role, rank, rank * config.cluster.nodes // count, ())
+            for role, count in (("learner", ranks), ("critic", critics), ("engine", engines))
+            for rank in range(count)
+        ]
         return Placement(tuple(slots), 0, False)
     colocated = config.cluster.placement == "colocated"
     available = config.cluster.nodes * per_node

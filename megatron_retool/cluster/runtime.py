@@ -16,9 +16,9 @@ from pathlib import Path
 
 import ray
 
-from megatron_retool.config import Config
+from megatron_retool.config import Config, ConfigError
 
-# Ray only does bookkeeping with CPUs here; processes are placed by GPUs, or on a host without GPUs not at all.
+# Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
 
 
@@ -44,6 +44,26 @@ def ray_runtime(config: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def node_ids(config: Config) -> tuple[str, ...]:
+    """Ray's ids of this run's nodes, the driver's first; none on a single node, where there is nothing to choose.
+
+    Raises:
+        ConfigError: the Ray that was joined has another number of nodes than ``cluster.nodes``.
+    """
+    if config.cluster.nodes == 1:
+        return ()
+    own = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) != config.cluster.nodes:
+        names = ", ".join(sorted(node["NodeName"] for node in alive))
+        raise ConfigError(
+            f"cluster.nodes={config.cluster.nodes}, but Ray (cluster.ray_address={config.cluster.ray_address}) has "
+            f"{len(alive)} ({names}): start the run with scripts/slurm/submit.sh, or start Ray on every node and set "
+            "cluster.ray_address=auto"
+        )
+    return tuple(node["NodeID"] for node in sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeName"])))
 
 
 def _object_store_bytes() -> int:

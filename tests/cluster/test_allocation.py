@@ -30,6 +30,12 @@ def test_disaggregated_adds_the_engines() -> None:
     assert {slot.node for slot in allocation.placement.slots if slot.role == "engine"} == {1}
 
 
+def test_a_critic_needs_gpus_of_its_own() -> None:
+    overrides = ["cluster.placement=disaggregated", "algorithm.advantage=gae"]
+    with pytest.raises(ConfigError, match=r"24 GPUs are needed.*critic 8.*--nodes 3"):
+        check_allocation(config(*overrides), nodes=2)
+
+
 def test_suggested_nodes_follow_the_size_of_a_node() -> None:
     with pytest.raises(ConfigError, match=r"1 nodes x 4 = 4.*--nodes 4"):
         check_allocation(config("cluster.placement=disaggregated"), nodes=1, gpus_per_node=4)
