@@ -150,6 +150,7 @@ class RolloutManager:
         self.statistics = RolloutStatistics()
         self._restart_engine = restart_engine
         self._restarts: set[asyncio.Task[None]] = set()
+        self._health_checks: dict[str, asyncio.Future[bool]] = {}
         self._paused: list[_Group] = []
 
     @property
@@ -335,8 +336,26 @@ class RolloutManager:
         alive = [engine for engine in self.router.engines if engine.alive]
         return min(await asyncio.gather(*(engine.client.weight_version() for engine in alive)))
 
-    def engine_lost(self, engine: Engine, error: BaseException) -> None:
-        """An engine does not answer: leave it out, and start its restart where somebody offered that."""
+    async def still_alive(self, engine: Engine, error: BaseException) -> bool:
+        """Whether an engine that failed a request still generates; if not, it is left out from now on.
+
+        Hundreds of trajectories notice the same death: they share one look at the engine.
+        """
+        if not engine.alive:
+            return False
+        check = self._health_checks.get(engine.url)
+        if check is None:
+            timeout = self.config.rollout.engine.health_timeout_seconds
+            check = asyncio.ensure_future(engine.client.healthy(timeout))
+            self._health_checks[engine.url] = check
+            check.add_done_callback(lambda _: self._health_checks.pop(engine.url, None))
+        if await asyncio.shield(check):
+            return True
+        self._engine_lost(engine, error)
+        return False
+
+    def _engine_lost(self, engine: Engine, error: BaseException) -> None:
+        """Leave an engine out, and start its restart where somebody offered that."""
         if not self.router.mark_dead(engine):
             return
         self.statistics.engines_lost += 1
@@ -436,8 +455,7 @@ class _Session:
         """Decide whether a failure means that the engine is gone; raise where failing has become a habit."""
         manager = self._manager
         manager.statistics.engine_failures += 1
-        if engine.alive and not await engine.client.healthy(manager.config.rollout.engine.health_timeout_seconds):
-            manager.engine_lost(engine, error)
+        if not await manager.still_alive(engine, error):
             return
         self._failures += 1
         if self._failures > MAX_ENGINE_FAILURES:
