@@ -102,8 +102,8 @@ ACCELERATORS: dict[str, Accelerator] = {
             intra_node_bandwidth=4e9,
             inter_node_bandwidth=1e9,
             host_bandwidth=10e9,
-            source="one core of a Xeon virtual machine, measured with torch: fp32 products of [2048, 128] by [128, 128] "
-            "and a copy of 256 MB; 8 GiB of host memory for each learner process is an assumption",
+            source="one core of a Xeon virtual machine, measured with torch: fp32 products of [2048, 128] and "
+            "[128, 128], a copy of 256 MB; 8 GiB of host memory for each learner process is an assumption",
         ),
     )
 }

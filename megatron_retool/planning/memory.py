@@ -33,21 +33,25 @@ Tensors = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Shard:
-    """One rank's part of some parameters; ``expert`` are those that expert parallelism spreads."""
+    """One rank's part of some parameters.
+
+    ``expert`` are those that expert parallelism spreads, ``shared`` a tied embedding that lies on two pipeline stages.
+    """
 
     dense: Tensors = ()
     expert: Tensors = ()
+    shared: Tensors = ()
 
     def __add__(self, other: _Shard) -> _Shard:
-        return _Shard(self.dense + other.dense, self.expert + other.expert)
+        return _Shard(self.dense + other.dense, self.expert + other.expert, self.shared + other.shared)
 
     def times(self, count: int) -> _Shard:
         dense, expert = (tuple((size, number * count) for size, number in t) for t in (self.dense, self.expert))
-        return _Shard(dense, expert)
+        return _Shard(dense, expert, self.shared)
 
     @property
     def elements(self) -> int:
-        return sum(size * number for size, number in (*self.dense, *self.expert))
+        return sum(size * number for size, number in (*self.dense, *self.expert, *self.shared))
 
 
 @lru_cache(maxsize=256)
@@ -91,18 +95,21 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
     )
     virtual = layout.virtual_pipeline or 1
     layers = architecture.num_layers // (layout.pipeline * virtual)
+    embedding, output = shards["embedding"], shards["output"]
+    if architecture.tie_word_embeddings and layout.pipeline > 1:
+        embedding, output = _Shard(shared=embedding.dense), _Shard(shared=output.dense)
     chunks = []
     for index in range(virtual):
         chunk = shards["layer"].times(layers)
         first = stage == 0 and index == 0
         last = stage == layout.pipeline - 1 and index == virtual - 1
         if first:
-            chunk = chunk + shards["embedding"]
+            chunk = chunk + embedding
         if last:
             chunk = chunk + shards["norm"]
             # A tied output layer is the embedding itself, or a second copy of it on another stage.
             if not architecture.tie_word_embeddings or not first:
-                chunk = chunk + shards["output"]
+                chunk = chunk + output
         chunks.append(chunk)
     return chunks
 
@@ -161,7 +168,8 @@ def state_bytes(
 
     Megatron's DDP lays all parameters of a chunk end to end in one buffer (experts that EP spreads in another).  With
     the distributed optimizer each tensor starts at a multiple of 64 elements and the buffer's length n is rounded up
-    to a multiple of lcm(128, D), where D = DP CP for dense parameters and world / (ETP EP PP) for experts:
+    to a multiple of lcm(128, D), where D = DP CP for dense parameters and world / (ETP EP PP) for experts; a tied
+    embedding that two pipeline stages share is rounded up by itself:
 
         parameters = b n          gradients = 4 n          optimizer = s n / D
 
@@ -175,7 +183,7 @@ def state_bytes(
     dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
     elements = shares = 0.0
     for chunk in _stage_chunks(architecture, layout, stage):
-        for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.expert, expert_ranks)):
+        for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.shared, dense_ranks), (chunk.expert, expert_ranks)):
             length = _buffer_elements(tensors, ranks, distributed_optimizer)
             elements += length
             shares += length / ranks if distributed_optimizer else length

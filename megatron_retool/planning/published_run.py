@@ -11,6 +11,7 @@ follows from the logged figures themselves: 24 892 834 tokens / 8192 = 3038.7 = 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_retool.planning.engine_model import EngineModel, EngineProfile
 from megatron_retool.planning.hardware import ACCELERATORS
@@ -88,6 +89,7 @@ def engine(profile: EngineProfile = STACK) -> EngineModel:
     )
 
 
+@lru_cache(maxsize=32)
 def predicted_generation(step: PublishedStep, profile: EngineProfile = STACK) -> StepResult:
     return predict_generation(engine(profile), 2, workload(step))
 

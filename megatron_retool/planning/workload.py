@@ -19,6 +19,8 @@ from megatron_retool.config import Config, ConfigError
 FloatArray = npt.NDArray[np.float64]
 
 _NORMAL = NormalDist()
+MAX_SIGMA = 5.0
+"""Of ln X: beyond it half of all responses would be a few tokens long."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class LengthDistribution:
 
         Raises:
             ConfigError: no such distribution exists (the mean is not below the limit, or the clipped responses alone
-                exceed it).
+                come close to it).
         """
         if not 0 < clip_ratio < 0.5:
             raise ConfigError(f"a clip ratio of {clip_ratio:g} is not between 0 and 0.5")
@@ -56,7 +58,12 @@ class LengthDistribution:
             )
         z = _NORMAL.inv_cdf(1 - clip_ratio)
         low, high = 1e-6, z
-        low, high = 1e-6, 30.0
+        low, high = 1e-6, MAX_SIGMA
+        if _clipped_mean(math.log(limit) - z * high, high, limit) > mean:
+            raise ConfigError(
+                f"no log-normal tail has {clip_ratio:.2%} of all responses at the limit of {limit} and a mean of only "
+                f"{mean:g} tokens"
+            )
         for _ in range(100):
             sigma = (low + high) / 2
             if _clipped_mean(math.log(limit) - z * sigma, sigma, limit) > mean:

@@ -1,0 +1,113 @@
+"""The decode model against published latencies and its own limits."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from megatron_retool.config import EngineConfig
+from megatron_retool.planning.engine_model import CPU_PROFILE, GPU_PROFILE, EngineModel
+from megatron_retool.planning.hardware import ACCELERATORS, GIB
+from megatron_retool.planning.models import preset
+
+H100 = ACCELERATORS["H100"]
+
+# ML.ENERGY leaderboard (github.com/ml-energy/leaderboard, public/data/tasks, February 2026): vLLM, bf16, H100.
+# model, GPUs, mean batch, mean output tokens, output tokens/s. Prompts have about 300 tokens.
+LOOKED_AT = [
+    ("qwen3-32b", 2, 8, 631, 522), ("qwen3-32b", 2, 64, 635, 2654), ("qwen3-32b", 2, 256, 634, 5155),
+    ("qwen3-8b", 1, 8, 647, 962), ("qwen3-8b", 1, 128, 641, 5930), ("qwen3-8b", 1, 383, 648, 8258),
+    ("llama3.1-70b", 4, 8, 350, 470), ("llama3.1-70b", 4, 128, 359, 3876), ("llama3.1-70b", 4, 511, 350, 5921),
+    ("qwen3-30b-a3b", 2, 8, 901, 831), ("qwen3-30b-a3b", 2, 128, 919, 4546), ("qwen3-30b-a3b", 2, 511, 927, 9650),
+]  # fmt: skip
+HELD_OUT = [
+    ("qwen3-14b", 1, 8, 620, 627), ("qwen3-14b", 1, 64, 617, 3140), ("qwen3-14b", 1, 253, 625, 5760),
+    ("llama3.1-8b", 1, 8, 389, 1070), ("llama3.1-8b", 1, 128, 405, 7037), ("llama3.1-8b", 1, 383, 394, 9248),
+    # Reasoning: contexts that grow to thousands of tokens.
+    ("qwen3-32b", 2, 8, 6936, 475), ("qwen3-32b", 2, 64, 7058, 2079), ("qwen3-8b", 1, 63, 8367, 2510),
+    ("qwen3-14b", 1, 59, 6711, 2146), ("qwen3-30b-a3b", 2, 32, 8110, 1965), ("qwen3-30b-a3b", 2, 128, 8058, 4664),
+    ("qwen3-30b-a3b", 1, 16, 8243, 955),
+]  # fmt: skip
+
+
+def predicted_throughput(name: str, gpus: int, batch: int, output: int) -> float:
+    """Every finished sequence is followed by another one, whose prompt has to be read."""
+    prompt = 300
+    engine = EngineModel(preset(name), H100, gpus)
+    step = engine.step_seconds(batch, batch * (prompt + output / 2))
+    return batch / (step + batch / output * engine.prefill_seconds(prompt))
+
+
+def errors(rows: list[tuple[str, int, int, int, int]]) -> list[float]:
+    return [predicted_throughput(*row[:4]) / row[4] - 1 for row in rows]
+
+
+def test_throughput_of_the_models_that_the_constants_were_chosen_for() -> None:
+    found = errors(LOOKED_AT)
+    dense, experts = found[:9], found[9:]
+    assert max(map(abs, dense)) < 0.20
+    assert max(map(abs, experts)) < 0.26
+    assert abs(statistics.mean(found)) < 0.08
+
+
+def test_throughput_of_models_and_contexts_that_were_not_looked_at() -> None:
+    found = errors(HELD_OUT)
+    assert max(map(abs, found)) < 0.22
+    assert statistics.median(map(abs, found)) < 0.05
+
+
+def engine(**changes: object) -> EngineModel:
+    base = EngineModel(preset("qwen2.5-32b"), ACCELERATORS["H200"], 4, memory_fraction=0.9, max_running=1024)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_the_cache_takes_what_the_weights_leave() -> None:
+    model = engine()
+    static = 0.9 * 4 * 139.8 * GIB
+    assert model.kv_bytes_per_token == 2 * 64 * 8 * 128 * 2
+    assert model.cache_tokens * model.kv_bytes_per_token + model.weight_bytes == pytest.approx(static)
+    assert engine(tensor_parallel=16).kv_bytes_per_token == 2 * model.kv_bytes_per_token
+    assert engine(max_cache_tokens=1000).cache_tokens == 1000
+    assert EngineModel(preset("qwen2.5-32b"), H100, 1, memory_fraction=0.6).cache_tokens < 0
+    assert model.concurrency(3000) == int(model.cache_tokens / 3000)
+    assert model.concurrency(100) == 1024
+    assert model.concurrency(1e9) == 1
+
+
+def test_fp8_weights_take_half_and_embeddings_stay() -> None:
+    whole, half = engine().weight_bytes, engine(weight_bytes_per_parameter=1.0).weight_bytes
+    tables = 2 * 152064 * 5120
+    assert half == pytest.approx((whole - 2 * tables) / 2 + 2 * tables)
+    assert engine(weight_bytes_per_parameter=1.0).batch_seconds(64) < engine().batch_seconds(64)
+
+
+def test_steps_get_longer_with_batch_and_context_and_shorter_with_gpus() -> None:
+    model = engine()
+    assert model.step_seconds(1, 1000) < model.step_seconds(64, 64_000) < model.step_seconds(64, 640_000)
+    assert engine(tensor_parallel=8).step_seconds(256, 500_000) < model.step_seconds(256, 500_000)
+    # Reading the weights is most of a step with one sequence: it cannot be faster than the memory.
+    assert model.step_seconds(1, 1000) > 0.9 * model.weight_bytes / (4 * 4.8e12)
+
+
+def test_experts_are_read_when_a_token_chose_them() -> None:
+    moe = EngineModel(preset("qwen3-30b-a3b"), H100, 1)
+    one, many = moe._read_bytes(1), moe._read_bytes(512)
+    assert one < 0.15 * many
+    assert many == pytest.approx(moe.weight_bytes - 151936 * 2048 * 2, rel=1e-3)
+
+
+def test_prefill_of_a_continued_trajectory_costs_its_new_tokens() -> None:
+    model = engine()
+    assert model.prefill_seconds(100, 4000) < 0.1 * model.prefill_seconds(4100)
+    assert model.prefill_seconds(8000) > 2 * model.prefill_seconds(4000)
+
+
+def test_configuration_and_cpu() -> None:
+    config = EngineConfig(tensor_parallel_size=2, mem_fraction_static=0.5, max_running_requests=300, quantization="fp8")
+    model = EngineModel.from_config(config, preset("qwen3-8b"), H100, max_concurrent=128)
+    assert (model.tensor_parallel, model.memory_fraction, model.max_running) == (2, 0.5, 128)
+    assert (model.weight_bytes_per_parameter, model.profile) == (1.0, GPU_PROFILE)
+    demo = EngineModel.from_config(EngineConfig(dtype="float32"), preset("qwen2.5-0.5b"), ACCELERATORS["CPU"])
+    assert (demo.weight_bytes_per_parameter, demo.profile) == (4.0, CPU_PROFILE)

@@ -1,0 +1,111 @@
+"""What does not fit is named with a cure that works, and suggestions are configurations that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.config import Config, load_config
+from megatron_retool.learner.parallel import validate_layout
+from megatron_retool.planning.hardware import GIB, parse_machines
+from megatron_retool.planning.models import resolve_architecture
+from megatron_retool.planning.suggest import HEADROOM, MemoryPlan, Planner, overrides_of, plan_memory, vary
+from megatron_retool.planning.workload import workload_of
+
+DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"
+EXPERTS = "configs/retool_qwen3_30b_a3b_2x8h100.yaml"
+
+
+def planner(file: str, gpus: str, *overrides: str) -> Planner:
+    config = load_config(file, overrides)
+    _, architecture = resolve_architecture(config)
+    return Planner(config, architecture, parse_machines(gpus), workload_of(config))
+
+
+def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
+    config = config or plan.config
+    layout = validate_layout(config.learner, plan.architecture)
+    return plan_memory(config, plan.architecture, layout, plan.machines, plan.workload)
+
+
+@pytest.mark.parametrize(("file", "gpus"), [(DENSE, "H200x8"), (EXPERTS, "H100x16")])
+def test_the_recipes_fit_the_machines_they_are_for(file: str, gpus: str) -> None:
+    found = memory(planner(file, gpus))
+    assert found.problems == ()
+    assert found.fits
+    assert found.concurrent > 100
+    # States wait in host memory while the colocated engine works.
+    assert 50 * GIB < found.host_bytes_per_node < 800 * GIB
+
+
+def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit() -> None:
+    plan = planner(DENSE, "H100x16")
+    found = memory(plan)
+    assert not found.fits
+    assert "the learner does not fit" in str(found.problems[0])
+    assert "103.5 GiB needed, 79.6 GiB available" in str(found.problems[0])
+    cures = plan.cures()
+    assert cures
+    assert [cure.seconds for cure in cures] == sorted(cure.seconds for cure in cures)
+    for cure in cures:
+        overrides = overrides_of(cure.changes)
+        assert memory(plan, load_config(DENSE, overrides)).fits
+    texts = [" ".join(overrides_of(cure.changes)) for cure in cures]
+    assert "learner.optimizer.cpu_offload=true" in texts
+    assert any("learner.world_size=16" in text and "pipeline" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["learner.max_tokens_per_micro_batch=16384"], "less than the longest sequence of 18,432 tokens"),
+        (["rollout.engine.mem_fraction_static=0.1"], "weights do not fit into mem_fraction_static"),
+        (["rollout.engine.mem_fraction_static=0.112"], "less than one longest trajectory"),
+        (["rollout.engine.mem_fraction_static=0.99"], "no room for the sleeping learner"),
+        (["rollout.engine.count=3"], "12 GPUs are needed (colocated), 8 are there"),
+        (["cluster.placement=disaggregated"], "8 learner + 8 engine GPUs = 16 are needed, 8 are there"),
+        (["rollout.engine.tensor_parallel_size=16", "rollout.engine.count=1"], "spans nodes of 8 GPUs"),
+    ],
+)
+def test_every_kind_of_misfit_is_named(overrides: list[str], message: str) -> None:
+    found = memory(planner(DENSE, "H200x8", *overrides))
+    assert any(message in str(problem) for problem in found.problems), found.problems
+
+
+@pytest.mark.parametrize(
+    ("file", "gpus"), [(DENSE, "H200x8"), (DENSE, "H100x16"), (DENSE, "B200x64"), (EXPERTS, "H100x16")]
+)
+def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, gpus: str) -> None:
+    plan = planner(file, gpus)
+    found = plan.suggestions()
+    assert len(found) == 5
+    assert [candidate.seconds for candidate in found] == sorted(candidate.seconds for candidate in found)
+    for candidate in found:
+        config = load_config(file, overrides_of(candidate.changes))
+        assert memory(plan, config).fits
+        assert memory(plan, config).learner_needed <= (1 - HEADROOM) * plan.machines.accelerator.memory_bytes
+        layout = validate_layout(config.learner, plan.architecture)
+        assert layout == candidate.layout
+        # What the cluster would make of it.
+        assert len(plan_placement(config).slots) == config.learner.world_size + config.rollout.engine.count
+    own = plan.candidate({})
+    if own is not None:
+        assert found[0].seconds <= own.seconds * 1.02
+
+
+def test_nothing_is_suggested_where_nothing_fits() -> None:
+    assert planner(DENSE, "A100x1").suggestions() == []
+
+
+def test_changes_become_overrides() -> None:
+    changes: dict[str, Any] = {
+        "learner__recompute__granularity": None, "learner__sequence_parallel": True, "learner__recompute__modules": [],
+    }  # fmt: skip
+    overrides = overrides_of(changes)
+    assert overrides == [
+        "learner.recompute.granularity=null", "learner.sequence_parallel=true", "learner.recompute.modules=[]"
+    ]  # fmt: skip
+    assert load_config(DENSE, ["learner.recompute.method=null", "learner.recompute.num_layers=null", *overrides])
+    assert vary(load_config(DENSE), learner__world_size=16).learner.world_size == 16
