@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from conversion.architecture import Architecture
+from conversion.hf_to_mcore import local_directory
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
 from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
@@ -63,7 +64,7 @@ class Learner:
         config: the run's configuration; ``learner``, ``algorithm`` and ``trainer.seed`` are read.
         optimizer: hyperparameters; a run's stages may differ in them.
         total_optimizer_steps: length of the learning-rate schedule.
-        hf_dir: Hugging Face directory with config.json, and with the weights unless ``mcore_dir`` has them.
+        hf_dir: Hugging Face directory (or hub id) with config.json, and with the weights unless ``mcore_dir`` has them.
         mcore_dir: distributed checkpoint of conversion/hf_to_mcore.py to take the weights from.
         architecture: instead of ``hf_dir``: a model with random weights.
         with_reference: also keep a frozen copy of the initial weights, for ``log_probs(reference=True)``.
@@ -90,9 +91,11 @@ class Learner:
         if architecture is None:
             if hf_dir is None:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
+            hf_dir = local_directory(str(hf_dir))
             architecture = Architecture.from_pretrained(hf_dir)
         self.config = config
         self.role = role
+        self._pending_save: Any = None
         self.architecture = architecture
         self.layout = parallel.validate_layout(config.learner, architecture)
         self.device = parallel.resolve_device(config.learner.device)
@@ -480,11 +483,23 @@ class Learner:
         """A fingerprint of every exported tensor by Hugging Face name, on rank 0."""
         return weight_checksums(self.model_chunks, self.architecture)
 
-    def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, schedule and random state; see ``checkpoint.save_checkpoint``."""
+    def save(self, directory: str | Path, *, asynchronous: bool = False) -> None:
+        """Write model, optimizer, schedule and random state; see ``checkpoint.save_checkpoint``.
+
+        Args:
+            asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
+        """
         from megatron_retool.learner.checkpoint import save_checkpoint
 
-        save_checkpoint(self, directory)
+        self.finish_save()
+        pending = save_checkpoint(self, directory, asynchronous=asynchronous)
+        self._pending_save = pending if asynchronous else None
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._pending_save is not None:
+            pending, self._pending_save = self._pending_save, None
+            pending.wait()
 
     def load(self, directory: str | Path) -> None:
         """Continue from ``save``'s directory, written in any layout; see ``checkpoint.load_checkpoint``."""
@@ -493,7 +508,8 @@ class Learner:
         load_checkpoint(self, directory)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Complete a checkpoint that is being written, and leave the process groups."""
+        self.finish_save()
         parallel.shutdown()
 
 
