@@ -28,6 +28,8 @@ class Collected:
     prompt_state: dict[str, Any]
     """Where the prompts stand after this step; a later step may already have drawn more of them."""
     metrics: dict[str, float] = field(default_factory=dict)
+    accuracies: list[tuple[str, float]] = field(default_factory=list)
+    """The prompt's uid and the mean accuracy of each generated group."""
 
 
 class Experience:
@@ -47,6 +49,9 @@ class Experience:
         """The trajectories of ``step``; from here on the following steps may be generated."""
         collected = await self._started(step)
         del self._tasks[step]
+        # Here and not where groups are generated: a checkpoint must not know of steps that it has not trained.
+        for uid, mean_accuracy in collected.accuracies:
+            self._state.record_accuracy(uid, mean_accuracy)
         for ahead in range(step + 1, min(step + self._run.config.rollout.staleness, self._run.total_steps) + 1):
             self._started(ahead)
         return collected
@@ -102,7 +107,6 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
     for group in groups:
         for trajectory in group:
             trajectory.reward_info["trained"] = trajectory.group_id in chosen
-        state.record_accuracy(str(group[0].extra_info.get("uid")), sum(map(accuracy, group)) / len(group))
     generated = [trajectory for group in groups for trajectory in group]
     return Collected(
         kept=[trajectory for trajectory in generated if trajectory.reward_info["trained"]],
@@ -116,6 +120,7 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
             **timer.metrics(),
         },
         prompt_state=run.prompts.state_dict(run.rollout.paused_group_ids),
+        accuracies=[(str(g[0].extra_info.get("uid")), sum(map(accuracy, g)) / len(g)) for g in groups],
     )
 
 
@@ -143,7 +148,7 @@ async def generate_round(
     start = math.ceil(count * partial.over_sampling_factor) - run.rollout.paused_groups if partial.enable else count
     prompts = run.prompts.next_batch(max(start, 0))
     sizes = state.group_sizes(prompts, step)
-    progress.extend(count * config.rollout.train.n)
+    progress.extend(sum(sizes.values()))
     groups: list[list[Trajectory]] = []
     async with contextlib.aclosing(run.rollout.stream(prompts, config.rollout.train, group_sizes=sizes)) as stream:
         async for group in stream:

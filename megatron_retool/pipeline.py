@@ -51,8 +51,7 @@ def run_pipeline(
     stages = Stages(run_dir, config, console)
     command = [sys.executable, "-m", "megatron_retool"]
     common = ["--config", config_file, *overrides]
-    model, sft = Path(config.model.path), run_dir / "sft"
-    sft_hf, sft_mcore = run_dir / "sft_hf", run_dir / "sft_mcore"
+    model = Path(config.model.path)
 
     stages.run("make-demo", [*command, "make-demo", *common], done=model)
     stages.run(
@@ -67,7 +66,46 @@ def run_pipeline(
         ],
         done=run_dir / "untrained" / "metrics.jsonl",
     )
-    stages.run("sft", [*command, "sft", *common, *_names(config, "sft")], done=sft / "COMPLETE")
+    sft_hf, sft_mcore = fine_tune(config, stages, common)
+    rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
+    code = stages.call("rl", lambda: train(rl_config))
+    if code:
+        return code
+    export = run_dir / "export"
+    stages.run(
+        "export",
+        [
+            sys.executable,
+            str(ROOT / "conversion" / "mcore_to_hf.py"),
+            "--mcore-dir",
+            str(_learner(run_dir)),
+            "--hf-dir",
+            str(export),
+        ],
+        done=export,
+    )
+    summary = demo_summary(run_dir)
+    page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
+    _print_summary(console, summary, stages.seconds)
+    console.print(f"model {export}\nreport {page}")
+    return 0
+
+
+def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Path, Path]:
+    """The stages from the demo's random model to the one that RL starts from.
+
+    ``arguments`` are the command line's: --config, file, overrides.
+
+    Returns:
+        Its Hugging Face directory and its Megatron-Core one.
+    """
+    sft = config.run_dir / "sft"
+    sft_hf, sft_mcore = config.run_dir / "sft_hf", config.run_dir / "sft_mcore"
+    stages.run(
+        "sft",
+        [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
+        done=sft / "COMPLETE",
+    )
     stages.run(
         "mcore_to_hf",
         [
@@ -93,28 +131,7 @@ def run_pipeline(
         ],
         done=sft_mcore,
     )
-    rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
-    code = stages.call("rl", lambda: train(rl_config))
-    if code:
-        return code
-    export = run_dir / "export"
-    stages.run(
-        "export",
-        [
-            sys.executable,
-            str(ROOT / "conversion" / "mcore_to_hf.py"),
-            "--mcore-dir",
-            str(_learner(run_dir)),
-            "--hf-dir",
-            str(export),
-        ],
-        done=export,
-    )
-    summary = demo_summary(run_dir)
-    page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
-    _print_summary(console, summary, stages.seconds)
-    console.print(f"model {export}\nreport {page}")
-    return 0
+    return sft_hf, sft_mcore
 
 
 class Stages:

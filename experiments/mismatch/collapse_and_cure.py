@@ -1,0 +1,53 @@
+"""Does a real mismatch degrade training at a high learning rate, and which correction helps?
+
+`python -m experiments.mismatch.collapse_and_cure`
+
+The engine computes in bfloat16 with weights rounded to FP8 at every sync, the learner in float32. Every arm has the
+same learning rate, three times the demo's. "same_numbers" is the control: float32 on both sides.
+"""
+
+import sys
+
+from experiments.mismatch.experiment import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment, main
+
+CORRECTION = "algorithm.rollout_correction."
+
+
+def correction(level: str, mode: str, lower: float, upper: float, *rejection: str) -> tuple[str, ...]:
+    rules = ",".join(f"'{rule}'" for rule in rejection)
+    return (
+        *NO_CORRECTION,
+        f"{CORRECTION}level={level}", f"{CORRECTION}mode={mode}", f"{CORRECTION}lower={lower}",
+        f"{CORRECTION}upper={upper}", f"{CORRECTION}rejection=[{rules}]",
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    name="collapse_and_cure",
+    title="Collapse and cure",
+    common=(
+        "learner.optimizer.lr=3.0e-4",
+        # Every step generates the same number of responses, so that arms differ in nothing but the correction.
+        "algorithm.dynamic_sampling.enable=false",
+    ),
+    steps=100,
+    arms=(
+        Arm("same_numbers", NO_CORRECTION),
+        Arm("uncorrected", (*REAL_MISMATCH, *NO_CORRECTION), quick=True),
+        Arm("token_tis", (*REAL_MISMATCH, *correction("token", "truncate", 0, 2))),
+        Arm("sequence_tis", (*REAL_MISMATCH, *correction("sequence", "truncate", 0, 2))),
+        Arm("sequence_mis", (*REAL_MISMATCH, *correction("sequence", "mask", 0.5, 2))),
+        Arm(
+            "geometric_mis",
+            (
+                *REAL_MISMATCH,
+                *correction("token", "truncate", 0, 2, "geometric_ratio 0.99 1.01"),
+                f"{CORRECTION}veto_threshold=1.0e-4",
+            ),
+            quick=True,
+        ),
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))
