@@ -91,12 +91,35 @@ def _model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architec
 
 def _full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state = _model_state(learner.model_chunks, learner.architecture)
-    state["optimizer"] = learner.optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=_sharding_metadata()
-    )
+    optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=_sharding_metadata())
+    distributed = learner.config.learner.use_distributed_optimizer
+    # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
+    state["optimizer"] = _tensors_alone(optimizer) if distributed else optimizer
     state["scheduler"] = learner.scheduler.state_dict()
     state["random"] = _random_state_object(_random_state())
+    state["learner"] = {"use_distributed_optimizer": distributed, "optimizer_step": _optimizer_step(learner.optimizer)}
     return state
+
+
+def _tensors_alone(optimizer_state: dict[Any, Any]) -> dict[Any, Any]:
+    if "param_state" not in optimizer_state:
+        return {number: _tensors_alone(part) for number, part in optimizer_state.items()}
+    # Ranks that are not the one which gathered the state have none to save.
+    return {} if optimizer_state["param_state"] is None else {"param_state": optimizer_state["param_state"]}
+
+
+def _optimizer_step(optimizer: Any) -> int:
+    """Steps that Adam has counted; the same on every rank, though some hold no parameter of some optimizer."""
+    counts = [0]
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        counts += [int(state["step"]) for state in inner.state.values() if "step" in state]
+        counts += [int(group["step"]) for group in inner.param_groups if group.get("step") is not None]
+    steps = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, max(counts))
+    return max(steps)
 
 
 def _sharded_items(state: Any) -> Iterable[Any]:
@@ -199,6 +222,9 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
         return True
 
 
+_in_flight: list[PendingSave] = []
+
+
 class PendingSave:
     """A checkpoint that is being written. Every rank polls or waits, in step."""
 
@@ -218,6 +244,7 @@ class PendingSave:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[None] = self._executor.submit(request.async_fn, *request.async_fn_args)
         self.finished = False
+        _in_flight.append(self)
 
     def poll(self) -> bool:
         """Complete the checkpoint if every rank has written its part; returns whether it is complete.
@@ -238,6 +265,7 @@ class PendingSave:
 
     def _finish(self) -> None:
         self.finished = True
+        _in_flight.remove(self)
         self._executor.shutdown()
         _raise_together(self._future.exception(), self.directory, self._temporary)
         error: BaseException | None = None
@@ -262,6 +290,8 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write a checkpoint of ``learner`` to ``directory``. Every rank calls it with the same arguments.
 
+    A save that is still in flight is completed first.
+
     Args:
         directory: appears when the checkpoint is complete; what was there before is replaced then.
         asynchronous: return as soon as the state is copied to host memory; the caller polls or waits.
@@ -274,6 +304,8 @@ def save_checkpoint(
         CheckpointError: too little room on the disk, or writing failed, on any rank. Raised on every rank; nothing is
             left of the new checkpoint, and an old one in ``directory`` is intact.
     """
+    for save in list(_in_flight):
+        save.wait()
     directory = Path(directory).absolute()
     temporary = directory.with_name(f".{directory.name}.incomplete")
     cpu.fix_torch_adam()
@@ -392,6 +424,7 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     """
     directory = Path(directory)
     checkpoint = _open(directory)
+    _check_same_optimizer(learner, directory)
     cpu.fix_torch_adam()
     state = _full_state(learner, is_loading=True)
     if state["random"].unique_key not in checkpoint.objects:
@@ -399,10 +432,47 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     loaded = _load(state, directory, checkpoint)
     for chunk, name in zip(learner.model_chunks, _model_names(learner.model_chunks), strict=True):
         unwrap(chunk).load_state_dict(loaded[name], strict=False)
-    learner.optimizer.load_state_dict(loaded["optimizer"])
-    learner.scheduler.load_state_dict(loaded["scheduler"])
+    if learner.config.learner.use_distributed_optimizer:
+        _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"]["optimizer_step"])
+    else:
+        learner.optimizer.load_state_dict(loaded["optimizer"])
+    _load_schedule(learner.scheduler, loaded["scheduler"])
     if "random" in loaded:
         _set_random_state(loaded["random"])
+
+
+def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
+    stored = dist_checkpointing.load_common_state_dict(str(directory)).get("learner")
+    if stored is None:
+        raise CheckpointError(f"{directory} holds weights without optimizer state: give it as model.mcore_path instead")
+    distributed = stored["use_distributed_optimizer"]
+    if learner.config.learner.use_distributed_optimizer != distributed:
+        raise CheckpointError(
+            f"{directory} was saved with learner.use_distributed_optimizer={distributed}: load it with the same"
+        )
+
+
+def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], step: int) -> None:
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = step
+        own = tensors if len(parts) == 1 else tensors[number]
+        part.load_state_dict({**state, **own, "param_state_sharding_type": "fully_reshardable"})
+
+
+def _load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Take the number of steps from the checkpoint and the schedule's shape from the configuration.
+
+    So a run may be resumed with another learning rate or for more steps.
+    """
+    for group in scheduler.optimizer.param_groups:
+        group.update({name: getattr(scheduler, name) for name in ("max_lr", "min_lr") if name in group})
+    scheduler.num_steps = 0
+    scheduler.step(increment=state["num_steps"])
 
 
 def load_model_weights(

@@ -150,8 +150,9 @@ def export_hf_weights(
     """Full tensors under their Hugging Face names, in buckets of about ``bucket_bytes`` bytes.
 
     Every rank must drain the iterator, in step: each bucket is one exchange. Global rank 0 gets the tensors, in the
-    parameters' dtype and on their device; the others get empty lists. A tensor is yielded once; a tied output layer is
-    not yielded. A single parameter larger than ``bucket_bytes`` makes a bucket of its own.
+    parameters' dtype and on their device; the others get empty lists. They may be views of the live parameters: use or
+    copy them before the next update. A tensor is yielded once; a tied output layer is not yielded. A parameter larger
+    than ``bucket_bytes`` makes a bucket of its own.
     """
     yield from _gather(model_chunks, architecture, bucket_bytes, _weight)
 
@@ -167,7 +168,7 @@ def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: 
     for chunk in model_chunks:
         _all_gather_gradient_shards(chunk)
     return {
-        name: tensor
+        name: tensor.clone()  # the buffers are clipped and cleared in place
         for bucket in _gather(model_chunks, architecture, 2**30, _gradient)
         for name, tensor in bucket
     }

@@ -1,0 +1,312 @@
+"""Checkpoints: two more steps after a load equal those without it, in the same layout bit by bit and in any other to
+rounding; a failed save harms nothing; retention."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny_models import hf_model, random_batch, save_model
+
+TP, SP, PP, VPP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+LENGTHS = [(3, 9), (5, 4), (2, 12), (4, 6)]
+DENSE = "qwen2"
+EXPERTS = "qwen3_moe"
+SAVED_BY = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, PP: 2}}
+LOADED_BY: dict[int, dict[str, list[dict[str, Any]]]] = {
+    1: {DENSE: [{}], EXPERTS: [{}]},
+    2: {DENSE: [{TP: 2, SP: True}, {PP: 2}, {}], EXPERTS: [{EP: 2, TP: 2, SP: True, ETP: 1}]},
+    4: {DENSE: [{PP: 4, VPP: 2}, {TP: 4}], EXPERTS: []},
+}
+
+
+def _learner(world: int, layout: dict[str, Any], hf_dir: Path, optimizer: dict[str, Any] | None = None, **options: Any):
+    from megatron_retool.learner.learner import Learner
+
+    config = Config(
+        model=ModelConfig(path=str(hf_dir)),
+        learner=LearnerConfig(
+            world_size=world,
+            max_tokens_per_micro_batch=32,
+            **{"dtype": "float32", **layout},
+        ),
+    )
+    settings = {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, **(optimizer or {})}
+    return Learner(config, optimizer=OptimizerConfig(**settings), total_optimizer_steps=20, hf_dir=hf_dir, **options)
+
+
+def _steps(learner: Any, *numbers: int) -> dict[str, Any]:
+    """Optimizer steps on the batches of these numbers; what they left behind."""
+    history = [learner.sft_update(random_batch(LENGTHS, seed=number)) for number in numbers]
+    weights = {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
+    return {"history": history, "weights": weights, "random": torch.rand(3)}
+
+
+def _optimizer_steps(learner: Any) -> set[float]:
+    """What Adam's bias correction believes, over all parameters."""
+    return {
+        float(state["step"])
+        for optimizer in learner.optimizer.chained_optimizers
+        for state in optimizer.optimizer.state.values()
+    }
+
+
+def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    metrics = [
+        abs(mine[name] / theirs[name] - 1)
+        for mine, theirs in zip(found["history"], expected["history"], strict=True)
+        for name in theirs
+    ]
+    assert found["weights"].keys() == expected["weights"].keys()
+    weights = [float((found["weights"][n] - w).abs().max()) for n, w in expected["weights"].items()]
+    return max(metrics + weights)
+
+
+def _save(directory: Path) -> dict[str, Any]:
+    """World 4: save, go on, and load into the same layout; save asynchronously while going on."""
+    from megatron_retool.learner.checkpoint import load_checkpoint, save_checkpoint
+
+    found: dict[str, Any] = {}
+    for family, layout in SAVED_BY.items():
+        learner = _learner(4, layout, directory / family)
+        _steps(learner, 1, 2)
+        save_checkpoint(learner, directory / f"{family}-checkpoint")
+        completed: list[bool] = []
+        pending = save_checkpoint(
+            learner, directory / f"{family}-async", asynchronous=True, on_complete=partial(completed.append, True)
+        )
+        assert not (directory / f"{family}-async").exists()
+        expected = _steps(learner, 3, 4)
+        pending.wait()
+        assert pending.poll()
+        again = {}
+        for kind in ("checkpoint", "async"):
+            learner = _learner(4, layout, directory / family)
+            load_checkpoint(learner, directory / f"{family}-{kind}")
+            again[kind] = {**_steps(learner, 3, 4), "steps": _optimizer_steps(learner)}
+        found[family] = {"expected": expected, "again": again, "completed": completed}
+    for layout in LOADED_BY[4][DENSE]:
+        learner = _learner(4, layout, directory / DENSE)
+        load_checkpoint(learner, directory / f"{DENSE}-checkpoint")
+        found.setdefault("others", []).append(_steps(learner, 3, 4))
+    return found
+
+
+def _load(world: int, directory: Path) -> list[tuple[str, dict[str, Any], set[float]]]:
+    from megatron_retool.learner.checkpoint import load_checkpoint
+
+    found = []
+    for family, layouts in LOADED_BY[world].items():
+        for layout in layouts:
+            learner = _learner(world, layout, directory / family)
+            _steps(learner, 7)  # a learner that has moved elsewhere forgets it
+            load_checkpoint(learner, directory / f"{family}-checkpoint")
+            found.append((f"{family} {layout}", _steps(learner, 3, 4), _optimizer_steps(learner)))
+    return found
+
+
+def _half_precision(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """World 2, bfloat16 with fp32 main parameters: two steps after a save, and again after a load."""
+    from megatron_retool.learner.checkpoint import load_checkpoint, save_checkpoint
+
+    learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
+    _steps(learner, 1)
+    save_checkpoint(learner, directory / "bfloat16-checkpoint")
+    expected = _steps(learner, 2, 3)
+    learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
+    load_checkpoint(learner, directory / "bfloat16-checkpoint")
+    return expected, _steps(learner, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for family in SAVED_BY:
+        save_model(hf_model(family), directory / family)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saved(models: Path) -> dict[str, Any]:
+    return run_ranks(_save, 4, models / "save", models)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "async"])
+@pytest.mark.parametrize("family", [DENSE, EXPERTS])
+def test_the_same_layout_continues_bit_by_bit(saved: dict[str, Any], family: str, kind: str) -> None:
+    """An asynchronous save holds the state of the moment it was asked for, though training went on."""
+    expected, again = saved[family]["expected"], saved[family]["again"][kind]
+    assert again["history"] == expected["history"]
+    for name, tensor in expected["weights"].items():
+        assert torch.equal(again["weights"][name], tensor), name
+    assert again["steps"] == {4.0}
+    assert saved[family]["completed"] == [True]
+    if kind == "checkpoint":
+        assert torch.equal(again["random"], expected["random"])
+
+
+def test_another_layout_of_four_continues(saved: dict[str, Any]) -> None:
+    for other in saved["others"]:
+        assert _distance(other, saved[DENSE]["expected"]) < 1e-5
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_world_size_continues(saved: dict[str, Any], models: Path, world: int) -> None:
+    for case, found, steps in run_ranks(_load, world, models / f"load{world}", world, models):
+        assert _distance(found, saved[case.split()[0]]["expected"]) < 1e-5, case
+        assert steps == {4.0}, case
+
+
+def test_main_parameters_of_half_precision_are_kept(models: Path) -> None:
+    """A bf16 model that resumed from its bf16 weights alone would take other steps."""
+    expected, again = run_ranks(_half_precision, 2, models / "half", models)
+    assert again["history"] == expected["history"]
+    assert all(torch.equal(again["weights"][name], tensor) for name, tensor in expected["weights"].items())
+
+
+def test_a_training_checkpoint_becomes_a_hugging_face_directory(saved: dict[str, Any], models: Path) -> None:
+    from conversion.mcore_to_hf import export
+    from tests.conversion.conftest import assert_same_bits, read_all
+
+    for family in SAVED_BY:
+        step = models / f"{family}-run" / "global_step_4"
+        step.mkdir(parents=True)
+        shutil.copytree(models / f"{family}-checkpoint", step / "learner")
+        export(step, models / f"{family}-export", processes=1, require_tokenizer=False)
+        exported = read_all(models / f"{family}-export")
+        source = read_all(models / family)
+        assert exported.keys() == source.keys()
+        assert all(torch.isfinite(t).all() and not torch.equal(t, source[n]) for n, t in exported.items())
+    learner_weights = run_ranks(_weights_of, 1, models / "weights", models)
+    assert_same_bits(read_all(models / f"{EXPERTS}-export"), learner_weights)
+
+
+def _weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    learner = _learner(1, {}, directory / EXPERTS, mcore_dir=directory / f"{EXPERTS}-checkpoint")
+    return {name: tensor for bucket in learner.export_weights() for name, tensor in bucket}
+
+
+def _failures(directory: Path) -> dict[str, str]:
+    """World 2. What is said of every save and load that cannot be, on rank 0; the state after each failed save."""
+    from conversion.hf_to_mcore import convert
+    from megatron_retool.learner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+
+    rank = torch.distributed.get_rank
+    said: dict[str, str] = {}
+
+    def expect(case: str, function: Any, *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except CheckpointError as error:
+            said[case] = str(error)
+
+    learner = _learner(2, {}, directory / DENSE)
+    target = directory / "failures" / "learner"
+    save_checkpoint(learner, target)
+    before = _steps(learner, 1)
+    weights_then = {n: t.clone() for b in learner.export_weights() for n, t in b}
+    load_checkpoint(learner, target)
+
+    real = shutil.disk_usage
+    shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10, 9, 1)
+    expect("full before", save_checkpoint, learner, target)
+    shutil.disk_usage = real
+
+    # The disk fills up while rank 1 writes.
+    if rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    expect("full while writing", save_checkpoint, learner, target)
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    said["left behind"] = " ".join(sorted(path.name for path in target.parent.iterdir()))
+    load_checkpoint(learner, target)
+    after = _steps(learner, 1)
+    said["old one intact"] = str(_distance(after, before) == 0 and bool(weights_then or rank()))
+
+    save_checkpoint(learner, target)  # replaces the old one
+    expect("nothing there", load_checkpoint, learner, directory / "nowhere")
+    torch.distributed.barrier()
+    if rank() == 0:
+        (target / "COMPLETE").unlink()
+    torch.distributed.barrier()
+    expect("incomplete", load_checkpoint, learner, target)
+    torch.distributed.barrier()
+    if rank() == 0:
+        (target / "COMPLETE").touch()
+        convert(directory / DENSE, directory / "converted", require_tokenizer=False, processes=1)
+    torch.distributed.barrier()
+    expect("weights alone", load_checkpoint, learner, directory / "converted")
+    plain = _learner(2, {"use_distributed_optimizer": False}, directory / DENSE)
+    expect("other optimizer", load_checkpoint, plain, target)
+    other = _learner(2, {EP: 2}, directory / EXPERTS)
+    expect("other model", load_checkpoint, other, target)
+    # The configuration's schedule holds, the checkpoint's step count too.
+    slower = _learner(2, {}, directory / DENSE, {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"})
+    load_checkpoint(slower, target)
+    said["resumed with another schedule"] = f"{slower.learning_rate} {slower.scheduler.num_steps}"
+    return said
+
+
+def test_what_goes_wrong_is_said_and_harms_nothing(models: Path) -> None:
+    said = run_ranks(_failures, 2, models / "failing", models)
+    assert "GiB free, and" in said["full before"] and "was not written; rank 0:" in said["full before"]
+    assert "was not written" in said["full while writing"] and "File too large" in said["full while writing"]
+    assert said["left behind"] == "learner"
+    assert said["old one intact"] == "True"
+    assert "nowhere has no COMPLETE marker" in said["nothing there"]
+    assert "has no COMPLETE marker" in said["incomplete"]
+    assert "holds weights without optimizer state: give it as model.mcore_path" in said["weights alone"]
+    assert "was saved with learner.use_distributed_optimizer=True" in said["other optimizer"]
+    assert "lacks decoder.layers" in said["other model"] and "it holds another model" in said["other model"]
+    assert said["resumed with another schedule"] == "0.0001 1"
+
+
+class TestRetention:
+    def test_union_of_last_multiples_and_best(self) -> None:
+        from megatron_retool.learner.checkpoint import retained_steps
+
+        steps = [10, 20, 30, 40, 50, 60, 70]
+        assert retained_steps(steps, keep_last=2) == {60, 70}
+        assert retained_steps(steps, keep_last=1, keep_every=30) == {30, 60, 70}
+        accuracy = {10: 0.2, 20: 0.9, 30: float("nan"), 50: 0.9, 99: 1.0}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1) == {50, 70}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=2) == {20, 50, 70}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1, higher_is_better=False) == {10, 70}
+        assert retained_steps([], keep_last=3) == set()
+        with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
+            retained_steps(steps, keep_last=0)
+
+    @given(
+        steps=st.sets(st.integers(0, 200), min_size=1),
+        keep_last=st.integers(1, 5),
+        keep_every=st.none() | st.integers(0, 50),
+        best=st.dictionaries(st.integers(0, 200), st.floats()),
+        keep_best=st.integers(0, 4),
+    )
+    def test_the_newest_stays_and_nothing_is_invented(self, steps, keep_last, keep_every, best, keep_best) -> None:
+        from megatron_retool.learner.checkpoint import retained_steps
+
+        kept = retained_steps(steps, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best)
+        assert max(steps) in kept and kept <= steps
+        assert len(kept) >= min(len(steps), keep_last)
+        # Dropping what is not kept changes nothing about what is kept.
+        assert retained_steps(kept, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best) == kept
