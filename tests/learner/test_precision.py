@@ -1,0 +1,122 @@
+"""Precision settings against machines: clear refusals, and the options that Megatron-Core gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_retool.config import ConfigError, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
+from megatron_retool.learner.precision import (
+    Acceleration,
+    check_precision,
+    optimizer_options,
+    token_multiple,
+    transformer_options,
+)
+from tests.learner.test_parallel import DENSE, EXPERTS
+
+CPU = Acceleration(cuda=False)
+H200 = Acceleration(True, (9, 0), "NVIDIA H200", "2.9.0", apex=True, fused_weight_gradient=True)
+B200 = replace(H200, capability=(10, 0), gpu_name="NVIDIA B200")
+A100 = replace(H200, capability=(8, 0), gpu_name="NVIDIA A100")
+BARE_H200 = replace(H200, transformer_engine=None, apex=False, fused_weight_gradient=False)
+
+
+def _fp8(recipe: str, **settings: Any) -> LearnerConfig:
+    return LearnerConfig(fp8=Fp8Config(recipe=recipe, **settings))
+
+
+@pytest.mark.parametrize(
+    ("learner", "optimizer", "machine", "message"),
+    [
+        (_fp8("blockwise"), {}, CPU, r"fp8.recipe=blockwise needs a CUDA device"),
+        (_fp8("blockwise"), {}, BARE_H200, r"needs Transformer Engine, which is not installed"),
+        (_fp8("blockwise"), {}, replace(H200, transformer_engine="2.2.0"), r"Engine 2.3 or later, found 2.2.0"),
+        (_fp8("tensorwise"), {}, A100, r"capability 8.9 or later, NVIDIA A100 has 8.0"),
+        (_fp8("mxfp8"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
+        (_fp8("e5m2"), {}, H200, r"'e5m2' is not one of delayed, tensorwise, blockwise, mxfp8"),
+        (_fp8("delayed"), {}, H200, r"delayed cannot keep the first and last layer in bf16"),
+        (replace(_fp8("blockwise"), dtype="float32"), {}, H200, r"needs learner.dtype=bfloat16, not float32"),
+        (LearnerConfig(dtype="float16"), {}, CPU, r"dtype=float16 needs CUDA"),
+        (LearnerConfig(), {"cpu_offload": True}, CPU, r"cpu_offload=true needs CUDA and Transformer Engine"),
+        (LearnerConfig(recompute=RecomputeConfig(granularity="some")), {}, CPU, r"'some' is not one of full"),
+        (LearnerConfig(recompute=RecomputeConfig(method="uniform")), {}, CPU, r"belong to .*granularity=full"),
+        (LearnerConfig(recompute=RecomputeConfig(modules=["mlp"])), {}, CPU, r"needs .*granularity=selective"),
+        (LearnerConfig(recompute=RecomputeConfig("full", num_layers=9)), {}, CPU, r"between 1 and the 8 layers"),
+        (LearnerConfig(recompute=RecomputeConfig("selective", modules=["moe"])), {}, CPU, r"mixture-of-experts"),
+        (LearnerConfig(recompute=RecomputeConfig("selective", modules=["lm_head"])), {}, CPU, r"not one of core_attn"),
+    ],
+)
+def test_refused_before_any_work(
+    learner: LearnerConfig, optimizer: dict[str, Any], machine: Acceleration, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_precision(learner, OptimizerConfig(**optimizer), DENSE, machine)
+
+
+def test_sliding_window_has_no_context_parallelism_in_transformer_engine() -> None:
+    windowed = replace(DENSE, sliding_window=64)
+    learner = LearnerConfig(world_size=2, context_parallel_size=2)
+    check_precision(learner, OptimizerConfig(), windowed, BARE_H200)
+    with pytest.raises(ConfigError, match="sliding-window"):
+        check_precision(learner, OptimizerConfig(), windowed, H200)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "settings", "multiple"),
+    [
+        ("delayed", H200, {"keep_first_last_bf16": False}, 16),
+        ("tensorwise", H200, {}, 16),
+        ("blockwise", H200, {"format": "e4m3"}, 128),
+        ("mxfp8", B200, {"format": "e4m3"}, 32),
+    ],
+)
+def test_fp8_recipes_become_megatron_options(
+    recipe: str, machine: Acceleration, settings: dict[str, Any], multiple: int
+) -> None:
+    learner = _fp8(recipe, **settings)
+    check_precision(learner, OptimizerConfig(), DENSE, machine)
+    options = transformer_options(learner, machine)
+    assert options["fp8"] == learner.fp8.format
+    assert options["fp8_recipe"] == recipe
+    assert options["first_last_layers_bf16"] == learner.fp8.keep_first_last_bf16
+    assert options["bf16"] and options["params_dtype"] is torch.bfloat16
+    assert optimizer_options(learner, OptimizerConfig())["fp8_recipe"] == recipe
+    assert token_multiple(learner) == multiple
+
+
+def test_every_option_exists_in_megatron() -> None:
+    from megatron_retool.learner import cpu
+
+    cpu.install()
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    learner = replace(_fp8("blockwise"), recompute=RecomputeConfig("selective", modules=["core_attn"]))
+    assert transformer_options(learner, H200).keys() <= TransformerConfig.__dataclass_fields__.keys()
+    full = replace(learner, recompute=RecomputeConfig("full"))
+    options = transformer_options(full, H200)
+    assert options.keys() <= TransformerConfig.__dataclass_fields__.keys()
+    assert (options["recompute_method"], options["recompute_num_layers"]) == ("uniform", 1)
+    offloading = optimizer_options(learner, OptimizerConfig(cpu_offload=True))
+    assert offloading.keys() <= MegatronOptimizerConfig.__dataclass_fields__.keys()
+    assert offloading["optimizer_cpu_offload"]
+
+
+def test_fused_kernels_follow_what_is_installed() -> None:
+    assert transformer_options(LearnerConfig(), H200)["gradient_accumulation_fusion"]
+    assert transformer_options(LearnerConfig(), H200)["apply_rope_fusion"]
+    bare = transformer_options(LearnerConfig(), BARE_H200)
+    assert not bare["gradient_accumulation_fusion"] and not bare["apply_rope_fusion"]
+    assert "Transformer Engine 2.9.0" in H200.describe() and "sm90" in H200.describe()
+    assert "local layer spec" in CPU.describe()
+
+
+def test_experts_may_recompute_their_activation_with_transformer_engine() -> None:
+    learner = LearnerConfig(recompute=RecomputeConfig("selective", modules=["moe_act"]))
+    check_precision(learner, OptimizerConfig(), EXPERTS, H200)
+    with pytest.raises(ConfigError, match="moe_act needs Transformer Engine"):
+        check_precision(learner, OptimizerConfig(), EXPERTS, CPU)
