@@ -1,0 +1,268 @@
+"""What a Learner does apart from computing right numbers: schedules, stages, the reference, the critic, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny_models import hf_log_probs, hf_model, random_batch, save_model
+
+LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
+
+
+def _config(**settings: Any) -> Config:
+    learner = LearnerConfig(**{"dtype": "float32", "max_tokens_per_micro_batch": 64, **settings})
+    return Config(learner=learner, algorithm=AlgorithmConfig())
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(hf_model("qwen2", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
+
+
+def _learner(model_dir: Path, optimizer: OptimizerConfig | None = None, steps: int = 10, **options: Any) -> Any:
+    from megatron_retool.learner.learner import Learner
+
+    settings = {key: options.pop(key) for key in list(options) if key in LearnerConfig.__dataclass_fields__}
+    return Learner(
+        _config(**settings),
+        optimizer=optimizer or OptimizerConfig(lr=1e-3),
+        total_optimizer_steps=steps,
+        hf_dir=model_dir,
+        **options,
+    )
+
+
+def _weights(learner: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
+
+
+def _mini_batch(batch: TrajectoryBatch, advantages: float = 1.0) -> TrajectoryBatch:
+    count = batch.num_response_tokens
+    return batch.with_columns(
+        old_log_probs=np.full(count, -4.0),
+        advantages=np.full(count, advantages),
+        loss_weights=batch.loss_mask / batch.loss_mask.sum(),
+    )
+
+
+def test_sft_loss_is_the_mean_cross_entropy_and_training_lowers_it(model_dir: Path) -> None:
+    batch = random_batch(LENGTHS)
+    learner = _learner(model_dir)
+    log_probs, _ = hf_log_probs(hf_model("qwen2", num_hidden_layers=2), batch)
+    expected = -log_probs[torch.from_numpy(batch.loss_mask)].mean().item()
+    assert learner.sft_loss(batch) == pytest.approx(expected, rel=1e-5)
+    losses = [learner.sft_update(batch)["loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    assert learner.sft_loss(batch) < losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 0.82, 0.64, 0.46, 0.28]),
+        ("cosine", [0.25, 0.5, 0.75, 1.0, 0.914, 0.689, 0.411, 0.186]),
+    ],
+)
+def test_learning_rate_schedules(model_dir: Path, schedule: str, expected: list[float]) -> None:
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule=schedule, warmup_steps=3)
+    learner = _learner(model_dir, optimizer, steps=8)
+    batch = random_batch(LENGTHS[:2])
+    rates = [learner.sft_update(batch)["lr"] for _ in range(8)]
+    np.testing.assert_allclose(np.array(rates) / 1e-3, expected, atol=2e-3)
+
+
+def test_a_new_stage_keeps_weights_and_forgets_the_optimizer(model_dir: Path) -> None:
+    batch = random_batch(LENGTHS)
+    learner = _learner(model_dir, OptimizerConfig(lr=1e-2))
+    for _ in range(3):
+        learner.sft_update(batch)
+    before, loss = _weights(learner), learner.sft_loss(batch)
+    learner.reset_optimizer(OptimizerConfig(lr=1e-4, schedule="cosine"), 5)
+    assert learner.sft_loss(batch) == loss
+    assert learner.sft_update(batch)["lr"] == pytest.approx(1e-4)
+    after = _weights(learner)
+    # Adam's first step moves every weight by at most lr; with old moments it would go by its own way.
+    steps = torch.cat([(after[n] - w).abs().reshape(-1) for n, w in before.items()])
+    assert 0.9e-4 < steps.max() <= 1.01e-4
+    assert learner.sft_loss(batch) < loss
+
+
+def test_the_reference_stays_where_it_was(model_dir: Path) -> None:
+    batch = random_batch(LENGTHS)
+    learner = _learner(model_dir, with_reference=True)
+    first = learner.log_probs(batch)["log_probs"]
+    learner.sft_update(batch)
+    assert np.abs(learner.log_probs(batch)["log_probs"] - first).max() > 1e-3
+    np.testing.assert_allclose(learner.log_probs(batch, reference=True)["log_probs"], first, atol=1e-6)
+
+
+def test_an_update_that_is_no_number_is_left_out(model_dir: Path) -> None:
+    learner = _learner(model_dir)
+    before = _weights(learner)
+    batch = random_batch(LENGTHS)
+    metrics = learner.update(_mini_batch(batch, advantages=float("inf")))
+    assert metrics["actor/nonfinite_grad"] == 1.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in _weights(learner).items())
+    metrics = learner.update(_mini_batch(batch))
+    assert "actor/nonfinite_grad" not in metrics
+    assert any(not torch.equal(before[name], tensor) for name, tensor in _weights(learner).items())
+
+
+def test_rejected_tokens_do_not_count(model_dir: Path) -> None:
+    """Weight 0 over a whole sequence is as if it were not there."""
+    batch = random_batch(LENGTHS)
+    full = _mini_batch(batch)
+    weights = np.where(batch.sequence_ids == 3, 0, full.columns["loss_weights"])
+    rejecting, without = _learner(model_dir), _learner(model_dir)
+    first = rejecting.update(full.with_columns(loss_weights=weights))
+    second = without.update(full.select([0, 1, 2, 4]))
+    assert first["actor/pg_loss"] == pytest.approx(second["actor/pg_loss"], rel=1e-5)
+    assert first["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-4)
+
+
+def test_bfloat16_is_near_float32(model_dir: Path) -> None:
+    batch = random_batch(LENGTHS)
+    exact = _learner(model_dir).log_probs(batch)["log_probs"]
+    for fp32_head in (False, True):
+        learner = _learner(model_dir, dtype="bfloat16", fp32_lm_head=fp32_head)
+        assert next(learner.model_chunks[0].parameters()).dtype is torch.bfloat16
+        assert np.abs(learner.log_probs(batch)["log_probs"] - exact).max() < 0.2
+        assert learner.sft_update(batch)["loss"] > learner.sft_update(batch)["loss"] > learner.sft_loss(batch)
+        main = next(iter(learner.model_chunks[0].parameters())).main_grad
+        assert main.dtype is torch.float32
+
+
+def test_metrics_of_an_update(model_dir: Path) -> None:
+    metrics = _learner(model_dir).update(_mini_batch(random_batch(LENGTHS)))
+    wanted = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr")
+    assert {f"actor/{name}" for name in wanted} <= metrics.keys()
+    assert metrics["global_seqlen/mean"] == sum(p + r for p, r in LENGTHS)
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_bad_input_names_what_is_wrong(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps=10 must be less than the 10"):
+        _learner(model_dir, OptimizerConfig(warmup_steps=10), steps=10)
+    with pytest.raises(ConfigError, match=r"min_lr=0.1 exceeds .*lr=0.01"):
+        _learner(model_dir, OptimizerConfig(lr=0.01, min_lr=0.1))
+    with pytest.raises(ConfigError, match=r"world_size=2, but this job has 1 process"):
+        _learner(model_dir, world_size=2)
+    with pytest.raises(ConfigError, match=r"role='judge'"):
+        _learner(model_dir, role="judge")
+    learner = _learner(model_dir)
+    batch = random_batch(LENGTHS)
+    with pytest.raises(ValueError, match=r"lacks the column\(s\) old_log_probs, advantages"):
+        learner.update(batch.with_columns(loss_weights=batch.loss_mask))
+    with pytest.raises(ConfigError, match="without a reference policy"):
+        learner.log_probs(batch, reference=True)
+    with pytest.raises(ValueError, match=r"sequence 0 .*max_tokens_per_micro_batch=64"):
+        learner.log_probs(random_batch([(30, 40)]))
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def _critic_history(world: int, layouts: list[dict[str, Any]], model_dir: Path) -> list[Any]:
+    """Two value updates in each layout: metrics, and the values afterwards."""
+    batch = random_batch(LENGTHS)
+    rng = np.random.default_rng(0)
+    returns = rng.normal(0, 1, batch.num_response_tokens)
+    answers = []
+    for layout in layouts:
+        learner = _learner(model_dir, OptimizerConfig(lr=1e-3), role="critic", world_size=world, **layout)
+        history = []
+        for _ in range(3):
+            values = learner.values(batch)
+            mini_batch = batch.with_columns(
+                values=values, returns=returns, loss_weights=batch.loss_mask / batch.loss_mask.sum()
+            )
+            history.append((values, learner.update_critic(mini_batch)))
+        answers.append(history)
+    return answers
+
+
+CRITIC_LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {},
+]
+
+
+def test_the_critic_learns_the_same_in_every_layout(model_dir: Path, tmp_path: Path) -> None:
+    (expected,) = _critic_history(1, [{}], model_dir)
+    assert not expected[0][0].any()  # the head starts at zero
+    losses = [metrics["critic/vf_loss"] for _, metrics in expected]
+    assert losses == sorted(losses, reverse=True)
+    assert expected[0][1]["critic/lr"] == 1e-3
+    answers = run_ranks(_critic_history, 2, tmp_path, 2, CRITIC_LAYOUTS, model_dir)
+    for layout, history in zip(CRITIC_LAYOUTS, answers, strict=True):
+        for (values, metrics), (expected_values, expected_metrics) in zip(history, expected, strict=True):
+            np.testing.assert_allclose(values, expected_values, atol=2e-5, err_msg=str(layout))
+            for name in ("critic/vf_loss", "critic/grad_norm"):
+                assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), (layout, name)
+
+
+def _few_sequences(model_dir: Path) -> list[float]:
+    batch = random_batch(LENGTHS[:1])
+    learner = _learner(model_dir, world_size=2)
+    return [learner.sft_loss(batch), *(learner.sft_update(batch)["loss"] for _ in range(2))]
+
+
+def test_fewer_sequences_than_ranks(model_dir: Path, tmp_path: Path) -> None:
+    """The rank without a sequence takes part in every collective and adds nothing."""
+    batch = random_batch(LENGTHS[:1])
+    learner = _learner(model_dir)
+    expected = [learner.sft_loss(batch), *(learner.sft_update(batch)["loss"] for _ in range(2))]
+    assert run_ranks(_few_sequences, 2, tmp_path, model_dir) == pytest.approx(expected, rel=1e-5)
+
+
+_TORCHRUN_SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+from megatron_retool.learner.learner import Learner
+from tests.learner.test_learner import _learner, LENGTHS
+from tests.learner.tiny_models import random_batch
+
+learner = _learner(Path(sys.argv[1]), world_size=2, tensor_model_parallel_size=2)
+losses = [learner.sft_update(random_batch(LENGTHS))["loss"] for _ in range(2)]
+assert not {"ray", "sglang"} & sys.modules.keys()
+rank = torch.distributed.get_rank()
+learner.close()
+if rank == 0:
+    Path(sys.argv[2]).write_text(json.dumps(losses))
+"""
+
+
+def test_runs_under_torchrun_without_ray(model_dir: Path, tmp_path: Path) -> None:
+    script, answer = tmp_path / "job.py", tmp_path / "losses.json"
+    script.write_text(_TORCHRUN_SCRIPT)
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [str(script), str(model_dir), str(answer)],
+        check=True,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        timeout=200,
+    )
+    learner = _learner(model_dir)
+    batch = random_batch(LENGTHS)
+    expected = [learner.sft_update(batch)["loss"] for _ in range(2)]
+    assert json.loads(answer.read_text()) == pytest.approx(expected, rel=1e-5)
