@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from megatron_retool.cluster.placement import Placement, needs_critic, plan_placement
+from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.config import ClusterConfig, Config, ConfigError, load_config
 
 _TABLE_ROWS = 64
@@ -59,8 +59,8 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
         sft: supervised fine-tuning, which runs the learner alone, ``learner.world_size / nodes`` ranks on each node.
 
     Raises:
-        ConfigError: the GPUs do not suffice, an engine would span nodes, or ranks do not spread evenly. The message
-            has the sum and what to change.
+        ConfigError: the GPUs do not suffice, an engine would span nodes, ranks do not spread evenly, or new weights
+            cannot reach an engine. The message says what to change.
     """
     given = config.cluster.gpus_per_node
     gpus_per_node = given if gpus_per_node is None else gpus_per_node
@@ -76,6 +76,7 @@ def check_allocation(config: Config, nodes: int, gpus_per_node: int | None = Non
         needed, placement = _sft_gpus(config), None
     else:
         placement = plan_placement(config) if gpus_per_node == 0 else _gpu_placement(config)
+        check_weight_sync(config, placement)
         needed = len({gpu for slot in placement.slots for gpu in slot.gpus})
     return Allocation(config, needed, tuple(_warnings(config, needed, sft)), placement)
 

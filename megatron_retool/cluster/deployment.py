@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.learner_group import LearnerGroup
-from megatron_retool.cluster.placement import needs_critic, plan_placement
+from megatron_retool.cluster.placement import check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import node_ids, ray_runtime
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
@@ -69,6 +69,8 @@ class Deployment:
     async def _start(self) -> None:
         config = self.config
         placement = plan_placement(config)
+        if self.with_learner:
+            check_weight_sync(config, placement)
         tokenizer = load_tokenizer(config.model)
         self._tokenizer = tokenizer
         self.rewards = self._stack.enter_context(

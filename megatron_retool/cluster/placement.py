@@ -120,6 +120,27 @@ def plan_placement(config: Config) -> Placement:
     return Placement(tuple(slots), per_node, colocated)
 
 
+def check_weight_sync(config: Config, placement: Placement) -> None:
+    """Refuse what would fail only at the first weight sync, after everything has started.
+
+    Raises:
+        ConfigError: weight_sync.method cannot reach an engine where the plan puts it.
+    """
+    method, colocated = config.weight_sync.method, placement.colocated
+    away = [slot for slot in placement.slots if slot.role == "engine" and slot.node != 0]
+    if method == "tensor" and away:
+        reaching = "disk" if colocated else "distributed"
+        raise ConfigError(
+            f"weight_sync.method=tensor shares memory inside a node: engine {away[0].rank} would be on node "
+            f"{away[0].node}, the learner's rank 0 on node 0. Set weight_sync.method={reaching}"
+        )
+    if method == "distributed" and colocated:
+        raise ConfigError(
+            "weight_sync.method=distributed joins learner and engines by NCCL, which takes no two processes on one GPU "
+            "(cluster.placement=colocated): set weight_sync.method=" + ("disk" if away else "tensor")
+        )
+
+
 def needs_critic(config: Config) -> bool:
     """Whether the run trains a value model beside the policy (PPO)."""
     return config.algorithm.advantage == "gae"

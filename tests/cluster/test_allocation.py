@@ -8,6 +8,7 @@ from megatron_retool.cluster.allocation import check_allocation, main
 from megatron_retool.config import Config, ConfigError, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+APART = ("cluster.placement=disaggregated", "weight_sync.method=distributed")
 
 
 def config(*overrides: str) -> Config:
@@ -22,8 +23,8 @@ def test_colocated_counts_shared_gpus_once() -> None:
 
 def test_disaggregated_adds_the_engines() -> None:
     with pytest.raises(ConfigError, match=r"16 GPUs are needed, the allocation has 1 nodes x 8 = 8.*--nodes 2"):
-        check_allocation(config("cluster.placement=disaggregated"), nodes=1)
-    allocation = check_allocation(config("cluster.placement=disaggregated"), nodes=2)
+        check_allocation(config(*APART), nodes=1)
+    allocation = check_allocation(config(*APART), nodes=2)
     assert allocation.needed_gpus == 16
     assert allocation.config.cluster.nodes == 2
     assert allocation.placement is not None
@@ -31,14 +32,13 @@ def test_disaggregated_adds_the_engines() -> None:
 
 
 def test_a_critic_needs_gpus_of_its_own() -> None:
-    overrides = ["cluster.placement=disaggregated", "algorithm.advantage=gae"]
     with pytest.raises(ConfigError, match=r"24 GPUs are needed.*critic 8.*--nodes 3"):
-        check_allocation(config(*overrides), nodes=2)
+        check_allocation(config(*APART, "algorithm.advantage=gae"), nodes=2)
 
 
 def test_suggested_nodes_follow_the_size_of_a_node() -> None:
     with pytest.raises(ConfigError, match=r"1 nodes x 4 = 4.*--nodes 4"):
-        check_allocation(config("cluster.placement=disaggregated"), nodes=1, gpus_per_node=4)
+        check_allocation(config(*APART), nodes=1, gpus_per_node=4)
 
 
 def test_idle_gpus_are_reported() -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_retool.cluster.placement import plan_placement
-from megatron_retool.config import load_config
+from megatron_retool.cluster.placement import check_weight_sync, plan_placement
+from megatron_retool.config import ConfigError, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_hosts_without_gpus_get_equal_shares() -> None:
-    overrides = ["cluster.nodes=2", "learner.world_size=4", "rollout.engine.count=2"]
+    overrides = ["cluster.nodes=2", "learner.world_size=4", "rollout.engine.count=2", "weight_sync.method=distributed"]
     placement = plan_placement(load_config(CONFIGS / "demo_cpu.yaml", overrides))
     nodes = {(slot.role, slot.rank): slot.node for slot in placement.slots}
     assert [nodes["learner", rank] for rank in range(4)] == [0, 0, 1, 1]
@@ -35,3 +36,27 @@ def test_processes_are_bound_to_the_nodes_of_their_slots() -> None:
         strategy = options["scheduling_strategy"]
         assert isinstance(strategy, NodeAffinitySchedulingStrategy)
         assert (strategy.node_id, strategy.soft) == (node, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["weight_sync.method=tensor"], "engine 2 would be on node 1.*weight_sync.method=disk"),
+        (["weight_sync.method=distributed"], "no two processes on one GPU.*weight_sync.method=disk"),
+        (["weight_sync.method=tensor", "cluster.placement=disaggregated", "cluster.nodes=4"],
+         "engine 0 would be on node 2.*weight_sync.method=distributed"),
+        (["weight_sync.method=distributed", "rollout.engine.count=2", "learner.world_size=8", "cluster.nodes=1",
+          "learner.expert_model_parallel_size=4"],
+         "weight_sync.method=tensor"),
+    ],
+)  # fmt: skip
+def test_weight_sync_that_cannot_reach_an_engine_is_refused(overrides: list[str], advice: str) -> None:
+    config = load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", overrides)
+    with pytest.raises(ConfigError, match=advice):
+        check_weight_sync(config, plan_placement(config))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("retool_*.yaml")) + [CONFIGS / "demo_cpu.yaml"], ids=lambda p: p.stem)
+def test_weight_sync_of_shipped_configurations_reaches_every_engine(path: Path) -> None:
+    config = load_config(path)
+    check_weight_sync(config, plan_placement(config))
