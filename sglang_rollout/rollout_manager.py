@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from megatron_retool.config import Config, SamplingConfig, ValSamplingConfig
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent_loop import AgentLoop, ToolCaller, TrajectoryState
+from sglang_rollout.branching import EntropyBranching
 from sglang_rollout.client import (
     EngineClient,
     EngineClientError,
@@ -67,6 +68,7 @@ class RolloutStatistics:
     resumed_trajectories: int = 0
     paused_trajectories: int = 0
     dropped_trajectories: int = 0
+    forked_trajectories: int = 0
 
     def metrics(self) -> dict[str, float]:
         return {f"rollout/{name}": float(value) for name, value in vars(self).items()}
@@ -88,10 +90,16 @@ class _Group:
     group_id: int
     states: list[TrajectoryState]
     sampling: SamplingConfig
+    size: int
+    """Trajectories that the group will have; with branching it starts with fewer."""
+    branching: EntropyBranching | None = None
     age: int = 0
 
-    def complete(self) -> bool:
+    def at_rest(self) -> bool:
         return all(state.finish_reason is not None for state in self.states)
+
+    def complete(self) -> bool:
+        return self.at_rest() and len(self.states) >= self.size
 
 
 @dataclass
@@ -148,6 +156,7 @@ class RolloutManager:
             rollout.engine.max_total_tokens,
         )
         self.statistics = RolloutStatistics()
+        self._vocabulary_size = max(2, len(tokenizer.get_vocab()))
         self._restart_engine = restart_engine
         self._restarts: set[asyncio.Task[None]] = set()
         self._health_checks: dict[str, asyncio.Future[bool]] = {}
@@ -206,21 +215,19 @@ class RolloutManager:
         if len(set(taken)) != len(taken):
             raise ValueError("group ids of a stream must be distinct")
         running = _Running()
-        total = sum(len(group.states) for group in groups)
+        total = sum(group.size for group in groups)
         oldest = await self._current_version() if partial.mask_older_tokens and groups else None
         pending = {group.group_id: group for group in groups}
         try:
             for group in groups:
-                if group.complete():
+                if group.at_rest():
                     # Its last trajectory finished while the stream before this one was being stopped.
-                    running.ready.put_nowait(group)
-                for state in group.states:
-                    if state.finish_reason is not None:
+                    self._rested(group, running)
+                for state in list(group.states):
+                    if state.finish_reason is None:
+                        self._start(group, state, running)
+                    else:
                         running.finished += 1
-                        continue
-                    task = asyncio.create_task(self._run(group, state, running))
-                    running.tasks.add(task)
-                    task.add_done_callback(running.tasks.discard)
             while pending:
                 item = await running.ready.get()
                 if isinstance(item, BaseException):
@@ -238,7 +245,7 @@ class RolloutManager:
                     state.finish_reason is None for group in pending.values() for state in group.states
                 )
             else:
-                self.statistics.dropped_trajectories += sum(len(group.states) for group in pending.values())
+                self.statistics.dropped_trajectories += sum(group.size for group in pending.values())
 
     async def replace_engine(self, old_url: str, new_url: str) -> None:
         """Send trajectories to ``new_url`` instead of ``old_url`` (a restarted engine that has the current weights)."""
@@ -275,11 +282,17 @@ class RolloutManager:
         for name in ("uid", "data_source", "ground_truth"):
             if hasattr(row, name):
                 extra_info.setdefault(name, getattr(row, name))
+        branching = self.config.rollout.branching
+        forks = branching.enable and not isinstance(sampling, ValSamplingConfig)
         states = [
             TrajectoryState(prompt_ids, row.group_id, index, extra_info, self._seed(row.group_id, index))
-            for index in range(size)
+            for index in range(min(size, branching.initial_rollouts) if forks else size)
         ]
-        return _Group(row.group_id, states, sampling)
+        group = _Group(row.group_id, states, sampling, size)
+        if forks:
+            seed = self._seed(row.group_id, -1) or row.group_id
+            group.branching = EntropyBranching(branching, size, self._vocabulary_size, seed)
+        return group
 
     def _seed(self, group_id: int, index: int) -> int | None:
         """Sampling seed of a trajectory; the engine mixes the token's position into it."""
@@ -294,7 +307,7 @@ class RolloutManager:
         for group in self._paused:
             group.age += 1
             if group.age > self.config.rollout.partial.max_age:
-                self.statistics.dropped_trajectories += len(group.states)
+                self.statistics.dropped_trajectories += group.size
                 continue
             for state in group.states:
                 state.age = group.age
@@ -303,12 +316,43 @@ class RolloutManager:
         self._paused = []
         return kept
 
+    def _start(self, group: _Group, state: TrajectoryState, running: _Running) -> None:
+        task = asyncio.create_task(self._run(group, state, running))
+        running.tasks.add(task)
+        task.add_done_callback(running.tasks.discard)
+
+    def _rested(self, group: _Group, running: _Running) -> None:
+        """All trajectories of a group have ended: it is complete, or what forks left of its budget is started."""
+        if group.branching is not None and not group.complete() and not running.pausing:
+            first = group.states[0]
+            for _ in range(group.branching.top_up()):
+                index = len(group.states)
+                seed = self._seed(group.group_id, index)
+                fresh = TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed)
+                group.states.append(fresh)
+                self._start(group, fresh, running)
+        running.ready.put_nowait(group)
+
     async def _run(self, group: _Group, state: TrajectoryState, running: _Running) -> None:
         session = _Session(self, group.sampling, running)
+
+        def fork(state: TrajectoryState) -> None:
+            group.states.append(state)
+            self.statistics.forked_trajectories += 1
+            self._start(group, state, running)
+
+        async def generate(state: TrajectoryState, max_new_tokens: int, deadline: float) -> GenerateResult:
+            if group.branching is None:
+                return await session.generate(state, max_new_tokens, deadline)
+            return await group.branching.generate(session.generate, fork, state, max_new_tokens, deadline)
+
         try:
-            if await self.loop.run(state, session.generate, lambda: running.pausing):
+            if await self.loop.run(state, generate, lambda: running.pausing):
                 running.finished += 1
-                running.ready.put_nowait(group)
+                if group.at_rest():
+                    self._rested(group, running)
+                else:
+                    running.ready.put_nowait(group)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -389,7 +433,15 @@ class _Session:
         self._lease: Lease | None = None
         self._failures = 0
 
-    async def generate(self, state: TrajectoryState, max_new_tokens: int, deadline: float) -> GenerateResult:
+    async def generate(
+        self,
+        state: TrajectoryState,
+        max_new_tokens: int,
+        deadline: float,
+        extra_ids: Sequence[int] = (),
+        top_log_probs: int = 0,
+    ) -> GenerateResult:
+        """Sample what follows the state's ids and ``extra_ids``, on whichever engine can."""
         manager = self._manager
         avoid: Engine | None = None
         while True:
@@ -400,7 +452,7 @@ class _Session:
             manager.router.grow(self._lease, state.length)
             engine = self._lease.engine
             try:
-                result = await self._request(engine, state, max_new_tokens, deadline)
+                result = await self._request(engine, state, max_new_tokens, deadline, extra_ids, top_log_probs)
             except EngineRejected as error:
                 raise RolloutError(
                     f"trajectory {state.group_id}/{state.index} ({len(state.prompt_ids)} prompt and "
@@ -425,14 +477,21 @@ class _Session:
             self._lease = None
 
     async def _request(
-        self, engine: Engine, state: TrajectoryState, max_new_tokens: int, deadline: float
+        self,
+        engine: Engine,
+        state: TrajectoryState,
+        max_new_tokens: int,
+        deadline: float,
+        extra_ids: Sequence[int],
+        top_log_probs: int,
     ) -> GenerateResult:
         request = GenerateRequest(
-            input_ids=state.prompt_ids + state.response_ids,
+            input_ids=[*state.prompt_ids, *state.response_ids, *extra_ids],
             max_new_tokens=max_new_tokens,
             sampling=self._sampling,
             stop=self._manager.loop.stop,
             seed=state.seed,
+            top_log_probs=top_log_probs,
             # Nobody trains on validation samples, so their probabilities need not be exact.
             filtered_log_probs=not isinstance(self._sampling, ValSamplingConfig),
         )

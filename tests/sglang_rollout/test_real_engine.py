@@ -470,3 +470,46 @@ def test_all_engines_dead_is_an_error_not_a_hang(tokenizer):
 
     with pytest.raises(Exception, match="all engines are dead: http://127.0.0.1:9"):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("timing", ["after_tool_result", "before_tool_result"])
+def test_branching_fills_the_budget_with_forks_and_fresh_trajectories(engine, tokenizer, timing):
+    # After a tool result the policy hesitates between many words; at first it is sure to call the tool.
+    call = markov_policy.CALL
+    unsettled = {
+        "\n": {call: 0.9, "word": 0.05, "words": 0.05},
+        "word": {"word": 0.4, "words": 0.3, "\\boxed{42}": 0.2, call: 0.1},
+        "words": {"word": 0.5, "\\boxed{42}": 0.5},
+        call: {"<|im_end|>": 1.0},
+        "\\boxed{42}": {"<|im_end|>": 1.0},
+    }
+    version = serve(engine, table_model(tokenizer, unsettled))
+    config = make_config(
+        "rollout.branching.enable=true",
+        "rollout.branching.initial_rollouts=3",
+        "rollout.branching.beam_size=2",
+        "rollout.branching.entropy_tokens=4",
+        f"rollout.branching.timing={timing}",
+        "rollout.train.n=8",
+        "rollout.engine.random_seed=7",
+    )
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+            groups = await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=8))
+            validation = await manager.generate_groups(make_prompts(tokenizer, 1), ValSamplingConfig(n=2, top_p=1.0))
+            return groups, validation, manager.statistics.forked_trajectories
+
+    groups, validation, forked = asyncio.run(scenario())
+    assert [[t.index for t in group] for group in groups] == [list(range(8))] * 4
+    assert [len(group) for group in validation] == [2]
+    check([t for group in groups for t in group], tokenizer)
+    forks = [(group, t) for group in groups for t in group if "branch" in t.reward_info]
+    assert len(forks) == forked > 0
+    for group, fork in forks:
+        branch = fork.reward_info["branch"]
+        parent, shared = group[branch["parent"]], branch["shared_tokens"]
+        assert parent.index < fork.index and shared > 0
+        assert fork.response_ids[:shared].tolist() == parent.response_ids[:shared].tolist()
+        assert fork.rollout_log_probs[:shared].tolist() == parent.rollout_log_probs[:shared].tolist()
+        assert set(fork.weight_versions[fork.loss_mask].tolist()) == {version}
