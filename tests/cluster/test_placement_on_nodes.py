@@ -56,7 +56,7 @@ def test_weight_sync_that_cannot_reach_an_engine_is_refused(overrides: list[str]
         check_weight_sync(config, plan_placement(config))
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("retool_*.yaml")) + [CONFIGS / "demo_cpu.yaml"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [CONFIGS / "demo_cpu.yaml", *sorted(CONFIGS.glob("retool_*.yaml"))])
 def test_weight_sync_of_shipped_configurations_reaches_every_engine(path: Path) -> None:
     config = load_config(path)
     check_weight_sync(config, plan_placement(config))
