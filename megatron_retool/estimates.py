@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_retool.algorithms.advantages import compute_advantages
+from megatron_retool.algorithms.advantages import compute_advantages, share_branch_advantages
 from megatron_retool.algorithms.kl import kl_reward
 from megatron_retool.algorithms.policy_loss import token_weights
 from megatron_retool.algorithms.rollout_correction import rollout_correction
@@ -23,6 +23,7 @@ from megatron_retool.config import Config
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.trainer_state import TrainerState
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
+from sglang_rollout.branching import shared_token_ids
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -87,10 +88,13 @@ def correct_rollout(
     return batch, metrics, result.skip_update
 
 
-def add_advantages(batch: TrajectoryBatch, state: TrainerState) -> tuple[TrajectoryBatch, dict[str, float]]:
+def add_advantages(
+    batch: TrajectoryBatch, trajectories: Sequence[Trajectory], state: TrainerState
+) -> tuple[TrajectoryBatch, dict[str, float]]:
     """advantages and returns, with the KL to the reference taken off the reward where kl_in_reward is set.
 
-    An adaptive KL coefficient moves on in ``state``.
+    An adaptive KL coefficient moves on in ``state``. With ARPO's hard estimate (rollout.branching.advantage) tokens
+    that several of ``trajectories``, the batch's rows, share get the mean of their advantages.
 
     Returns:
         The batch and actor/reward_kl_penalty (mean KL per token), actor/reward_kl_penalty_coeff.
@@ -118,7 +122,10 @@ def add_advantages(batch: TrajectoryBatch, state: TrainerState) -> tuple[Traject
         values=columns.get("values"),
         token_rewards=token_rewards,
     )
-    return batch.with_columns(advantages=result.advantages.numpy(), returns=result.returns.numpy()), metrics
+    advantages, branching = result.advantages, config.rollout.branching
+    if branching.enable and branching.advantage == "hard":
+        advantages = share_branch_advantages(advantages, loss_mask, torch.from_numpy(shared_token_ids(trajectories)))
+    return batch.with_columns(advantages=advantages.numpy(), returns=result.returns.numpy()), metrics
 
 
 def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:

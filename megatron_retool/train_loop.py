@@ -72,7 +72,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                     batch = await add_log_probs(run, batch, timer)
                     with timer.phase("adv"):
                         batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
-                        batch, kl_metrics = add_advantages(batch, state)
+                        batch, kl_metrics = add_advantages(batch, collected.kept, state)
                     updates = [] if skip else await update(run, batch, step, timer)
                     with timer.phase("weight_sync"):
                         sync_metrics = await run.sync_weights(step)

@@ -189,7 +189,7 @@ class _ChunkedHead(torch.autograd.Function):
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=settings.group)
             x.sub_(peak.unsqueeze(-1))
             sums = x.new_empty(3, x.size(0))
-            torch.mul(x.gather(-1, local[take].unsqueeze(-1)).squeeze(-1), owned[take], out=sums[1])
+            sums[1] = x.gather(-1, local[take].unsqueeze(-1)).squeeze(-1).masked_fill_(~owned[take], 0.0)
             p = x.exp()
             torch.sum(p, -1, out=sums[0])
             torch.sum(p.mul_(settings.without_infinities(x)), -1, out=sums[2])

@@ -1,0 +1,38 @@
+import pytest
+
+from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.config import ConfigError, load_config
+
+PPO = ["algorithm.advantage=gae", "learner.world_size=2", "cluster.gpus_per_node=4", "rollout.engine.count=4"]
+
+
+def gpus_by_role(placement):
+    found = {}
+    for slot in placement.slots:
+        found.setdefault(slot.role, []).extend(slot.gpus)
+    return found
+
+
+def test_critic_has_gpus_of_its_own_between_learner_and_engines():
+    placement = plan_placement(load_config(None, [*PPO, "cluster.nodes=2"]))
+    assert gpus_by_role(placement) == {"learner": [0, 1], "critic": [2, 3], "engine": [4, 5, 6, 7]}
+    assert placement.learner_options(1, "critic")["num_gpus"] == 1
+
+
+def test_colocated_roles_share_each_gpu_in_three():
+    colocated = ["cluster.nodes=1", "cluster.placement=colocated", "weight_sync.method=tensor"]
+    placement = plan_placement(load_config(None, [*PPO, *colocated]))
+    assert gpus_by_role(placement) == {"learner": [0, 1], "critic": [0, 1], "engine": [0, 1, 2, 3]}
+    assert placement.learner_options(0, "critic")["num_gpus"] == pytest.approx(1 / 3)
+
+
+def test_too_few_gpus_for_a_critic_is_said():
+    with pytest.raises(ConfigError, match="critic.*gae.*need 8"):
+        plan_placement(load_config(None, [*PPO, "cluster.nodes=1"]))
+
+
+def test_only_ppo_has_a_critic():
+    placement = plan_placement(load_config(None, ["cluster.gpus_per_node=4", "learner.world_size=2"]))
+    assert "critic" not in gpus_by_role(placement)
+    on_cpu = plan_placement(load_config(None, ["algorithm.advantage=gae", "learner.world_size=2"]))
+    assert [slot.role for slot in on_cpu.slots] == ["learner", "learner", "critic", "critic", "engine"]
