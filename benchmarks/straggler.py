@@ -1,6 +1,6 @@
 """What one long response costs a rollout, and what partial rollout and over-sampling win back.
 
-    python benchmarks/straggler.py [--config FILE] [--gpus H200x8] [--over-sampling 1.25] [--steps 8] [--json]
+    python benchmarks/straggler.py [--config FILE] [--gpus H200x8] [--over-sampling 1.25] [--steps 40] [--json]
 
 Simulates steps with the length distribution of a published run of the recipe (mean 2707 tokens, 0.85 % of the responses
 at the limit of 16384, 2.9 tool calls each) and prints the seconds of a step with and without. Needs no GPU.
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", default="H200x8")
     parser.add_argument("--over-sampling", type=float, default=1.25, help="groups in flight for each that is needed")
     parser.add_argument("--max-age", type=int, default=2, help="steps that a paused group may wait")
-    parser.add_argument("--steps", type=int, default=8, help="simulated steps, after two of warm-up")
+    parser.add_argument("--steps", type=int, default=40, help="simulated steps, after two of warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(arguments)

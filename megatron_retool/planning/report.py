@@ -209,7 +209,7 @@ def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
         title=f"{scenario.gpus} GPUs: {scenario.engines} engines of TP {scenario.engine_gpus}, "
         f"{scenario.workload.responses} responses a step"
     )
-    table.add_column("strategy")
+    table.add_column("strategy", no_wrap=True)
     for column in (
         "GPUs", "generation s", "of it tail s", "training s", "step s", "speed-up", "tokens/s/GPU", "idle engines",
         "stale tokens", "dropped", "mean length", "at limit",

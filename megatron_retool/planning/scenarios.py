@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from conversion.architecture import Architecture
@@ -16,6 +17,8 @@ from megatron_retool.planning.workload import Workload
 SIZES = (8, 64, 512, 4096)
 MAX_RESPONSES = 4096
 """The batch grows with the cluster up to here: larger batches of responses slow learning down, whatever they cost."""
+SIMULATED_RESPONSES = 16384
+"""Responses over which ``compare`` averages, in 4 to 32 steps."""
 
 
 def scenario_of(
@@ -75,5 +78,6 @@ def scenario_of(
 
 
 def compare(scenario: Scenario, strategies: tuple[Strategy, ...] | None = None, seed: int = 0) -> list[Outcome]:
-    """Every strategy on the same scenario and the same random numbers."""
-    return [run_strategy(scenario, strategy, seed=seed) for strategy in strategies or standard_strategies()]
+    """Every strategy on the same scenario; small batches for more steps, since their tails differ from step to step."""
+    steps = min(32, max(4, math.ceil(SIMULATED_RESPONSES / scenario.workload.responses)))
+    return [run_strategy(scenario, strategy, steps, seed=seed) for strategy in strategies or standard_strategies()]

@@ -74,9 +74,7 @@ def test_every_kind_of_misfit_is_named(overrides: list[str], message: str) -> No
     assert any(message in str(problem) for problem in found.problems), found.problems
 
 
-@pytest.mark.parametrize(
-    ("file", "gpus"), [(DENSE, "H200x8"), (DENSE, "H100x16"), (DENSE, "B200x64"), (EXPERTS, "H100x16")]
-)
+@pytest.mark.parametrize(("file", "gpus"), [(DENSE, "H200x8"), (DENSE, "H100x16"), (EXPERTS, "H100x16")])
 def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, gpus: str) -> None:
     plan = planner(file, gpus)
     found = plan.suggestions()
