@@ -13,6 +13,7 @@ from megatron_retool.monitor.logger import read_metrics
 from tests.slurm.jobs import ROOT, SCRIPTS, job_environment
 from tests.slurm.virtual_cluster import VirtualCluster
 
+DEMO = ROOT / "configs" / "demo_cpu.yaml"
 STEPS = 3
 
 
@@ -45,7 +46,7 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
         f"reward.function={reward}:compute_score", "weight_sync.method=distributed",
     ]  # fmt: skip
     submitted = slurm.run(
-        ["bash", str(SCRIPTS / "submit.sh"), f"--config={ROOT}/configs/demo_cpu.yaml", "--nodes=2", *overrides],
+        ["bash", str(SCRIPTS / "submit.sh"), f"--config={DEMO}", "--nodes=2", *overrides],
         env={**job_environment(slurm), "OMP_NUM_THREADS": "1"},
     )
     job = submitted.stdout.split()[-1]
@@ -76,6 +77,29 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
     assert (run_dir / "checkpoints" / f"global_step_{STEPS}" / "COMPLETE").exists()
     for node in slurm.nodes:
         assert not [line for line in slurm.processes(node) if "ray" in line or "sglang" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fine_tuning_with_a_rank_on_each_node(slurm: VirtualCluster, demo_data: Path, tmp_path: Path) -> None:
+    stage = f"{{name: sft, train_files: [{demo_data}/sft.parquet], batch_size: 4, steps: 3, max_length: 256}}"
+    overrides = [
+        f"trainer.runs_dir={tmp_path}/runs", f"demo.directory={demo_data}", f"sft.stages=[{stage}]", "sft.log_freq=1",
+        "learner.world_size=2",
+    ]  # fmt: skip
+    submitted = slurm.run(
+        ["bash", str(SCRIPTS / "submit.sh"), "--sft", f"--config={DEMO}", "--nodes=2", *overrides],
+        env={**job_environment(slurm), "OMP_NUM_THREADS": "1"},
+    )
+    job = submitted.stdout.split()[-1]
+    run_dir = tmp_path / "runs" / "demo"
+    try:
+        slurm.wait_for_job(job, "COMPLETED", timeout=240)
+    finally:
+        slurm.run(["scancel", job], check=False)
+        slurm.wait_for_idle()
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert (run_dir / "checkpoints" / "global_step_3" / "COMPLETE").exists()
 
 
 def _wait_for(path: Path, slurm: VirtualCluster, job: str, output: Path, timeout: float = 300) -> None:
