@@ -7,7 +7,9 @@ is writable (most containers), ``find`` returns None and the rlimits alone remai
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +68,8 @@ class CgroupParent:
     version: int
     memory: Path
     pids: Path
+    lock_fds: tuple[int, ...] = ()
+    """Held by the warden for as long as it lives: groups whose lock is free have no owner any more."""
     memory_fd: int = -1
     pids_fd: int = -1
 
@@ -113,6 +117,9 @@ class CgroupParent:
         """Remove the groups again; their processes must have ended."""
         for directory in {self.memory, self.pids}:
             _remove_tree(directory)
+        for descriptor in self.lock_fds:
+            os.close(descriptor)
+        self.lock_fds = ()
 
 
 def find(process_id: int) -> CgroupParent | None:
@@ -125,16 +132,17 @@ def find(process_id: int) -> CgroupParent | None:
         mounts = _hierarchies()
     except OSError:
         return None
-    name = f"{_PREFIX}{process_id}"
+    # Servers in other pid namespaces may share the hierarchy: a process id alone names none of them.
+    name = f"{_PREFIX}{process_id}-{secrets.token_hex(4)}"
     if "memory" in mounts and "pids" in mounts:
         parents = [mounts[c] / memberships.get(c, "/").lstrip("/") for c in ("memory", "pids")]
         try:
             for parent in parents:
                 _remove_stale(parent)
-                (parent / name).mkdir(exist_ok=True)
+            locks = tuple(_make_locked(parent / name) for parent in parents)
         except OSError:
             return None
-        return CgroupParent(1, parents[0] / name, parents[1] / name)
+        return CgroupParent(1, parents[0] / name, parents[1] / name, locks)
     if "" in mounts:
         own = mounts[""] / memberships.get("", "/").lstrip("/")
         # A group that holds processes cannot limit children of its own, so its parent is the second choice.
@@ -145,14 +153,14 @@ def find(process_id: int) -> CgroupParent | None:
                     continue
                 _enable_controllers(parent)
                 _remove_stale(parent)
-                directory.mkdir(exist_ok=True)
+                lock = _make_locked(directory)
                 _enable_controllers(directory)
                 _check_can_join(directory)
             except OSError:
                 with contextlib.suppress(OSError):
                     _remove_tree(directory)
                 continue
-            return CgroupParent(2, directory, directory)
+            return CgroupParent(2, directory, directory, (lock,))
     return None
 
 
@@ -206,12 +214,28 @@ def _check_can_join(directory: Path) -> None:
         probe.rmdir()
 
 
+def _make_locked(directory: Path) -> int:
+    """Make a group and lock it; the descriptor that holds the lock."""
+    while True:
+        directory.mkdir(exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Another server may have taken the new, not yet locked group for a stale one.
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)
+
+
 def _remove_stale(parent: Path) -> None:
     for entry in parent.glob(f"{_PREFIX}*"):
-        owner = entry.name.removeprefix(_PREFIX)
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_tree(entry)
+            finally:
+                os.close(descriptor)
 
 
 def _remove_tree(directory: Path) -> None:

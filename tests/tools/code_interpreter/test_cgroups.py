@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ def hierarchy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cgroups, "_memberships", lambda: {"": "/service/job"})
     monkeypatch.setattr(cgroups, "_hierarchies", lambda: {"": tmp_path})
     monkeypatch.setattr(cgroups, "_check_can_join", lambda directory: None)
-    for group in ("service", "service/job", "service/retool-sandbox-77", "service/job/retool-sandbox-77"):
+    monkeypatch.setattr(cgroups.secrets, "token_hex", lambda count: "ab")
+    for group in ("service", "service/job", "service/retool-sandbox-77-ab", "service/job/retool-sandbox-77-ab"):
         (tmp_path / group).mkdir()
         (tmp_path / group / "cgroup.subtree_control").write_text("cpu")
     return tmp_path
@@ -33,7 +35,7 @@ def make_worker_files(parent: Path) -> Path:
 def test_version_2(hierarchy: Path) -> None:
     parent = cgroups.find(77)
     assert parent is not None and parent.version == 2
-    assert parent.memory == hierarchy / "service/job/retool-sandbox-77"
+    assert parent.memory == hierarchy / "service/job/retool-sandbox-77-ab"
     assert (parent.memory / "cgroup.subtree_control").read_text() == "+memory +pids"
     files = make_worker_files(parent.memory)
     parent.open()
@@ -62,7 +64,7 @@ def test_group_that_holds_processes_leaves_the_work_to_its_parent(
 
     monkeypatch.setattr(cgroups, "_enable_controllers", refuse_own)
     parent = cgroups.find(77)
-    assert parent is not None and parent.memory == hierarchy / "service/retool-sandbox-77"
+    assert parent is not None and parent.memory == hierarchy / "service/retool-sandbox-77-ab"
 
 
 def test_hierarchy_that_is_read_only(hierarchy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,3 +73,17 @@ def test_hierarchy_that_is_read_only(hierarchy: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cgroups, "_enable_controllers", refuse)
     assert cgroups.find(77) is None
+
+
+def test_groups_of_a_living_server_are_never_taken_for_stale(tmp_path: Path) -> None:
+    """Its process id may not exist here: servers in other pid namespaces share the hierarchy."""
+    alive = tmp_path / "retool-sandbox-999999999-aa"
+    dead = tmp_path / "retool-sandbox-1-bb"
+    lock = cgroups._make_locked(alive)
+    (alive / "worker-0").mkdir()
+    (dead / "worker-0").mkdir(parents=True)
+    cgroups._remove_stale(tmp_path)
+    assert (alive / "worker-0").is_dir() and not dead.exists()
+    os.close(lock)
+    cgroups._remove_stale(tmp_path)
+    assert not alive.exists()
