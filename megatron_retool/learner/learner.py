@@ -88,6 +88,8 @@ class Learner:
     ) -> None:
         if role not in ("actor", "critic"):
             raise ConfigError(f"role={role!r} is neither actor nor critic")
+        if role == "critic" and with_reference:
+            raise ConfigError("a critic has no reference policy: build it with with_reference=False")
         if architecture is None:
             if hf_dir is None:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
@@ -114,9 +116,11 @@ class Learner:
         chunks = self._build(model_class, hf_dir, mcore_dir)
         self.reference_chunks: list[PackedModel] | None = None
         if with_reference:
-            self.reference_chunks = self._build(PolicyModel, hf_dir, mcore_dir)
-            for chunk in self.reference_chunks:
-                chunk.requires_grad_(False).eval()
+            self.reference_chunks = build_model_chunks(architecture, self.transformer_config, self.acceleration)
+            for reference, chunk in zip(self.reference_chunks, chunks, strict=True):
+                reference.requires_grad_(False).eval()
+                for frozen, parameter in zip(reference.parameters(), chunk.parameters(), strict=True):
+                    frozen.data.copy_(parameter.data)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=config.learner.use_distributed_optimizer,
             grad_reduce_in_fp32=True,
