@@ -28,9 +28,12 @@ from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.weight_sync import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.registry import ToolRegistry
+
+SANDBOX_CHECK_SECONDS = 1.0
 
 
 class Deployment:
@@ -121,6 +124,8 @@ class Deployment:
             )
             url = server.start()
             self._stack.callback(server.stop)
+            watch = asyncio.create_task(self._keep_running(server))
+            self._stack.callback(watch.cancel)
         elif "code_interpreter" in names:
             async with CodeInterpreterClient(url) as client:
                 if not await client.ping():
@@ -131,9 +136,31 @@ class Deployment:
         registry = ToolRegistry.from_config(config.tools, names, code_interpreter_url=url)
         return await self._stack.enter_async_context(registry)
 
+    async def _keep_running(self, server: SandboxServerProcess) -> None:
+        """Start the code interpreter again, on its port, where it ended; callers wait and repeat meanwhile."""
+        while True:
+            await asyncio.sleep(SANDBOX_CHECK_SECONDS)
+            if not server.is_running():
+                self.console.print("[yellow]the code interpreter server ended: starting it again[/]")
+                # Not in another thread: the server dies with the thread that started it.
+                server.start()
+
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Give every engine the learner's weights; returns when each of them serves ``version``."""
-        metrics = await self.learner.sync_weights(self.engines.urls, version)
+        """Give every engine the learner's weights; returns when each of them serves ``version``.
+
+        Engines that fail to take them are started anew and get them once more; a second failure is raised.
+        """
+        try:
+            metrics = await self.learner.sync_weights(self.engines.urls, version)
+        except WeightSyncError as error:
+            culprits = getattr(error, "cause", error).engines
+            self.console.print(f"[yellow]weight sync failed, restarting {', '.join(culprits)}: {error}[/]")
+            if not culprits:
+                raise
+            for url in culprits:
+                new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
+                await self.rollout.replace_engine(url, new_url)
+            metrics = await self.learner.sync_weights(self.engines.urls, version)
         self.version = version
         return metrics
 

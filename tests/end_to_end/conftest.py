@@ -18,20 +18,25 @@ ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_TEST_RUN"
 
 
-def processes_of(marker: str) -> list[str]:
-    """Command lines of live processes that inherited the marker of one test's run."""
-    found = []
+def processes_of(marker: str) -> dict[int, str]:
+    """Command lines of live processes that inherited the marker of one test's run, by process id."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 if f"{MARKER}={marker}".encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:300]
             except OSError:
                 continue
     return found
 
 
-def wait_until_gone(marker: str, seconds: float) -> list[str]:
+def pids_of(marker: str, words: str) -> list[int]:
+    """Processes of the run with ``words`` in their command line."""
+    return [pid for pid, command in processes_of(marker).items() if words in command]
+
+
+def wait_until_gone(marker: str, seconds: float) -> dict[int, str]:
     """Processes of the run that are still there after ``seconds``."""
     deadline = time.monotonic() + seconds
     while (left := processes_of(marker)) and time.monotonic() < deadline:
@@ -61,7 +66,7 @@ class CommandLine:
         """Exit code and output; fails where a process outlives the command."""
         process, marker = self.start(command, *overrides)
         output, _ = process.communicate(timeout=timeout)
-        assert wait_until_gone(marker, 10) == []
+        assert wait_until_gone(marker, 10) == {}
         return process.returncode, output
 
 
@@ -74,7 +79,9 @@ class FinishedRun:
     def copy(self, name: str, upto: int | None) -> Path:
         """The run under another name, with checkpoints up to a step only (None: none at all)."""
         target = self.run_dir.with_name(name)
-        shutil.copytree(self.run_dir, target, ignore=shutil.ignore_patterns("rollouts", "report", "export", "validation"))
+        shutil.copytree(
+            self.run_dir, target, ignore=shutil.ignore_patterns("rollouts", "report", "export", "validation")
+        )
         for path in (target / "checkpoints").iterdir():
             if upto is None or int(path.name.rsplit("_", 1)[1]) > upto:
                 shutil.rmtree(path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
 import numpy as np
 import pytest
-from conftest import FinishedRun, wait_until_gone
+from conftest import FinishedRun, pids_of, wait_until_gone
 
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -55,8 +56,15 @@ def test_rollouts_on_disk_carry_the_version_that_sampled_them(demo_run: Finished
 
 def test_run_leaves_everything_behind(demo_run: FinishedRun):
     run_dir = demo_run.run_dir
-    for name in ("config.yaml", "tensorboard", "report/index.html", "export/config.json", "validation/step_000003.parquet"):
+    for name in (
+        "config.yaml",
+        "tensorboard",
+        "report/index.html",
+        "export/config.json",
+        "validation/step_000003.parquet",
+    ):
         assert (run_dir / name).exists(), name
+    assert (run_dir / "validation" / "step_000003.parquet").exists()
     state = json.loads((run_dir / "checkpoints/global_step_3/trainer_state.json").read_text())
     assert state["step"] == 3
     assert "time by stage" in demo_run.output and "after RL" in demo_run.output
@@ -107,7 +115,7 @@ def test_killed_run_resumes_exactly(demo_run: FinishedRun):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert wait_until_gone(marker, 15) == []
+    assert wait_until_gone(marker, 15) == {}
 
     code, output = demo_run.command_line.run("train", *replay)
     assert code == 0, output
@@ -137,9 +145,40 @@ def test_interrupt_leaves_no_process(demo_run: FinishedRun):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     left = wait_until_gone(marker, 15 - (time.monotonic() - start))
-    assert left == [] and time.monotonic() - start < 15
+    assert left == {} and time.monotonic() - start < 15
     assert process.returncode == 130
     assert "stopped" in output and "Traceback" not in output
+
+
+def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun):
+    """Both are killed while a step is generated: they come back, and no trajectory is lost or doubled."""
+    process, marker = demo_run.command_line.start(
+        "train",
+        "trainer.experiment_name=wounded",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+        "trainer.val_before_train=false",
+        "trainer.total_steps=4",
+    )
+    run_dir = demo_run.run_dir.with_name("wounded")
+    deadline = time.monotonic() + 300
+    for step, victim in ((1, "sglang.launch_server"), (2, "tools.code_interpreter.server")):
+        while not (run_dir / "rollouts" / f"step_{step:06d}.parquet").exists():
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = pids_of(marker, victim)
+        assert pids, victim
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert wait_until_gone(marker, 15) == {}
+    for step in (1, 2, 3, 4):
+        trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
+        assert steps(run_dir)[step]["rollout_corr/log_prob_abs_diff"] < 1e-4
+    assert steps(run_dir)[4]["tool/success_rate"] > 0
 
 
 @pytest.mark.parametrize(
