@@ -217,6 +217,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
     enable: bool = True
+    """Turn it off with algorithm.advantage=gae: a critic learns from groups of equal reward too."""
     max_generation_rounds: int = 10
     metric: str = choice("reward", "acc")
     """Groups whose members all have the same value of it are dropped and replaced."""
@@ -240,7 +241,7 @@ class AdaptiveSamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Training-inference mismatch. Definitions: docs/algorithms.md."""
+    """Training-inference mismatch: docs/algorithms.md has the definitions, docs/mismatch.md figures."""
 
     level: str = choice("token", "sequence", "geometric")
     """Level of the importance weight."""
@@ -263,6 +264,8 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
+    """Advantages, losses, KL and rollout correction: docs/algorithms.md has the definitions."""
+
     advantage: str = choice("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
     normalize_by_std: bool = True
     gamma: float = 1.0
