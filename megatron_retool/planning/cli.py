@@ -21,6 +21,7 @@ from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.models import resolve_architecture
 from megatron_retool.planning.scenarios import MAX_RESPONSES, SIZES, compare, scenario_of
+from megatron_retool.planning.simulate import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
@@ -67,11 +68,19 @@ def main(arguments: list[str], console: Console) -> int:
             scenario = scenario_of(
                 config, architecture, layout, machines, workload, gpus, max_responses=options.max_responses
             )
-            outcomes = compare(scenario, seed=options.seed)
+            outcomes = compare(scenario, _strategies(config), seed=options.seed)
             console.print(report.outcome_table(scenario, outcomes))
             console.print(report.straggler_sentence(scenario, outcomes[0]), highlight=False)
             console.print(f"[dim]simulated in {time.perf_counter() - started:.1f} s[/]")
     return 0 if memory.fits else 1
+
+
+def _strategies(config: Config) -> tuple[Strategy, ...]:
+    """With the configuration's over-sampling and patience, where partial rollout is on."""
+    partial = config.rollout.partial
+    return (
+        standard_strategies(partial.over_sampling_factor, partial.max_age) if partial.enable else standard_strategies()
+    )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

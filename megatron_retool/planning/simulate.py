@@ -206,8 +206,13 @@ class StepResult:
     clip_ratio: float
     mean_batch: float
     idle: float
-    paused: int
+    paused: float
     tool_wait_seconds: float
+
+
+def mean_result(results: Sequence[StepResult]) -> StepResult:
+    """Figure by figure."""
+    return StepResult(**{name: float(np.mean([vars(result)[name] for result in results])) for name in vars(results[0])})
 
 
 class RolloutSimulation:
@@ -614,27 +619,26 @@ def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup:
     else:
         fixed = scenario.sync_seconds + scenario.switch_seconds
         durations = [sum(pair) + fixed for pair in zip(generation, train, strict=True)]
+    mean = mean_result(results)
     step_seconds = float(np.mean(durations))
-    trained = float(np.mean([result.trained_tokens for result in results]))
-    sampled = sum(result.sampled_tokens for result in results)
-    responses = sum(result.mean_length * scenario.workload.responses for result in results)
-    stale = sum(result.stale_tokens for result in results) / responses
     return Outcome(
         strategy=strategy,
         gpus=gpus,
-        generation_seconds=float(np.mean(generation)),
-        tail_seconds=float(np.mean([result.tail_seconds for result in results])),
+        generation_seconds=mean.seconds,
+        tail_seconds=mean.tail_seconds,
         train_seconds=float(np.mean(train)),
         step_seconds=step_seconds,
-        tokens_per_second_per_gpu=trained / step_seconds / gpus,
+        tokens_per_second_per_gpu=mean.trained_tokens / step_seconds / gpus,
         # One step off: every token is from the weights before.
-        stale_share=1.0 if strategy.asynchronous and strategy.unfinished == "wait" else stale,
-        dropped_share=sum(result.dropped_tokens for result in results) / sampled,
-        mean_length=float(np.mean([result.mean_length for result in results])),
-        clip_ratio=float(np.mean([result.clip_ratio for result in results])),
-        mean_batch=float(np.mean([result.mean_batch for result in results])),
-        idle=float(np.mean([result.idle for result in results])),
-        tool_wait_seconds=float(np.mean([result.tool_wait_seconds for result in results])),
+        stale_share=1.0
+        if strategy.asynchronous and strategy.unfinished == "wait"
+        else mean.stale_tokens / (mean.mean_length * scenario.workload.responses),
+        dropped_share=mean.dropped_tokens / mean.sampled_tokens,
+        mean_length=mean.mean_length,
+        clip_ratio=mean.clip_ratio,
+        mean_batch=mean.mean_batch,
+        idle=mean.idle,
+        tool_wait_seconds=mean.tool_wait_seconds,
     )
 
 

@@ -276,7 +276,9 @@ class Planner:
         if key not in self._generation:
             scale = min(1.0, max(SIMULATED_RESPONSES / self.workload.responses, 1 / count))
             engines = max(1, round(count * scale))
-            self._generation[key] = predict_generation(engine, engines, self.workload.scaled(engines / count))
+            self._generation[key] = predict_generation(
+                engine, engines, self.workload.scaled(engines / count), rollout.partial
+            )
         return self._generation[key]
 
     def cures(self) -> list[Candidate]:

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from conversion.architecture import Architecture
-from megatron_retool.config import Config, LearnerConfig
+from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
 from megatron_retool.learner.flops import forward_flops, pair_flops, quadratic_cost, token_flops
 from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.engine_model import EngineModel
@@ -32,8 +32,11 @@ from megatron_retool.planning.memory import (
     parameter_count,
     rank_parameters,
 )
-from megatron_retool.planning.simulate import RolloutSimulation, StepResult
+from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mean_result
 from megatron_retool.planning.workload import Workload
+
+PARTIAL_STEPS = 4
+"""Steps over which partial rollout is averaged, after as many that are not counted."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +324,7 @@ def predict_step(
         engine = engine or EngineModel.from_config(
             config.rollout.engine, architecture, machines.accelerator, config.rollout.max_concurrent_trajectories
         )
-        generation = predict_generation(engine, config.rollout.engine.count, workload)
+        generation = predict_generation(engine, config.rollout.engine.count, workload, config.rollout.partial)
     learner = config.learner
     arguments = (architecture, learner, layout, machines, workload, assumptions)
     log_probs = learner_time(*arguments, training=False)
@@ -350,11 +353,24 @@ def predict_step(
     )
 
 
-def predict_generation(engine: EngineModel, engines: int, workload: Workload) -> StepResult:
-    """One step's rollout with the expected lengths; every response is waited for."""
+def predict_generation(
+    engine: EngineModel, engines: int, workload: Workload, partial: PartialRolloutConfig | None = None
+) -> StepResult:
+    """One step's rollout with the expected lengths.
+
+    Every response is waited for; with ``partial`` rollout the mean over several steps, after some that fill the queue
+    of paused trajectories.
+    """
     simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
-    simulation.start_groups(math.ceil(workload.groups / workload.kept_groups))
-    return simulation.collect(workload.groups)
+    if partial is None or not partial.enable:
+        simulation.start_groups(math.ceil(workload.groups / workload.kept_groups))
+        return simulation.collect(workload.groups)
+    wanted = math.ceil(workload.groups * partial.over_sampling_factor)
+    steps = []
+    for _ in range(2 * PARTIAL_STEPS):
+        simulation.start_groups(wanted - simulation.groups_in_flight)
+        steps.append(simulation.collect(workload.groups, "pause", partial.max_age))
+    return mean_result(steps[PARTIAL_STEPS:])
 
 
 @dataclass(frozen=True)

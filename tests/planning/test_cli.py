@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megatron_retool.config import ConfigError, load_config, save_config
+from megatron_retool.planning import scenarios
 from megatron_retool.planning.cli import main, read_measurements
 from megatron_retool.planning.hardware import parse_machines
 from megatron_retool.planning.models import MODELS, preset, resolve_architecture
@@ -51,7 +51,8 @@ def test_overrides_and_options_change_the_plan() -> None:
     assert "64 prompts x 16 = 1024 responses of 1000 tokens on average" in text
 
 
-def test_a_simulation_compares_the_strategies() -> None:
+def test_a_simulation_compares_the_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "SIMULATED_RESPONSES", 1024)
     code, text = run(
         "--config", DENSE, "--gpus", "H200x8", "--suggestions", "0", "--simulate",
         "--sizes", "8,16", "--max-responses", "512",
@@ -138,14 +139,13 @@ def test_models_are_found_by_directory_by_path_and_by_name(tmp_path: Path) -> No
         preset("gpt-5")
 
 
-def test_the_straggler_benchmark_reports_both_ratios() -> None:
-    finished = subprocess.run(
-        [sys.executable, "benchmarks/straggler.py", "--steps", "4", "--json"],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    outcomes = json.loads(finished.stdout)
+def test_the_straggler_benchmark_reports_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "straggler.py"))
+    assert benchmark["main"](["--steps", "8", "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
     waiting, partial = outcomes["wait for all"], outcomes["partial rollout"]
     assert waiting["generation_seconds"] > 1.15 * partial["generation_seconds"]
     assert partial["step_seconds"] < waiting["step_seconds"]
     assert outcomes["over-sampling, rest dropped"]["dropped_share"] > 0.2
+    assert benchmark["main"](["--steps", "2"]) == 0
+    assert "partial rollout: generation" in capsys.readouterr().out

@@ -240,6 +240,14 @@ def test_an_asynchronous_run_takes_the_longer_of_the_two() -> None:
     assert overlapped.total == pytest.approx(longer + overlapped.weight_sync)
 
 
+def test_partial_rollout_shortens_the_predicted_generation() -> None:
+    _, waiting, _ = recipe()
+    _, partial, _ = recipe("rollout.partial.enable=true", "rollout.partial.over_sampling_factor=1.25")
+    assert partial.generation.seconds < 0.85 * waiting.generation.seconds
+    assert partial.generation.paused > 0 and waiting.generation.paused == 0
+    assert partial.update.total == waiting.update.total
+
+
 def test_weights_travel_slower_through_files() -> None:
     seconds = {method: recipe(f"weight_sync.method={method}")[1].weight_sync for method in ("tensor", "disk")}
     assert seconds["disk"] > 5 * seconds["tensor"]
