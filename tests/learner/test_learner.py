@@ -21,11 +21,6 @@ from tests.learner.tiny_models import hf_log_probs, hf_model, random_batch, save
 LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
 
 
-def _config(**settings: Any) -> Config:
-    learner = LearnerConfig(**{"dtype": "float32", "max_tokens_per_micro_batch": 64, **settings})
-    return Config(learner=learner, algorithm=AlgorithmConfig())
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(hf_model("qwen2", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
@@ -35,8 +30,9 @@ def _learner(model_dir: Path, optimizer: OptimizerConfig | None = None, steps: i
     from megatron_retool.learner.learner import Learner
 
     settings = {key: options.pop(key) for key in list(options) if key in LearnerConfig.__dataclass_fields__}
+    learner = LearnerConfig(**{"dtype": "float32", "max_tokens_per_micro_batch": 64, **settings})
     return Learner(
-        _config(**settings),
+        Config(learner=learner, algorithm=options.pop("algorithm", AlgorithmConfig())),
         optimizer=optimizer or OptimizerConfig(lr=1e-3),
         total_optimizer_steps=steps,
         hf_dir=model_dir,
@@ -218,18 +214,34 @@ def test_the_critic_learns_the_same_in_every_layout(model_dir: Path, tmp_path: P
                 assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), (layout, name)
 
 
-def _few_sequences(model_dir: Path) -> list[float]:
+def _few_sequences(model_dir: Path, world: int) -> list[float]:
     batch = random_batch(LENGTHS[:1])
-    learner = _learner(model_dir, world_size=2)
-    return [learner.sft_loss(batch), *(learner.sft_update(batch)["loss"] for _ in range(2))]
+    learner = _learner(model_dir, world_size=world)
+    losses = [learner.sft_loss(batch), *(learner.sft_update(batch)["loss"] for _ in range(2))]
+    return [*losses, learner.update(_mini_batch(batch))["actor/grad_norm"]]
 
 
-def test_fewer_sequences_than_ranks(model_dir: Path, tmp_path: Path) -> None:
-    """The rank without a sequence takes part in every collective and adds nothing."""
-    batch = random_batch(LENGTHS[:1])
-    learner = _learner(model_dir)
-    expected = [learner.sft_loss(batch), *(learner.sft_update(batch)["loss"] for _ in range(2))]
-    assert run_ranks(_few_sequences, 2, tmp_path, model_dir) == pytest.approx(expected, rel=1e-5)
+def _sequence_ratios(model_dir: Path, world: int) -> list[float]:
+    """GSPO, whose ratio is a mean over the response: a rank has to see more of it than its own tokens."""
+    algorithm = AlgorithmConfig(policy_loss="gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    learner = _learner(model_dir, world_size=world, context_parallel_size=world, algorithm=algorithm)
+    batch = random_batch(LENGTHS)
+    noise = np.random.default_rng(3).normal(0, 0.01, batch.num_response_tokens)
+    old_log_probs = learner.log_probs(batch)["log_probs"] + noise
+    metrics = learner.update(_mini_batch(batch).with_columns(old_log_probs=old_log_probs))
+    assert 0 < metrics["actor/pg_clipfrac"] < 1
+    return [metrics[f"actor/{name}"] for name in ("pg_loss", "pg_clipfrac", "ppo_kl", "grad_norm")]
+
+
+def _both(model_dir: Path, world: int) -> tuple[list[float], list[float]]:
+    return _few_sequences(model_dir, world), _sequence_ratios(model_dir, world)
+
+
+def test_fewer_sequences_than_ranks_and_ratios_of_sequences(model_dir: Path, tmp_path: Path) -> None:
+    """A rank without a sequence takes part in every collective and adds nothing; sequence-level losses under CP."""
+    few, ratios = run_ranks(_both, 2, tmp_path, model_dir, 2)
+    assert few == pytest.approx(_few_sequences(model_dir, 1), rel=1e-5)
+    assert ratios == pytest.approx(_sequence_ratios(model_dir, 1), rel=1e-4)
 
 
 _TORCHRUN_SCRIPT = """
