@@ -9,8 +9,10 @@ the first 8 bytes of SHA-256 for tensors on CPU, SGLang's tiled 64-bit hash for 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,7 +59,9 @@ class ExpectedChecksums:
                 f"not allow ({', '.join(quantized)}): set weight_sync.verify=false"
             )
         self._layouts = {
-            url: _Layout(int(info.get("tp_size") or 1), str(info.get("device") or "cuda").startswith("cpu"))
+            url: _Layout(
+                int(info.get("tp_size") or 1), str(info.get("device") or "cuda").startswith("cpu"), _kv_heads(info)
+            )
             for url, info in infos.items()
         }
         if any(int(info.get("ep_size") or 1) > 1 for info in infos.values()):
@@ -113,9 +117,10 @@ class ExpectedChecksums:
 class _Layout:
     """How an engine lays out tensors of a tensor-parallel rank."""
 
-    def __init__(self, tensor_parallel: int, on_cpu: bool) -> None:
+    def __init__(self, tensor_parallel: int, on_cpu: bool, kv_heads: int | None) -> None:
         self.tensor_parallel = tensor_parallel
         self.on_cpu = on_cpu
+        self.kv_heads = kv_heads
 
     def shard(self, name: str, parts: Mapping[Any, Tensor], rank: int) -> Tensor:
         if name.endswith("experts.w13_weight"):
@@ -140,6 +145,9 @@ class _Layout:
         return tensor.chunk(self.tensor_parallel, dim=1)[rank].contiguous()
 
     def _heads(self, tensor: Tensor, rank: int) -> Tensor:
+        if self.kv_heads is not None and self.kv_heads < self.tensor_parallel:
+            # More ranks than KV heads: neighbouring ranks hold the same one.
+            return tensor.chunk(self.kv_heads)[rank * self.kv_heads // self.tensor_parallel]
         return self._rows(tensor, rank)
 
     def _vocabulary(self, tensor: Tensor, rank: int) -> Tensor:
@@ -166,6 +174,16 @@ def _by_expert(parts: Mapping[Any, Tensor]) -> list[dict[int, Tensor]]:
     for (expert, part), tensor in parts.items():
         experts.setdefault(expert, {})[part] = tensor
     return [experts[expert] for expert in sorted(experts)]
+
+
+def _kv_heads(info: Mapping[str, Any]) -> int | None:
+    """KV heads of the engine's model, where its configuration can be read on this host."""
+    try:
+        config = json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    heads = config.get("num_key_value_heads")
+    return int(heads) if heads else None
 
 
 def _tensor_rank(places: Any) -> int:
