@@ -84,7 +84,8 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
         os.symlink(target, f"{scratch}/dev/{name}")
     os.symlink("/proc/self/fd/2", f"{scratch}/dev/stderr")
     os.symlink(f"{SANDBOX}/shm", f"{scratch}/dev/shm")
-    os.symlink(f"{SANDBOX}/tmp", f"{scratch}/tmp")
+    if not os.path.exists(f"{scratch}/tmp"):  # else the interpreter itself lies below /tmp, which stays read-only
+        os.symlink(f"{SANDBOX}/tmp", f"{scratch}/tmp")
     for path in _SYSTEM_FILES:
         if os.path.isfile(path):
             shutil.copyfile(path, scratch + path)
@@ -98,6 +99,11 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
     linux.unmount("/old")
     os.rmdir("/old")
     linux.mount(None, "/", None, linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID)
+
+
+def temporary_directory() -> str:
+    """Where a snippet in the read-only root may write temporary files."""
+    return "/tmp" if os.path.islink("/tmp") else f"{SANDBOX}/tmp"
 
 
 def mount_proc(target: str = "/proc") -> None:

@@ -136,12 +136,13 @@ def bubblewrap_command(plan: IsolationPlan, directory: str, *, unshare_only: boo
     ]
     for path in filesystem.system_directories():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    for path in plan.python_directories:
-        command += ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
     if not unshare_only:
         command += ["--bind", f"{directory}/home", filesystem.HOME, "--bind", f"{directory}/tmp", "/tmp"]
         command += ["--chdir", filesystem.HOME]
+    # After /tmp, which may hold them.
+    for path in plan.python_directories:
+        command += ["--ro-bind", path, path]
     return command
 
 

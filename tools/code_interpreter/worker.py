@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from typing import NoReturn
 
@@ -207,7 +208,7 @@ class Worker:
         if self._plan.kind == "namespaces":
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS)
             filesystem.mount_proc()
-            home, temporary = filesystem.HOME, "/tmp"
+            home, temporary = filesystem.HOME, filesystem.temporary_directory()
         else:
             home, temporary = f"{directory}/home", f"{directory}/tmp"
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -221,6 +222,7 @@ class Worker:
         os.close(request_fd)
         os.environ.clear()
         os.environ.update(snippet.environment(home, temporary))
+        tempfile.tempdir = None  # remembered from before the environment changed
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         if self._plan.landlock:
             readable = [*filesystem.readable_paths(), *self._plan.python_directories, f"/proc/{os.getpid()}"]
