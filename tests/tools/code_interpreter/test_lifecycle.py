@@ -45,7 +45,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 def leftovers(server: int) -> list[str]:
     """Directories that the server ``server`` made outside of snippets."""
     scratch = [str(path) for path in Path(tempfile.gettempdir()).glob(f"retool-sandbox-{server}-*")]
-    return scratch + [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/retool-sandbox-{server}")]
+    return scratch + [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/retool-sandbox-{server}-*")]
 
 
 @pytest.fixture
@@ -311,3 +311,19 @@ def test_repeated_requests_leave_nothing() -> None:
     finally:
         sandbox.process.stop()
     assert leftovers(server) == []
+
+
+def test_interpreter_below_tmp() -> None:
+    """A clone under /tmp has its virtual environment there: temporary files must still be possible."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        Path(directory, "module_of_mine.py").write_text("value = 42\n")
+        Path(directory).chmod(0o755)
+        running = start(arguments=("--read-only-path", directory))
+        try:
+            code = (
+                f"import sys, tempfile\nsys.path.append({directory!r})\nfrom module_of_mine import value\n"
+                "with tempfile.TemporaryFile() as file:\n    file.write(b'x')\nprint(value)"
+            )
+            assert running.run(code).stdout == "42\n"
+        finally:
+            running.process.stop()
