@@ -6,6 +6,7 @@ Commands
     sft         supervised fine-tuning
     evaluate    validation of model.path alone
     make-demo   the demo's model, tokenizer and data
+    plan        memory and time on given GPUs, before any is asked for (plan --help)
     report      plots of a run: report runs/<name>; of its mismatch: report mismatch runs/<name>
 """
 
@@ -25,23 +26,27 @@ from rich.markup import escape
 from megatron_retool.config import Config, ConfigError, load_config
 
 Result = TypeVar("Result")
-COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "report")
+COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
 INTERRUPTED = 130
 REQUEUE = 85
 """Exit code after SIGUSR1: the step under way was finished and checkpointed, and there is more to train."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="python -m megatron_retool", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("--config", help="YAML file (default: configs/demo_cpu.yaml)")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value, or the run's directory for report")
-    options = parser.parse_intermixed_args(arguments)
     console = Console(soft_wrap=not sys.stdout.isatty())
     try:
-        return run_command(options, console)
+        if arguments[:1] == ["plan"]:
+            from megatron_retool.planning.cli import main as plan
+
+            return plan(arguments[1:], console)
+        return run_command(parser.parse_intermixed_args(arguments), console)
     except KeyboardInterrupt:
         console.print("[yellow]stopped; every process of the run has ended[/]")
         return INTERRUPTED
