@@ -13,7 +13,8 @@ import json
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from conversion.byte_ranges import ByteRange, RangeCopier, write_at_position
 from conversion.weight_map import CheckpointPlace
 
 METADATA_NAME = ".metadata"
@@ -72,50 +74,64 @@ class Chunk:
 
 
 class ChunkWriter:
-    """Appends chunks to one ``.distcp`` file; ``close`` makes it durable."""
+    """Appends chunks to one ``.distcp`` file, which ``new_directory`` makes durable together with its neighbours."""
 
     def __init__(self, directory: Path, file: str) -> None:
         self.file = file
         self.chunks: list[Chunk] = []
-        self._stream = open(directory / file, "wb")  # noqa: SIM115 (closed by close)
+        self._copier = RangeCopier()
+        # Unbuffered: the data is written past the stream, which must not hold anything back.
+        self._stream = open(directory / file, "w+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
 
-    def write(self, place: CheckpointPlace, shape: tuple[int, ...], tensor: Tensor, offsets: tuple[int, ...]) -> None:
-        """Store ``tensor`` as the part of the parameter of ``shape`` that begins at ``offsets`` (own axes only)."""
-        # A record keeps its tensor's whole storage: a view would drag the rest of its parent along.
-        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        stacked = tensor.contiguous().view(*(1 for _ in place.index), *tensor.shape)
+    def write(
+        self,
+        place: CheckpointPlace,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        content: Tensor | tuple[tuple[int, ...], torch.dtype, list[ByteRange]],
+    ) -> None:
+        """Append one part of a parameter.
+
+        Args:
+            place: where the parameter belongs.
+            shape: of the whole parameter.
+            offsets: where the part begins in it.
+            content: the part; or its shape, its dtype and the byte ranges of other files that hold it.
+        """
+        sizes, dtype = (tuple(content.shape), content.dtype) if isinstance(content, Tensor) else content[:2]
+        stacked = (*(1 for _ in place.index), *sizes)
         position = self._stream.tell()
-        torch.save(stacked, self._stream)
-        self.chunks.append(
-            Chunk(
-                key=place.key,
-                global_shape=(*place.axes, *shape),
-                offsets=(*place.index, *offsets),
-                sizes=tuple(stacked.shape),
-                dtype=tensor.dtype,
-                file=self.file,
-                position=position,
-                length=self._stream.tell() - position,
-            )
+        # The record without its data: what is saved is uninitialised memory that nobody ever touches.
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(stacked, dtype=dtype), self._stream)
+        record = Chunk(
+            key=place.key,
+            global_shape=(*place.axes, *shape),
+            offsets=(*place.index, *offsets),
+            sizes=stacked,
+            dtype=dtype,
+            file=self.file,
+            position=position,
+            length=self._stream.tell() - position,
         )
-
-    def close(self) -> None:
-        """Flush to disk."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        data, _ = _data_of_record(self._stream, record.position, record.length)
+        if isinstance(content, Tensor):
+            flat = content.contiguous().view(-1).view(torch.uint8)
+            write_at_position(self._stream.fileno(), memoryview(flat.numpy()), data)
+        else:
+            self._copier.copy(content[2], self._stream.fileno(), data)
+        self._stream.seek(0, os.SEEK_END)
+        self.chunks.append(record)
 
     def __enter__(self) -> ChunkWriter:
+        self._copier.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._stream.close()
+        self._copier.__exit__(kind, error, trace)
+        self._stream.close()
 
 
 def write_metadata(directory: Path, chunks: Iterable[Chunk], common: Mapping[str, Any]) -> None:
@@ -179,6 +195,7 @@ class DistCheckpoint:
         }
         self.objects: frozenset[str] = frozenset(metadata.state_dict_metadata.keys() - self.tensors.keys())
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._located: dict[tuple[str, tuple[int, ...]], tuple[Path, int] | None] = {}
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def __contains__(self, place: CheckpointPlace) -> bool:
@@ -226,6 +243,33 @@ class DistCheckpoint:
             )
         return out
 
+    def row_ranges(
+        self, place: CheckpointPlace, shape: tuple[int, ...], start: int, stop: int
+    ) -> list[ByteRange] | None:
+        """The bytes that hold rows ``start:stop`` of a parameter of ``shape``; None where its columns are split.
+
+        Raises:
+            DistCheckpointError: the checkpoint lacks the parameter or a part of it.
+        """
+        place = self._required(place)
+        depth, row = len(place.index), torch.Size(shape[1:]).numel() * self.dtype(place).itemsize
+        ranges, position = [], start
+        for chunk in sorted(self._chunks_at(place), key=lambda chunk: tuple(chunk.offsets)):
+            first, rows = chunk.offsets[depth], chunk.sizes[depth]
+            if tuple(chunk.sizes)[depth + 1 :] != shape[1:]:
+                return None
+            if first <= position < first + rows and position < stop:
+                location = self._locate(place.key, chunk)
+                if location is None:
+                    return None
+                count = min(stop, first + rows) - position
+                path, offset = location
+                ranges.append(ByteRange(path, offset + (position - first) * row, count * row))
+                position += count
+        if position != stop:
+            raise DistCheckpointError(f"{self.directory}: {place.key} at {place.index} lacks rows {position} to {stop}")
+        return ranges
+
     def _resolve(self, place: CheckpointPlace) -> CheckpointPlace | None:
         if place.key in self.tensors:
             return place
@@ -258,14 +302,35 @@ class DistCheckpoint:
         return by_index.get(place.index, [])
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        with self._record(key, chunk) as (stream, record):
+            view = _create_file_view(stream, record.offset, record.length)
+            return torch.load(view, map_location="cpu", weights_only=True)
+
+    def _locate(self, key: str, chunk: ChunkStorageMetadata) -> tuple[Path, int] | None:
+        """File and byte at which a chunk's elements begin, if they lie there in order."""
+        index = (key, tuple(chunk.offsets))
+        if index not in self._located:
+            with self._record(key, chunk) as (stream, record):
+                data, contiguous = _data_of_record(stream, record.offset, record.length)
+                self._located[index] = (self.directory / record.relative_path, data) if contiguous else None
+        return self._located[index]
+
+    @contextmanager
+    def _record(self, key: str, chunk: ChunkStorageMetadata) -> Iterator[tuple[Any, _StorageInfo]]:
         record = self._storage[MetadataIndex(key, chunk.offsets)]
         path = self.directory / record.relative_path
         try:
             with open(path, "rb") as stream:
-                view = _create_file_view(stream, record.offset, record.length)
-                return torch.load(view, map_location="cpu", weights_only=True)
+                yield stream, record
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise DistCheckpointError(f"{path}: cannot read {key} at byte {record.offset}: {error}") from error
+
+
+def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]:
+    """Where in ``stream`` the elements of a ``torch.save`` record begin, and whether they lie in order."""
+    described = torch.load(_create_file_view(stream, position, length), map_location="meta", weights_only=True)
+    begin = position + described.untyped_storage()._checkpoint_offset
+    return begin + described.storage_offset() * described.element_size(), described.is_contiguous()
 
 
 def _sync(stream: Any) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from conversion.byte_ranges import ByteRange, RangeCopier, write_at_position
 from conversion.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -182,6 +183,17 @@ class HFCheckpoint:
             _read_into(out, self.directory / stored.file, offset, name)
         return out
 
+    def row_ranges(self, mapping: Mapping, start: int, stop: int) -> list[ByteRange]:
+        """The bytes that make up rows ``start:stop`` of a full Megatron-Core parameter without padding, in order."""
+        ranges = []
+        for segment in mapping.row_segments(start, stop):
+            assert segment.source is not None
+            stored = self.tensors[mapping.hf_names[segment.source]]
+            row = _count(stored.shape[1:]) * stored.dtype.itemsize
+            path = self.directory / stored.file
+            ranges.append(ByteRange(path, stored.offset + segment.start * row, (segment.stop - segment.start) * row))
+        return ranges
+
     def read_rows(self, mapping: Mapping, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of a full Megatron-Core parameter, on the CPU in the stored dtype.
 
@@ -276,10 +288,12 @@ def plan_files(groups: Iterable[Sequence[TensorSpec]], max_file_bytes: int) -> l
     return [(f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", specs) for i, specs in enumerate(files)]
 
 
-def write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write one safetensors file from a stream of tensors, in the order of ``specs``, and fsync it.
+def write_file(
+    path: Path, specs: Sequence[TensorSpec], contents: Iterable[tuple[str, Tensor | list[ByteRange]]]
+) -> None:
+    """Write one safetensors file from a stream of contents, in the order of ``specs``.
 
-    One tensor is in memory at a time.
+    It is made durable by ``new_directory``, together with its neighbours. A content is a tensor, or the byte ranges of other files that hold it. One is in memory at a time.
 
     Raises:
         HFCheckpointError: the stream departs from ``specs``.
@@ -295,18 +309,23 @@ def write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[
         offset += spec.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb", buffering=0) as stream:
-        stream.write(struct.pack("<Q", len(encoded)) + encoded)
-        stream_of_tensors = iter(tensors)
+    with open(path, "wb", buffering=0) as stream, RangeCopier() as copier:
+        target, position = stream.fileno(), 8 + len(encoded)
+        write_at_position(target, struct.pack("<Q", len(encoded)) + encoded, 0)
+        remaining = iter(contents)
         for spec in specs:
-            name, tensor = next(stream_of_tensors, (None, None))
-            if tensor is None or name != spec.name or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-                raise HFCheckpointError(f"{path}: expected {spec}, got {name}")
-            view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-            written = 0
-            while written < len(view):
-                written += stream.write(view[written:])
-        os.fsync(stream.fileno())
+            name, content = next(remaining, (None, []))
+            if isinstance(content, Tensor):
+                if name != spec.name or tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
+                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}: {content.dtype} {content.shape}")
+                if content.numel():
+                    flat = content.contiguous().view(-1).view(torch.uint8)
+                    write_at_position(target, memoryview(flat.numpy()), position)
+            else:
+                if name != spec.name or sum(part.length for part in content) != spec.nbytes:
+                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}")
+                copier.copy(content, target, position)
+            position += spec.nbytes
 
 
 def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> None:

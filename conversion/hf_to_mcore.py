@@ -4,8 +4,8 @@
 
 The result loads into any TP/PP/VPP/EP layout.  ``--tp``, ``--pp``, ``--vpp`` and ``--ep`` name the layout that is going
 to read it: tensors are then cut as its ranks hold them and each rank's parts lie in files of their own, so that no rank
-reads a byte for another.  One parameter at a time is in memory per process.  Config, tokenizer and the like are kept in
-``hf/`` for the way back.
+reads a byte for another.  At most one parameter at a time is in memory per process.  Config, tokenizer and the like are
+kept in ``hf/`` for the way back.
 """
 
 from __future__ import annotations
@@ -190,17 +190,23 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> list[Chunk]:
         for mapping in mappings:
             place = checkpoint_place(mapping, job.architecture)
             for start, stop, cuts in _parts(mapping, job.layout.tp):
-                rows = checkpoint.read_rows(mapping, start, stop)
-                rows = rows if job.dtype is None else rows.to(job.dtype)
+                whole = cuts[0][1] is None
+                rows = None if whole and job.dtype is None else checkpoint.read_rows(mapping, start, stop)
                 for tp_rank, columns in cuts:
                     rank = job.layout.rank(mapping, job.architecture, tp_rank)
                     if rank not in writers:
                         file = ChunkWriter(job.directory, f"__{rank}_{job.number}.distcp")
                         writers[rank] = files.enter_context(file)
-                    part, offsets = rows, (start, 0)[: rows.dim()]
-                    if columns is not None:
-                        part, offsets = rows[:, columns[0] : columns[1]], (start, columns[0])
-                    writers[rank].write(place, mapping.mcore_shape, part, offsets)
+                    offsets = (start, columns[0] if columns else 0)[: len(mapping.mcore_shape)]
+                    if rows is None:
+                        shape = (stop - start, *mapping.mcore_shape[1:])
+                        dtype = checkpoint.tensors[mapping.hf_names[0]].dtype
+                        ranges = checkpoint.row_ranges(mapping, start, stop)
+                        writers[rank].write(place, mapping.mcore_shape, offsets, (shape, dtype, ranges))
+                    else:
+                        part = rows if columns is None else rows[:, columns[0] : columns[1]]
+                        part = part if job.dtype is None else part.to(job.dtype)
+                        writers[rank].write(place, mapping.mcore_shape, offsets, part)
             report(sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names))
     return [chunk for writer in writers.values() for chunk in writer.chunks]
 
@@ -209,7 +215,8 @@ def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int
     """The chunks of a parameter: first row, end row, and for each chunk its tensor parallel rank and columns."""
     rows = mapping.mcore_shape[0]
     if mapping.tp_dim == 1:
-        yield 0, rows, [(tp_rank, mapping.shard_columns(tp, tp_rank)) for tp_rank in range(tp)]
+        columns = [mapping.shard_columns(tp, tp_rank) if tp > 1 else None for tp_rank in range(tp)]
+        yield 0, rows, list(enumerate(columns))
     elif mapping.tp_dim is None:
         yield 0, rows, [(0, None)]
     elif mapping.arrangement is Arrangement.VOCABULARY:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from conversion import fp8_export
 from conversion.architecture import Architecture, UnsupportedArchitecture
+from conversion.byte_ranges import ByteRange
 from conversion.directory import COMPLETE_NAME, new_directory
 from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.hf_checkpoint import (
@@ -183,20 +184,43 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> None:
     by_name = {name: mapping for mapping in WeightMap(job.architecture).exported() for name in mapping.hf_names}
     for file, specs in job.files[job.start : job.stop]:
         mappings = list(dict.fromkeys(by_name[spec.name] for spec in specs if spec.name in by_name))
-        write_file(job.directory / file, specs, _tensors(checkpoint, mappings, job, report))
+        write_file(job.directory / file, specs, _contents(checkpoint, mappings, job, report))
 
 
-def _tensors(
+def _contents(
     checkpoint: DistCheckpoint, mappings: Sequence[Mapping], job: _Job, report: Callable[[int], None]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor | list[ByteRange]]]:
     for mapping in mappings:
+        quantize = job.fp8 and fp8_export.is_quantized(mapping)
+        as_stored = job.dtype is None and not quantize
+        ranges = _ranges(checkpoint, mapping, job.architecture) if as_stored else None
+        if ranges is not None:
+            for name, parts in ranges.items():
+                yield name, parts
+                report(sum(part.length for part in parts))
+            continue
         full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
         for name, tensor in to_hf(mapping, full).items():
             tensor = tensor if job.dtype is None else tensor.to(job.dtype)
-            quantize = job.fp8 and fp8_export.is_quantized(mapping)
             for item in fp8_export.quantize_named(name, tensor) if quantize else [(name, tensor)]:
                 yield item
                 report(item[1].nbytes)
+
+
+def _ranges(
+    checkpoint: DistCheckpoint, mapping: Mapping, architecture: Architecture
+) -> dict[str, list[ByteRange]] | None:
+    """Where the checkpoint's files hold each Hugging Face tensor; None where tensor parallelism cut its rows."""
+    place, found = checkpoint_place(mapping, architecture), {}
+    for source, name in enumerate(mapping.hf_names):
+        parts = []
+        for _, start, rows in mapping.hf_runs(source):
+            ranges = checkpoint.row_ranges(place, mapping.mcore_shape, start, start + rows)
+            if ranges is None:
+                return None
+            parts += ranges
+        found[name] = parts
+    return found
 
 
 def _write_config(

@@ -229,6 +229,20 @@ class Mapping:
                 yield Segment(segment.source, segment.start + start, segment.start + stop)
             position += length
 
+    def hf_runs(self, source: int) -> list[tuple[int, int, int]]:
+        """Where the rows of Hugging Face tensor number ``source`` lie in the full tensor, top to bottom.
+
+        Returns:
+            (row of the Hugging Face tensor, row of the full tensor, number of rows) of each run.
+        """
+        runs, position = [], 0
+        for segment in self.segments:
+            rows = segment.stop - segment.start
+            if segment.source == source:
+                runs.append((segment.start, position, rows))
+            position += rows
+        return sorted(runs)
+
 
 def to_mcore(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
     """The full Megatron-Core tensor, shape ``mapping.mcore_shape``, from tensors in the order of ``mapping.hf_names``.

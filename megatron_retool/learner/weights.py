@@ -36,6 +36,7 @@ from megatron_retool.learner import cpu
 cpu.install()
 
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
@@ -185,7 +186,7 @@ def weight_checksums(model_chunks: Sequence[torch.nn.Module], architecture: Arch
 
 def _weight(parameter: torch.nn.Parameter) -> Tensor:
     # Transformer Engine's FP8 parameters are exported in the dtype that they stand for.
-    return parameter.dequantize() if hasattr(parameter, "_fp8_dtype") else parameter.detach()
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

@@ -1,0 +1,97 @@
+"""Weights in and out of the learner's model: buckets, lock step, checksums, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.learner.ranks import run_ranks
+from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
+from tests.learner.tiny_models import hf_model, save_model
+
+LAYOUTS = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, TP: 2, SP: True, ETP: 1, PP: 2}}
+BUCKET_BYTES = 10_000
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("weights")
+    for family in LAYOUTS:
+        save_model(hf_model(family), directory / family)
+    return directory
+
+
+def _export(directory: Path) -> dict[str, Any]:
+    """World 4: each family's buckets as rank 0 gets them, and what the other ranks got."""
+    from megatron_retool.learner.weights import export_hf_weights, weight_checksums
+
+    found: dict[str, Any] = {}
+    for family, layout in LAYOUTS.items():
+        learner = _learner(4, layout, directory / family)
+        buckets = [
+            [(name, tensor.clone()) for name, tensor in bucket]
+            for bucket in export_hf_weights(learner.model_chunks, learner.architecture, BUCKET_BYTES)
+        ]
+        shapes: list[Any] = [None] * 4
+        torch.distributed.all_gather_object(shapes, [len(bucket) for bucket in buckets])
+        checksums = weight_checksums(learner.model_chunks, learner.architecture)
+        found[family] = {"buckets": buckets, "counts": shapes, "checksums": checksums}
+    return found
+
+
+def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> None:
+    from conversion.checksum import tensor_checksum
+
+    for family, found in run_ranks(_export, 4, models / "export", models).items():
+        expected = load_file(models / family / "model.safetensors")
+        names = [name for bucket in found["buckets"] for name, _ in bucket]
+        assert sorted(names) == sorted(expected)
+        for name, tensor in (item for bucket in found["buckets"] for item in bucket):
+            assert torch.equal(tensor, expected[name]) and tensor.is_contiguous(), name
+        sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in found["buckets"]]
+        assert len(sizes) > 5 and max(sizes) <= max(BUCKET_BYTES, 2 * expected["model.embed_tokens.weight"].nbytes)
+        # Lock step: the other ranks see as many buckets, all of them empty.
+        assert found["counts"][1:] == [[0] * len(sizes)] * 3
+        assert found["checksums"] == {name: tensor_checksum(tensor) for name, tensor in expected.items()}
+
+
+def _misfits(directory: Path) -> dict[str, str]:
+    from conversion.architecture import Architecture
+    from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
+
+    said = {}
+    learner = _learner(1, {}, directory / DENSE)
+    architecture = learner.architecture
+    for case, wrong in {
+        "other weights": lambda: load_hf_weights(learner.model_chunks, architecture, directory / EXPERTS),
+        "other architecture": lambda: list(
+            export_hf_weights(learner.model_chunks, Architecture.from_pretrained(directory / EXPERTS))
+        ),
+        "missing": lambda: load_hf_weights(learner.model_chunks, architecture, directory / "missing"),
+    }.items():
+        try:
+            wrong()
+        except ValueError as error:
+            said[case] = str(error)
+    critic = _learner(1, {}, directory / DENSE, role="critic")
+    own = dict(critic.model_chunks[0].named_parameters())
+    said["critic"] = ",".join(name for name, parameter in own.items() if not parameter.any())
+    return said
+
+
+def test_what_does_not_fit_is_named(models: Path) -> None:
+    tensors = load_file(models / DENSE / "model.safetensors")
+    (models / "missing").mkdir()
+    (models / "missing" / "config.json").write_bytes((models / DENSE / "config.json").read_bytes())
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, models / "missing" / "model.safetensors")
+    said = run_ranks(_misfits, 1, models / "misfits", models)
+    assert "lacks tensors model.layers.0.mlp.down_proj.weight" in said["other weights"]
+    assert "no rank holds decoder.layers.0.self_attention.q_layernorm.weight" in said["other architecture"]
+    assert "lacks tensor model.layers.3.mlp.up_proj.weight" in said["missing"]
+    # The backbone is read, the head that no checkpoint has stays at zero.
+    assert said["critic"] == "module.value_head.weight"
