@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,15 +81,18 @@ def main(arguments: list[str] | None = None) -> int:
 def _connect(ray: Any, address: str, timeout: float) -> str | None:
     """Join the cluster as a driver, retrying while the head is still starting. The last error, or None."""
     deadline = time.monotonic() + timeout
+    host, _, port = address.rpartition(":")
     while True:
         try:
+            # Ray itself would wait in steps of many seconds, and complain in between.
+            socket.create_connection((host, int(port)), timeout=1.0).close()
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
             return None
         except (ConnectionError, RuntimeError, OSError) as error:
             ray.shutdown()
             if time.monotonic() > deadline:
                 return str(error).splitlines()[0]
-            time.sleep(1.0)
+            time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -318,8 +318,12 @@ job_state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null |
 # Unix time until which the driver may take to leave: what Slurm leaves this job, less the time that stopping takes.
 leave_deadline() {
   local end="${SLURM_JOB_END_TIME:-}"
-  [[ -n "$end" ]] || end="$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null || true)"
-  echo "$((${end:-9999999999} - 45))"
+  if [[ -z "$end" ]]; then
+    end="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null)" || true
+    [[ "$end" != *T* ]] || end="$(date -d "$end" +%s)"
+  fi
+  [[ "$end" =~ ^[0-9]+$ ]] || end=9999999999 # no limit
+  echo "$((end - 45))"
 }
 
 # Whether any process of the driver has come to life.

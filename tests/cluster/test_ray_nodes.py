@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_retool.cluster.ray_nodes import problems, wait_for_nodes
+import pytest
+
+from megatron_retool.cluster.network import free_port
+from megatron_retool.cluster.ray_nodes import main, problems, wait_for_nodes
 
 
 def node(name: str, gpus: float = 8, alive: bool = True) -> dict[str, Any]:
@@ -34,3 +37,9 @@ def test_gives_up_after_the_timeout_and_at_once_on_missing_gpus() -> None:
     assert remaining == ["b has not joined Ray"]
     remaining = wait_for_nodes(["a"], 8, timeout=3600, list_nodes=lambda: [node("a", gpus=4)])
     assert remaining == ["a offers 4 GPUs to Ray, 8 are needed"]
+
+
+def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert main(["--address", address, "--expect", "first,second", "--timeout", "0.1"]) == 1
+    assert f"first (the head): no Ray at {address}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,17 @@ class Submitter:
         self.jobs: list[Job] = []
 
     def __call__(
-        self, behaviour: str, script: str = "train_sft_megatron.sbatch", environment: dict[str, str] | None = None
+        self,
+        behaviour: str,
+        script: str = "train_sft_megatron.sbatch",
+        environment: dict[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> Job:
         records = self.directory / "records"
         records.mkdir()
         stub = f"{sys.executable} {STUB} {behaviour.replace(' ', '_')} {records}"
         identity = self.slurm.run(
-            ["sbatch", "--parsable", "--nodes=2", f"--output={self.directory}/job.out", str(SCRIPTS / script),
+            ["sbatch", "--parsable", "--nodes=2", f"--output={self.directory}/job.out", *options, str(SCRIPTS / script),
              f"trainer.runs_dir={self.directory}/runs", "trainer.resume_mode=disable"],
             env={"MEGATRON_RETOOL_COMMAND": stub, **job_environment(self.slurm), **(environment or {})},
         ).stdout.strip()  # fmt: skip

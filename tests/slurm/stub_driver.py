@@ -56,6 +56,10 @@ def act(behaviour: str, start: int, asked: list[int], run_dir: Path) -> int:
         see_ray(run_dir)
     if start > 0:
         return 0
+    if behaviour == "does not leave":
+        (run_dir / "waiting").touch()
+        while True:
+            time.sleep(0.05)
     if behaviour in ("checkpoints when asked", "ray"):
         (run_dir / "waiting").touch()
         while not asked:

@@ -46,6 +46,28 @@ def test_signal_checkpoints_requeues_and_resumes(slurm: VirtualCluster, submit: 
     assert "the driver has checkpointed: requeued" in job.output()
 
 
+@pytest.mark.slow
+def test_driver_that_does_not_finish_in_time_is_ended_and_requeued(submit: Submitter) -> None:
+    """Slurm itself signals the job before its time limit; a step that takes longer must not cost the requeue."""
+    job = submit("does not leave", options=["--time=1", "--signal=B:USR1@50"])
+    job.wait_for_requeue(timeout=180)
+    assert "SIGUSR1: the driver shall finish" in job.output()
+    assert "no time left: ending the driver" in job.output()
+    assert "the driver was ended after SIGUSR1: requeued" in job.output()
+    job.wait("COMPLETED")
+    assert job.record(start=1)["arguments"][-1] == "trainer.resume_mode=auto"
+
+
+def test_cancelled_job_stays_cancelled(submit: Submitter) -> None:
+    job = submit("does not leave")
+    job.wait_for_file(job.run_dir / "waiting")
+    submit.slurm.run(["scancel", job.identity])
+    job.wait("CANCELLED", timeout=60)
+    submit.slurm.wait_for_idle()
+    assert submit.slurm.job(job.identity)["JobState"] == "CANCELLED"
+    assert "requeued" not in job.output()
+
+
 def test_error_of_the_driver_fails_the_job(slurm: VirtualCluster, submit: Submitter) -> None:
     job = submit("fails")
     job.wait("FAILED")
@@ -150,7 +172,7 @@ def test_node_that_does_not_come_is_named(slurm: VirtualCluster, submit: Submitt
     for name, first in (("python", ""), ("ray", "[[ $SLURMD_NODENAME != node2 ]] || exec sleep 600\n")):
         (bin_directory / name).write_text(f'#!/bin/bash\n{first}exec {real / name} "$@"\n')
         (bin_directory / name).chmod(0o755)
-    environment = {"MEGATRON_RETOOL_VENV": str(tmp_path / "venv"), "MEGATRON_RETOOL_NODE_TIMEOUT": "20"}
+    environment = {"MEGATRON_RETOOL_VENV": str(tmp_path / "venv"), "MEGATRON_RETOOL_NODE_TIMEOUT": "15"}
     job = submit("ends well", script="train_dapo_megatron.sbatch", environment=environment)
     job.wait("FAILED")
     assert "node2 has not joined Ray" in job.output()
