@@ -404,6 +404,8 @@ class TrainerConfig:
     resume_mode: str = choice("auto", "disable", "resume_path")
     resume_from_path: str | None = None
     keep_checkpoints: int = 2
+    max_learner_restarts: int = 3
+    """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
 
 

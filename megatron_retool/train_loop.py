@@ -1,6 +1,7 @@
 """The RL loop: prompts, rollout, reward, group filter, log-probs, correction, advantages, update, weight sync.
 
-``train`` below is the whole algorithm, top to bottom; each line of it is one room of docs/architecture.md.
+``train_from_checkpoint`` below is the whole algorithm, top to bottom; each line of it is one room of
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.cluster.health import LearnerRecovery
+from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.estimates import (
     add_advantages,
@@ -26,7 +29,6 @@ from megatron_retool.experience import Experience
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
-    Checkpoint,
     checkpoint_workspace,
     commit_checkpoint,
     find_resume_point,
@@ -51,60 +53,74 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
         console.print(f"{resume.path} is the last step already: nothing to train")
         return True
     async with Deployment(config, console) as run:
-        state = await restore(run, resume)
-        await run.sync_weights(state.step)
-        first_step = state.step + bool(state.step)
-        async with contextlib.AsyncExitStack() as stack:
-            log = stack.enter_context(
-                MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=console)
-            )
-            experience = await stack.enter_async_context(Experience(run, state))
-            if state.step == 0 and config.trainer.val_before_train:
-                log.log(0, await validate(run, step=0))
-            while state.step < run.total_steps:
-                state.step += 1
-                step = state.step
-                timer = StepTimer()
-                with timer.phase("step"):
-                    with timer.phase("gen"):
-                        collected = await experience.take(step)
-                    batch = TrajectoryBatch.from_trajectories(collected.kept)
-                    batch = await add_log_probs(run, batch, timer)
-                    with timer.phase("adv"):
-                        batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
-                        batch, kl_metrics = add_advantages(batch, collected.kept, state)
-                    updates = [] if skip else await update(run, batch, step, timer)
-                    with timer.phase("weight_sync"):
-                        sync_metrics = await run.sync_weights(step)
-                metrics = {
-                    **rollout_metrics(collected.generated),
-                    **collected.metrics,
-                    **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
-                    **correction_metrics,
-                    **kl_metrics,
-                    **mean_metrics(updates),
-                    **sync_metrics,
-                    "actor/skipped_updates": float(skip),
-                    **performance_metrics(
-                        int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size
-                    ),
-                }
-                stored = config.run_dir / "rollouts" / f"step_{step:06d}"
-                texts = [run.decode(t) for t in collected.generated]
-                write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
-                write_estimates(batch, stored.with_suffix(".learner.parquet"))
-                last = step == run.total_steps
-                if last or state.validation_due():
-                    with timer.phase("testing"):
-                        metrics |= await validate(run, step)
-                leaving = leave.is_set()
-                if last or leaving or state.save_due():
-                    with timer.phase("save_checkpoint"):
-                        await save(run, state, collected.prompt_state)
-                log.log(step, metrics | timer.metrics())
-                if leaving and not last:
-                    console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
-                    return False
+        run.checkpoint = resume
+        recovery = LearnerRecovery(run)
+        while True:
+            try:
+                return await train_from_checkpoint(run, leave)
+            except LearnerDied as error:
+                await recovery.after(error)
+
+
+async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
+    """The loop itself, from ``run.checkpoint`` on; metrics of steps that it repeats are dropped.
+
+    Raises:
+        LearnerDied: a rank of learner or critic is gone.
+    """
+    config = run.config
+    state = await restore(run)
+    await run.sync_weights(state.step)
+    first_step = state.step + bool(state.step)
+    async with contextlib.AsyncExitStack() as stack:
+        log = stack.enter_context(
+            MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=run.console)
+        )
+        experience = await stack.enter_async_context(Experience(run, state))
+        if state.step == 0 and config.trainer.val_before_train:
+            log.log(0, await validate(run, step=0))
+        while state.step < run.total_steps:
+            state.step += 1
+            step = state.step
+            timer = StepTimer()
+            with timer.phase("step"):
+                with timer.phase("gen"):
+                    collected = await experience.take(step)
+                batch = TrajectoryBatch.from_trajectories(collected.kept)
+                batch = await add_log_probs(run, batch, timer)
+                with timer.phase("adv"):
+                    batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
+                    batch, kl_metrics = add_advantages(batch, collected.kept, state)
+                updates = [] if skip else await update(run, batch, step, timer)
+                with timer.phase("weight_sync"):
+                    sync_metrics = await run.sync_weights(step)
+            metrics = {
+                **rollout_metrics(collected.generated),
+                **collected.metrics,
+                **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
+                **correction_metrics,
+                **kl_metrics,
+                **mean_metrics(updates),
+                **sync_metrics,
+                "actor/skipped_updates": float(skip),
+                **performance_metrics(int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size),
+            }
+            stored = config.run_dir / "rollouts" / f"step_{step:06d}"
+            texts = [run.decode(t) for t in collected.generated]
+            write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
+            write_estimates(batch, stored.with_suffix(".learner.parquet"))
+            last = step == run.total_steps
+            if last or state.validation_due():
+                with timer.phase("testing"):
+                    metrics |= await validate(run, step)
+            leaving = leave.is_set()
+            if last or leaving or state.save_due():
+                with timer.phase("save_checkpoint"):
+                    await save(run, state, collected.prompt_state)
+            log.log(step, metrics | timer.metrics())
+            if leaving and not last:
+                run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
+                return False
     return True
 
 
@@ -134,9 +150,9 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
 
 
-async def restore(run: Deployment, resume: Checkpoint | None) -> TrainerState:
+async def restore(run: Deployment) -> TrainerState:
     """Put learner, critic and data where the checkpoint left them; the state after the last completed step."""
-    state = TrainerState.first(run.config)
+    state, resume = TrainerState.first(run.config), run.checkpoint
     if resume is None:
         return state
     run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps})")
@@ -160,5 +176,5 @@ async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any
         "prompt_source.json": prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
-    commit_checkpoint(workspace, state.step, files)
+    run.checkpoint = commit_checkpoint(workspace, state.step, files)
     prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)

@@ -19,13 +19,14 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
-from megatron_retool.cluster.learner_group import LearnerGroup
+from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.cluster.placement import check_weight_sync, needs_critic, plan_placement
-from megatron_retool.cluster.runtime import node_ids, ray_runtime
+from megatron_retool.cluster.runtime import lost_nodes, node_ids, ray_runtime
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.run_state import Checkpoint
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync import WeightSyncError
@@ -54,6 +55,8 @@ class Deployment:
         self.with_learner = with_learner
         self.version = 0
         """Version of the weights that the engines serve: the number of the last completed step."""
+        self.checkpoint: Checkpoint | None = None
+        """Newest complete checkpoint of this run, which a learner that is built anew starts from."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Deployment:
@@ -83,6 +86,7 @@ class Deployment:
         self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
         if self.with_learner:
             self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
+            self._first_prompts = self.prompts.state_dict()
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -92,22 +96,52 @@ class Deployment:
             self.console.print(placement.table())
         with self.console.status("starting engines and learner"):
             self._stack.enter_context(ray_runtime(config))
-            placement = placement.on_nodes(node_ids(config))
-            self.engines = EngineGroup(config, placement)
+            self._placement = placement.on_nodes(node_ids(config))
+            self.engines = EngineGroup(config, self._placement)
             self._stack.push_async_callback(self.engines.stop)
             starts = [self.engines.start(config.model.path)]
             if self.with_learner:
-                self.learner = LearnerGroup(config, placement)
-                responses = config.data.train_batch_size * config.rollout.train.n
-                steps = self.total_steps * responses // config.learner.mini_batch_size
-                starts.append(self.learner.setup(steps))
-                if needs_critic(config):
-                    self.critic = LearnerGroup(config, placement, role="critic")
-                    starts.append(self.critic.setup(steps))
+                starts.append(self._start_learner())
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
             RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
         )
+
+    async def _start_learner(self) -> None:
+        config = self.config
+        responses = config.data.train_batch_size * config.rollout.train.n
+        steps = self.total_steps * responses // config.learner.mini_batch_size
+        learner = LearnerGroup(config, self._placement)
+        critic = LearnerGroup(config, self._placement, role="critic") if needs_critic(config) else None
+        try:
+            await gather_or_cancel([group.setup(steps) for group in (learner, critic) if group is not None])
+        except BaseException:
+            learner.kill()
+            if critic is not None:
+                critic.kill()
+            raise
+        # Only now: until then calls meet the ranks that died, and not some that are not ready.
+        self.learner, self.critic = learner, critic
+
+    async def restart_learner(self) -> None:
+        """Build learner and critic anew and take the prompts back to the first; engines and tools go on.
+
+        Raises:
+            RuntimeError: a node is gone, which no new process can replace.
+            LearnerDied: a rank died once more.
+        """
+        self.learner.kill()
+        if self.critic is not None:
+            self.critic.kill()
+        lost = lost_nodes(self._placement.node_ids)
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
+                "resumes from its last checkpoint (a Slurm job requeues itself)"
+            )
+        self.rollout.drop_paused()
+        self.prompts.load_state_dict(self._first_prompts)
+        await self._start_learner()
 
     async def _start_tools(self) -> ToolRegistry:
         """The tools of the run, with a code interpreter server of the run's own unless one is named.
@@ -168,7 +202,11 @@ class Deployment:
         """Bring a dead engine back with the current weights; the other engines go on meanwhile."""
         new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
         if self.with_learner:
-            await self.learner.sync_weights([new_url], self.version)
+            try:
+                await self.learner.sync_weights([new_url], self.version)
+            except LearnerDied as error:
+                # The loop meets the same death at its next call, and what this engine samples until then is dropped.
+                self.console.print(f"[yellow]engine {new_url} is back without the current weights: {error}[/]")
         return new_url
 
     def decode(self, trajectory: Trajectory) -> tuple[str, str]:

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
 from megatron_retool.config import Config
 from megatron_retool.trajectory import TrajectoryBatch
+
+DEATH_NOTICE_SECONDS = 10.0
+"""How long after a rank's error the death of another rank, which would be its cause, may become known."""
+
+_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+_BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
+
+
+class LearnerDied(RuntimeError):
+    """A rank is gone, or its device or links are: the whole group must be built anew. The message names the rank."""
 
 
 class LearnerWorker:
@@ -31,8 +43,8 @@ class LearnerWorker:
         """An address and port on this node for torch.distributed."""
         return node_address(), free_port()
 
-    def setup(self, master: tuple[str, int], total_optimizer_steps: int) -> None:
-        """Join the process group and build model, optimizer and scheduler."""
+    def setup(self, master: tuple[str, int], total_optimizer_steps: int) -> str:
+        """Join the process group and build model, optimizer and scheduler; the name of this node."""
         os.environ.update(
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
@@ -53,6 +65,7 @@ class LearnerWorker:
             with_reference=not critic and bool(algorithm.kl_in_loss or algorithm.kl_in_reward),
             role="critic" if critic else "actor",
         )
+        return socket.gethostname()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the Learner; only rank 0's answer leaves the process."""
@@ -76,10 +89,18 @@ class LearnerGroup:
 
     Args:
         role: "learner" (the policy), or "critic".
+
+    Attributes:
+        nodes: each rank's node, once the group is set up.
+
+    Raises:
+        LearnerDied: from every method, where a rank has died. Nothing but ``kill`` helps then.
     """
 
     def __init__(self, config: Config, placement: Placement, role: str = "learner") -> None:
         self.config = config
+        self.role = role
+        self.nodes: list[str] = []
         threads = str(config.learner.threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         remote = ray.remote(LearnerWorker)
@@ -91,8 +112,16 @@ class LearnerGroup:
         ]
 
     async def setup(self, total_optimizer_steps: int) -> None:
-        master = await self.workers[0].rendezvous.remote()
-        await self._all("setup", master, total_optimizer_steps)
+        try:
+            master = await self.workers[0].rendezvous.remote()
+        except _DEATHS as error:
+            raise self._died(0, error) from error
+        self.nodes = await self._all("setup", master, total_optimizer_steps)
+
+    def kill(self) -> None:
+        """End every rank at once, whatever it is doing."""
+        for worker in self.workers:
+            ray.kill(worker)
 
     async def log_probs(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, Any]:
         return await self._call("log_probs", ray.put(batch), **kwargs)
@@ -125,16 +154,61 @@ class LearnerGroup:
         return (await self._all("call", method, *args, **kwargs))[0]
 
     async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """One call on every rank. The first failure is raised at once: the other ranks may be stuck in a collective."""
+        """One call on every rank. A failure does not wait for the other ranks: they may be stuck in a collective."""
         tasks = [asyncio.ensure_future(_await(getattr(w, method).remote(*args, **kwargs))) for w in self.workers]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            if task.exception() is not None:
-                for other in pending:
-                    other.cancel()
-                raise task.exception()  # type: ignore[misc]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            deadline = asyncio.get_running_loop().time() + DEATH_NOTICE_SECONDS
+            while (failed := _failures(tasks)) and not isinstance(failed[0][1], _DEATHS):
+                # One rank's death is an error in another rank's collective, which may be known first.
+                pending = [task for task in tasks if not task.done()]
+                left = deadline - asyncio.get_running_loop().time()
+                if not pending or left <= 0:
+                    break
+                await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if failed:
+            rank, error = failed[0]
+            if severity(error) != _ORDINARY:
+                raise self._died(rank, error) from error
+            raise error
         return [task.result() for task in tasks]
+
+    def _died(self, rank: int, error: BaseException) -> LearnerDied:
+        log = self.config.run_dir / "logs" / f"{self.role}_rank{rank}.log"
+        node = f" on {self.nodes[rank]}" if self.nodes else ""
+        what = "died" if isinstance(error, _DEATHS) else "lost its device or its links"
+        return LearnerDied(f"{self.role} rank {rank}{node} {what} ({log}): {_in_one_line(error)}")
 
 
 async def _await(reference: Any) -> Any:
     return await reference
+
+
+_DEATH, _ORDINARY, _LINK = range(3)
+
+
+def severity(error: BaseException) -> int:
+    """Which of several ranks' errors tells the cause: the smallest. Death, then errors of code or input, then links."""
+    if isinstance(error, _DEATHS):
+        return _DEATH
+    cause = getattr(error, "cause", None) or error
+    names = {kind.__name__ for kind in type(cause).__mro__}
+    # gloo raises plain RuntimeErrors; subclasses, as of a weight sync or a checkpoint, may only quote it.
+    broken = bool(names & set(_BROKEN_LINKS)) or (type(cause) is RuntimeError and "gloo" in str(cause))
+    return _LINK if broken else _ORDINARY
+
+
+def _failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:
+    """(rank, error) of the calls that failed, the most telling first."""
+    errors = [(rank, task.exception()) for rank, task in enumerate(tasks) if task.done() and not task.cancelled()]
+    found = [(rank, error) for rank, error in errors if error is not None]
+    return sorted(found, key=lambda pair: severity(pair[1]))
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = str(getattr(error, "cause", None) or error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,6 +64,12 @@ def node_ids(config: Config) -> tuple[str, ...]:
             "cluster.ray_address=auto"
         )
     return tuple(node["NodeID"] for node in sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeName"])))
+
+
+def lost_nodes(node_ids: Sequence[str]) -> list[str]:
+    """Names of those of this run's nodes that have left Ray."""
+    known = {node["NodeID"]: node for node in ray.nodes()} if node_ids else {}
+    return [known[i]["NodeName"] if i in known else i for i in node_ids if i not in known or not known[i]["Alive"]]
 
 
 def _object_store_bytes() -> int:
