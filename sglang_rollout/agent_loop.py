@@ -49,6 +49,7 @@ class TrajectoryState:
     Attributes:
         turn: index of the assistant turn that is being sampled, or will be next.
         turn_start: where that turn begins in the response.
+        pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
         seconds: time it was worked on, pauses left out.
         age: training steps for which it was paused.
     """
@@ -66,6 +67,7 @@ class TrajectoryState:
     tool_calls: list[ToolCall] = field(default_factory=list)
     turn: int = 0
     turn_start: int = 0
+    pending_calls: list[ParsedCall] = field(default_factory=list)
     seconds: float = 0.0
     age: int = 0
     finish_reason: FinishReason | None = None
@@ -109,6 +111,7 @@ class TrajectoryState:
             tool_calls=list(self.tool_calls),
             turn=self.turn,
             turn_start=self.turn_start,
+            pending_calls=list(self.pending_calls),
             seconds=self.seconds,
             reward_info=dict(self.reward_info),
         )
@@ -199,37 +202,36 @@ class AgentLoop:
         return True
 
     async def advance(self, state: TrajectoryState, generate: Generate) -> bool:
-        """One turn with its tool calls; False where the engine gave the request back unfinished."""
+        """Sample one turn, or answer the calls of the last one; False where the engine gave the request back."""
         deadline = self.config.max_wall_seconds - state.seconds
-        calls = await self.sample_turn(state, generate, deadline)
-        if calls is None:
-            return state.finish_reason is not None
-        if state.finish_reason is None:
-            await self.answer_calls(state, calls, deadline)
+        if deadline <= 0:
+            state.finish_reason = FinishReason.ABORTED
+        elif state.pending_calls:
+            await self.answer_calls(state, deadline)
+        else:
+            return await self.sample_turn(state, generate, deadline)
         return True
 
-    async def sample_turn(self, state: TrajectoryState, generate: Generate, deadline: float) -> list[ParsedCall] | None:
-        """Sample the rest of the turn and decide what it means: the calls to answer, or ``state.finish_reason`` is set.
+    async def sample_turn(self, state: TrajectoryState, generate: Generate, deadline: float) -> bool:
+        """Sample the rest of the turn and decide what it means: ``state.finish_reason``, or calls that are pending.
 
-        None: the request came back unfinished (paused), or there was nothing to request any more.
+        False: the request came back unfinished.
         """
         remaining = self.remaining(state)
         if remaining <= 0:
             state.finish_reason = FinishReason.LENGTH
-            return None
-        if deadline <= 0:
-            state.finish_reason = FinishReason.ABORTED
-            return None
+            return True
         began = time.monotonic()
         result = await generate(state, remaining, deadline)
         state.append_sampled(result)
         if result.finish_reason == "abort":
-            if time.monotonic() - began >= deadline:
-                state.finish_reason = FinishReason.ABORTED
-            return None
+            if time.monotonic() - began < deadline:
+                return False
+            state.finish_reason = FinishReason.ABORTED
+            return True
         if result.finish_reason == "length":
             state.finish_reason = FinishReason.LENGTH
-            return []
+            return True
         ended = result.matched_stop == self.glue.end_of_turn_id
         calls = []
         if ended == self.format.uses_chat_template:
@@ -243,17 +245,24 @@ class AgentLoop:
             state.finish_reason = FinishReason.TOOL_LIMIT
         elif self.remaining(state) <= 0:
             state.finish_reason = FinishReason.LENGTH
-        return calls
+        else:
+            state.pending_calls = calls
+        return True
 
-    async def answer_calls(self, state: TrajectoryState, calls: Sequence[ParsedCall], deadline: float) -> None:
-        """Run the calls of a turn side by side and append their results; the next turn may begin."""
+    async def answer_calls(self, state: TrajectoryState, deadline: float) -> None:
+        """Run the pending calls side by side and append their results; the next turn may begin.
+
+        Cancelled while the calls run, it leaves the state as it was, and they run again later.
+        """
+        calls = state.pending_calls
         try:
-            async with asyncio.timeout(max(0.0, deadline)):
+            async with asyncio.timeout(deadline):
                 records, texts = zip(*await asyncio.gather(*(self._call(call) for call in calls)), strict=True)
         except TimeoutError:
             state.finish_reason = FinishReason.ABORTED
             return
         rendered = self.glue.render(texts)
+        state.pending_calls = []
         for record, tokens, truncated in zip(records, rendered.result_tokens, rendered.truncated, strict=True):
             record.output_tokens, record.output_truncated = tokens, truncated
             state.tool_calls.append(record)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from megatron_retool.config import SamplingConfig
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 CONTROL_TIMEOUT_SECONDS = 60.0
+CLOSE_SECONDS = 2.0
 RETRY_BASE_SECONDS = 0.2
 RETRY_MAX_SECONDS = 5.0
 MAX_SUPPORT = 4096
@@ -147,6 +148,7 @@ class EngineClient:
         self.timeout_seconds = timeout_seconds
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
+        self._background: set[asyncio.Task[None]] = set()
 
     async def generate(
         self,
@@ -165,6 +167,8 @@ class EngineClient:
             EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
         """
 
+        call_limit = f"{CONTROL_TIMEOUT_SECONDS:.0f} s"
+
         async def attempt() -> GenerateResult:
             rid = uuid.uuid4().hex
             if on_start is not None:
@@ -174,12 +178,15 @@ class EngineClient:
                 if deadline_seconds is not None:
                     done, _ = await asyncio.wait({call}, timeout=max(0.0, deadline_seconds))
                     if not done:
-                        await self.abort(rid)
+                        await self._abort_quietly(rid)
+                        done, _ = await asyncio.wait({call}, timeout=CONTROL_TIMEOUT_SECONDS)
+                        if not done:
+                            raise EngineTimeout(self.base_url, f"/generate: no answer to an abort in {call_limit}")
                 return self._parse(await call, request.wants_filtered)
-            except (asyncio.CancelledError, EngineTimeout):
+            except (asyncio.CancelledError, EngineTimeout, EngineUnavailable):
                 call.cancel()
                 # The connection is gone, the request is not: it would go on using the engine.
-                await asyncio.shield(self._abort_quietly(rid))
+                self._in_background(self._abort_quietly(rid))
                 raise
 
         return await self._retrying(attempt)
@@ -232,6 +239,8 @@ class EngineClient:
         await self._post("/resume_memory_occupation", {"tags": list(tags)}, CONTROL_TIMEOUT_SECONDS)
 
     async def close(self) -> None:
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=CLOSE_SECONDS)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -252,6 +261,11 @@ class EngineClient:
                 # Full jitter: hundreds of trajectories lose their connection at the same moment.
                 await asyncio.sleep(random.uniform(0.0, min(RETRY_MAX_SECONDS, RETRY_BASE_SECONDS * 2**count)))
         raise AssertionError("unreachable")
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _abort_quietly(self, rid: str) -> None:
         with contextlib.suppress(EngineClientError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from sglang_rollout.turn_glue import Tokenizer
 logger = logging.getLogger(__name__)
 
 ABORT_REPEAT_SECONDS = 0.5
+STOP_SECONDS = 6.0
 MAX_ENGINE_FAILURES = 8
 """Requests of one trajectory that may fail on live engines before the run is told."""
 
@@ -361,20 +363,28 @@ class RolloutManager:
             session.close()
 
     async def _stop(self, running: _Running) -> None:
-        """Bring every trajectory of a stream to rest; those that were sampling keep what they have."""
+        """Bring every trajectory of a stream to rest; those that were sampling keep what they have.
+
+        Who is not at rest after STOP_SECONDS (a slow tool, an engine that does not answer) is cancelled: the request
+        or the calls that it waits for will be made again.
+        """
         running.pausing = True
-        while running.tasks:
+        deadline = time.monotonic() + STOP_SECONDS
+        while running.tasks and time.monotonic() < deadline:
             # A request that is still on its way to the engine is not known there yet: hence again and again.
-            await asyncio.gather(
-                *(engine.client.abort(rid) for rid, engine in list(running.requests.items())), return_exceptions=True
-            )
+            aborts = [asyncio.create_task(engine.client.abort(rid)) for rid, engine in running.requests.items()]
+            if aborts:
+                await asyncio.wait(aborts, timeout=ABORT_REPEAT_SECONDS)
+            for abort in aborts:
+                abort.cancel()
+            await asyncio.gather(*aborts, return_exceptions=True)
             tasks = set(running.tasks)
             if not tasks:
                 break
-            _, pending = await asyncio.wait(tasks, timeout=ABORT_REPEAT_SECONDS)
-            if not running.requests and not any(engine.alive for engine in self.router.engines):
-                for task in pending:
-                    task.cancel()
+            await asyncio.wait(tasks, timeout=ABORT_REPEAT_SECONDS)
+        for task in list(running.tasks):
+            task.cancel()
+        await asyncio.gather(*running.tasks, return_exceptions=True)
 
     async def _current_version(self) -> int:
         alive = [engine for engine in self.router.engines if engine.alive]

@@ -201,14 +201,16 @@ class WeightSync(ABC):
                     if expected is not None:
                         expected.add(bucket)
                     self._send(bucket)
-            finally:
-                self._end(version)
-            if not tensors:
-                raise WeightSyncError("there was no weight to send: export_weights yielded no bucket")
+                if not tensors:
+                    raise WeightSyncError("there was no weight to send: export_weights yielded no bucket")
+            except BaseException:
+                self._give_up()
+                raise
+            self._end(version)
             self._call_all("/flush_cache", {})
             self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         finally:
-            self._call_all("/continue_generation", {}, check=False)
+            self._call_all("/continue_generation", {}, timeout=PROBE_SECONDS, check=False)
         self._check_version(version)
         verified = self._check_checksums(expected) if expected is not None else 0
         return SyncReport(version, tensors, sent_bytes, time.monotonic() - began, verified)
@@ -224,10 +226,22 @@ class WeightSync(ABC):
         self.close()
 
     def _begin(self) -> None:
-        self._call_all("/begin_weight_update", {})
+        path = "/begin_weight_update"
+        try:
+            self._call_all(path, {})
+        except WeightSyncError as error:
+            if "already open" not in str(error):
+                raise
+            # Left behind by a learner that died while it was sending.
+            self._call_all("/end_weight_update", {}, check=False)
+            self._call_all(path, {})
 
     def _end(self, version: int) -> None:
         self._call_all("/end_weight_update", {})
+
+    def _give_up(self) -> None:
+        """Leave engines that answer in a state in which another push can begin."""
+        self._call_all("/end_weight_update", {}, timeout=PROBE_SECONDS, check=False)
 
     @abstractmethod
     def _send(self, bucket: Bucket) -> None:
@@ -335,13 +349,17 @@ class DiskWeightSync(WeightSync):
 
         assert self._partial is not None
         name = f"model-{len(set(self._files.values())) + 1:05d}.safetensors"
-        save_file({key: tensor.cpu().contiguous() for key, tensor in bucket}, self._partial / name)
+        # safetensors refuses tensors that share memory, as views of a bucket do.
+        copies = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in bucket}
+        save_file(copies, self._partial / name)
         self._files |= {key: name for key, _ in bucket}
         self._bytes += sum(tensor.nbytes for _, tensor in bucket)
 
+    def _give_up(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def _end(self, version: int) -> None:
-        if not self._files or self._partial is None:
-            return
+        assert self._partial is not None
         index = {"metadata": {"total_size": self._bytes}, "weight_map": self._files}
         (self._partial / "model.safetensors.index.json").write_text(json.dumps(index))
         for name in ("config.json", "generation_config.json"):

@@ -190,6 +190,23 @@ def test_a_paused_trajectory_goes_on_with_the_ids_it_had(tokenizer):
     assert [c.status for c in trajectory.tool_calls] == ["ok"]
 
 
+def test_calls_that_were_cut_off_run_again(tokenizer):
+    tools = ScriptedTools(seconds=5.0)
+    loop, engine = make_loop(tokenizer, tools), ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])
+    state = TrajectoryState([1], 0, 0)
+
+    async def interrupted():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(loop.run(state, engine), 0.1)
+
+    asyncio.run(interrupted())
+    assert len(state.pending_calls) == 1 and state.tool_calls == [] and state.finish_reason is None
+    tools.seconds = 0.0
+    assert asyncio.run(loop.run(state, engine))
+    whole = run(make_loop(tokenizer), ScriptedEngine(tokenizer, [CALL + END, ANSWER + END]))
+    assert state.response_ids == whole.response_ids and len(state.tool_calls) == 1 and len(tools.calls) == 2
+
+
 def test_older_tokens_can_be_taken_out_of_the_loss(tokenizer):
     state = TrajectoryState([1], 0, 0, finish_reason=FinishReason.STOP)
     state.append_sampled(GenerateResult([7, 8], [-1.0, -2.0], [3, 4], "stop"))

@@ -107,6 +107,7 @@ def test_a_dropped_connection_is_retried_under_a_new_id_and_nothing_is_duplicate
     server, result = generate(behaviour, on_start=seen.append)
     assert result.output_ids == [7, 8]
     assert [body["rid"] for body in server.bodies] == seen and len(set(seen)) == 3
+    assert server.aborted == seen[:2]
 
 
 def test_a_server_that_stays_away_is_unavailable_and_named():
