@@ -1,0 +1,44 @@
+"""An experiment's --quick form, and that a second call finds everything done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, FinishedRun
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quick_form_runs_and_is_not_run_twice(demo_run: FinishedRun, tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.mismatch.collapse_and_cure", "--quick", "--base", str(demo_run.run_dir),
+        "--output", str(tmp_path), f"reward.function={demo_run.run_dir.parent / 'reward.py'}:compute_score",
+    ]  # fmt: skip
+
+    def run() -> str:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run()
+    directory = tmp_path / "quick" / "collapse_and_cure"
+    rows = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+    assert [(row["arm"], row["seed"], row["steps"]) for row in rows] == [("uncorrected", 0, 2), ("geometric_mis", 0, 2)]
+    for row in rows:
+        assert row["max_k3_kl"] > 1e-7  # float32 on both sides gives 1e-12
+        assert row["max_grad_norm"] > 0
+        report = directory / f"{row['arm']}_seed0" / "report"
+        figures = {(r["split"], r["category"]): r for r in json.loads((report / "mismatch.json").read_text())}
+        assert figures["all", "all"]["mean_abs_difference"] > 1e-4
+    assert (directory / "curves.png").exists()
+
+    began = time.monotonic()
+    assert run().count("done") == 2
+    assert time.monotonic() - began < 60
