@@ -406,6 +406,9 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     max_learner_restarts: int = 3
     """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
+    max_skipped_steps: int = 5
+    """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
+    that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
 
 

@@ -78,8 +78,7 @@ class Experience:
 async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Collected:
     """Generate until train_batch_size informative groups are there, or max_generation_rounds are spent (DAPO, 3.2).
 
-    Raises:
-        RuntimeError: no group at all is informative.
+    Nothing is kept where not one group is informative.
     """
     config = run.config
     wanted, dynamic = config.data.train_batch_size, config.algorithm.dynamic_sampling
@@ -98,11 +97,6 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
             decision = decide_refill(
                 len(kept), len(groups), wanted, rounds, dynamic.max_generation_rounds if dynamic.enable else 1
             )
-    if decision.action == "skip":
-        raise RuntimeError(
-            f"step {step}: all {len(groups)} groups of {rounds} rounds have equal rewards, so there is nothing to "
-            "learn from; raise algorithm.dynamic_sampling.max_generation_rounds or choose prompts of another difficulty"
-        )
     chosen = set(kept[: decision.groups])
     for group in groups:
         for trajectory in group:

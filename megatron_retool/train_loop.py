@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment
-from megatron_retool.cluster.health import LearnerRecovery
+from megatron_retool.cluster.health import LearnerRecovery, SkippedSteps, SkipReason, nonfinite_updates
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.estimates import (
@@ -35,7 +36,7 @@ from megatron_retool.run_state import (
     prune_checkpoints,
 )
 from megatron_retool.trainer_state import TrainerState
-from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
+from megatron_retool.trajectory import Trajectory, TrajectoryBatch, write_trajectories
 from megatron_retool.validation import validate
 
 
@@ -76,6 +77,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
         log = stack.enter_context(
             MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=run.console)
         )
+        skipped = SkippedSteps(config.trainer.max_skipped_steps)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
             log.log(0, await validate(run, step=0))
@@ -86,23 +88,17 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
             with timer.phase("step"):
                 with timer.phase("gen"):
                     collected = await experience.take(step)
-                batch = TrajectoryBatch.from_trajectories(collected.kept)
-                batch = await add_log_probs(run, batch, timer)
-                with timer.phase("adv"):
-                    batch, correction_metrics, skip = correct_rollout(config, batch, collected.kept, step - 1)
-                    batch, kl_metrics = add_advantages(batch, collected.kept, state)
-                updates = [] if skip else await update(run, batch, step, timer)
+                learned = await learn(run, state, collected.kept, timer)
+                batch = learned.batch
                 with timer.phase("weight_sync"):
                     sync_metrics = await run.sync_weights(step)
             metrics = {
                 **rollout_metrics(collected.generated),
                 **collected.metrics,
                 **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
-                **correction_metrics,
-                **kl_metrics,
-                **mean_metrics(updates),
+                **learned.metrics,
                 **sync_metrics,
-                "actor/skipped_updates": float(skip),
+                **skipped.record(step, learned.skipped),
                 **performance_metrics(int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size),
             }
             stored = config.run_dir / "rollouts" / f"step_{step:06d}"
@@ -118,10 +114,38 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
                 with timer.phase("save_checkpoint"):
                     await save(run, state, collected.prompt_state)
             log.log(step, metrics | timer.metrics())
+            skipped.check(step)
             if leaving and not last:
                 run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
                 return False
     return True
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step taught: its batch with every column, metrics, and why no weight was changed, if none was."""
+
+    batch: TrajectoryBatch
+    metrics: dict[str, float]
+    skipped: SkipReason | None
+
+
+async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], timer: StepTimer) -> Learned:
+    """Log-probs, correction, advantages and update of one step's trajectories."""
+    batch, step = TrajectoryBatch.from_trajectories(kept), state.step
+    if not kept:
+        return Learned(batch, {}, SkipReason.NO_SIGNAL)
+    batch = await add_log_probs(run, batch, timer)
+    with timer.phase("adv"):
+        batch, metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
+        batch, kl_metrics = add_advantages(batch, kept, state)
+    metrics |= kl_metrics
+    if beyond_limit:
+        return Learned(batch, metrics, SkipReason.MISMATCH)
+    if not batch.columns["keep"][batch.loss_mask].any():
+        return Learned(batch, metrics, SkipReason.REJECTED)
+    updates = await update(run, batch, step, timer)
+    return Learned(batch, metrics | mean_metrics(updates), SkipReason.NONFINITE if nonfinite_updates(updates) else None)
 
 
 async def update(run: Deployment, batch: TrajectoryBatch, step: int, timer: StepTimer) -> list[dict[str, float]]:

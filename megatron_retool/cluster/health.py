@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from megatron_retool.cluster.learner_group import LearnerDied
@@ -49,3 +52,70 @@ class LearnerRecovery:
                 return
             except LearnerDied as again:
                 error = again
+
+
+class SkipReason(Enum):
+    """Why a step changed no weight, and where to look. The value is a sentence of the diagnosis."""
+
+    NO_SIGNAL = (
+        "no group has different rewards: see dynamic_sampling/all_correct and all_wrong, rollout/acc/mean and "
+        "reward/failures; the prompts are too easy or too hard (choose others, or raise "
+        "algorithm.dynamic_sampling.max_generation_rounds), or the reward function gives everything the same score"
+    )
+    MISMATCH = (
+        "the batch's mismatch of engine and learner exceeds algorithm.rollout_correction.batch_k3_limit: see "
+        "rollout_corr/k3_kl and log_prob_abs_diff; a jump means that the engines serve other weights or precision than "
+        "the learner has (weight_sync.verify=true checks), a slow rise that training is becoming unstable"
+    )
+    REJECTED = (
+        "rollout correction and overlong filtering reject every token: see rollout_corr/masked_fraction and "
+        "overlong_filtered; the bounds are too narrow for this mismatch, or all responses are cut off"
+    )
+    NONFINITE = (
+        "every gradient is NaN or infinite: see actor/grad_norm, actor/entropy, actor/ppo_kl and rollout_corr/k3_kl "
+        "before it began; the weights may be NaN already (go back to an older checkpoint with "
+        "trainer.resume_mode=resume_path), or the step is too large (learner.optimizer.lr, clip_grad)"
+    )
+
+
+class SkippedSteps:
+    """Ends a run whose steps change no weight any more.
+
+    Args:
+        limit: ``trainer.max_skipped_steps``; 0 never ends the run.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: list[SkipReason] = []
+
+    def record(self, step: int, reason: SkipReason | None) -> dict[str, float]:
+        """actor/skipped_updates (0 or 1) and actor/skipped_in_a_row of a step; ``reason`` None: it changed weights."""
+        self._reasons = [] if reason is None else [*self._reasons, reason]
+        return {
+            "actor/skipped_updates": float(reason is not None),
+            "actor/skipped_in_a_row": float(len(self._reasons)),
+        }
+
+    def check(self, step: int) -> None:
+        """
+        Raises:
+            RuntimeError: ``limit`` steps up to ``step`` were skipped without a break; the message tells why.
+        """
+        if not self._limit or len(self._reasons) < self._limit:
+            return
+        counts = Counter(self._reasons).most_common()
+        raise RuntimeError(
+            f"steps {step - len(self._reasons) + 1} to {step} changed no weight "
+            f"(trainer.max_skipped_steps={self._limit}). "
+            + ". ".join(f"In {count} of them {reason.value}" for reason, count in counts)
+        )
+
+
+def nonfinite_updates(rows: Sequence[Mapping[str, float]]) -> bool:
+    """Whether actor or critic left out every update of a step. ``rows``: metrics of each update."""
+    for model in ("actor", "critic"):
+        own = [row for row in rows if f"{model}/grad_norm" in row]
+        if own and all(f"{model}/nonfinite_grad" in row for row in own):
+            return True
+    return False
