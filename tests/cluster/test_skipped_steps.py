@@ -121,7 +121,8 @@ def test_a_step_without_a_signal_asks_nothing_of_the_learner(tmp_path: Any) -> N
 
 
 def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
-    config = load_config(None, ["data.train_batch_size=1", "algorithm.dynamic_sampling.max_generation_rounds=2"])
+    sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
+    config = load_config(None, [*sizes, "algorithm.dynamic_sampling.max_generation_rounds=2"])
     rounds: list[int] = []
 
     async def stream(prompts: Any, *_: Any, **__: Any) -> Any:
