@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from omegaconf import OmegaConf
 
 from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
 from megatron_retool.estimates import read_estimates
@@ -161,11 +162,8 @@ def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> Path:
         FileNotFoundError, ValueError: as ``read_sample``.
         ValueError: the run was in bypass mode, where the learner's log-probs were not computed.
     """
-    from megatron_retool.config import load_config
-
     run_dir = Path(run_dir)
-    saved = run_dir / "config.yaml"
-    if saved.exists() and load_config(saved).algorithm.rollout_correction.bypass_old_log_probs:
+    if _was_bypass(run_dir / "config.yaml"):
         raise ValueError(
             f"{run_dir} took the engine's log-probs as the learner's (rollout_correction.bypass_old_log_probs): there "
             "is nothing to compare"
@@ -179,6 +177,14 @@ def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> Path:
     page = target / "mismatch.html"
     _write(page, _page(run_dir.name, pictures, rows))
     return page
+
+
+def _was_bypass(config_file: Path) -> bool:
+    # Not load_config: the run may be of another version of the project, whose keys were others.
+    if not config_file.exists():
+        return False
+    key = "algorithm.rollout_correction.bypass_old_log_probs"
+    return bool(OmegaConf.select(OmegaConf.load(config_file), key, default=False))
 
 
 def _draw(
