@@ -263,6 +263,12 @@ wait_for_ray() {
   return "$code"
 }
 
+# Stops Ray and removes what this start kept for its own use.
+clean_up() {
+  stop_ray
+  rm -rf "$MEGATRON_RETOOL_CONTROL_DIR"
+}
+
 # Ends Ray on every node, and at last by force: Slurm would otherwise wait half a minute for it when the job ends.
 stop_ray() {
   ((${#RAY_STEPS[@]})) || return 0
@@ -313,7 +319,12 @@ leave() {
   log "SIG$1: the driver shall finish its step, checkpoint and leave"
 }
 
-job_state() { squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true; }
+# The job's state; RUNNING where slurmctld does not answer, for then nobody is ending it.
+job_state() {
+  local state
+  state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" || true
+  echo "${state:-RUNNING}"
+}
 
 # Unix time until which the driver may take to leave: what Slurm leaves this job, less the time that stopping takes.
 leave_deadline() {
@@ -416,9 +427,12 @@ requeue() {
     exit 1
   fi
   log "$1: requeued, to resume from the last checkpoint"
-  scontrol requeue "$SLURM_JOB_ID" || die "scontrol requeue was refused: is the job submitted with --no-requeue?"
-  trap '' TERM
-  exit 0
+  trap '' TERM # with which Slurm ends this start
+  for _ in 1 2 3 4 5; do
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    sleep 10 # slurmctld may be restarting
+  done
+  die "scontrol requeue was refused: is the job submitted with --no-requeue?"
 }
 
 # Stops what runs, then ends the job or requeues it. Never returns.
@@ -427,7 +441,7 @@ finish() {
   state="$(job_state)"
   if [[ "$state" != RUNNING ]]; then
     log "Slurm is ending this job ($state)"
-    stop_ray
+    clean_up
     exit "$DRIVER_CODE"
   fi
   if [[ "$DRIVER_CODE" != 0 && -z "$LOST$LEAVING" && -n "$DRIVER" ]]; then
@@ -436,7 +450,7 @@ finish() {
     [[ -z "$unreachable" ]] || LOST="Slurm does not reach $unreachable any more"
     ! ray_ended || LOST="Ray ended on $(node_ended)"
   fi
-  stop_ray
+  clean_up
   if [[ -n "$REQUEUE" ]]; then
     requeue "the driver has checkpointed"
   elif [[ "$DRIVER_CODE" == 0 ]]; then

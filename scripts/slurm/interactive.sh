@@ -30,8 +30,8 @@ if [[ -z "$on_head" ]]; then
     bash "$here/interactive.sh" --on-head --config "$CONFIG" --nodes "$SUBMIT_NODES" "${OVERRIDES[@]}" -- "${COMMAND[@]}"
 fi
 
-trap stop_ray EXIT
 prepare_job
+trap clean_up EXIT
 start_ray
 wait_for_ray || die "Ray did not start"
 log "Ray is up: cluster.ray_address=auto cluster.nodes=${#NODES[@]} cluster.gpus_per_node=$GPUS_PER_NODE"

@@ -75,8 +75,7 @@ else
   done
 fi
 arguments+=(--node-ip-address="$own_address")
-# Inside Ray the address is an argument; as a variable it would make `ray start` join an older cluster.
-unset RAY_ADDRESS
+unset RAY_ADDRESS # the head must not take it for a cluster to join
 
 echo "$node ($own_address on $interface): ray start ${arguments[*]}"
 "$MEGATRON_RETOOL_RAY" start "${arguments[@]}" &

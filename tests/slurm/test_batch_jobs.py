@@ -160,6 +160,7 @@ def test_ray_on_every_node(slurm: VirtualCluster, submit: Submitter) -> None:
     assert arguments[-4:] == [
         "cluster.ray_address=auto", "cluster.nodes=2", "cluster.gpus_per_node=0", "trainer.resume_mode=auto"
     ]  # fmt: skip
+    assert not list(job.run_dir.joinpath("logs").glob(".slurm_*")), "the token is still there"
     for node in slurm.nodes:
         assert not [line for line in slurm.processes(node) if "ray" in line], f"Ray is still running on {node}"
         assert not list((slurm.directory / f"tmp.{node}").iterdir())
