@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.health import LearnerRecovery, SkippedSteps, SkipReason, nonfinite_updates
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
@@ -164,7 +164,7 @@ async def update(run: Deployment, batch: TrajectoryBatch, step: int, timer: Step
         with timer.phase("update_critic"):
             return [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
 
-    actor, critic = await asyncio.gather(update_actor(), update_critic())
+    actor, critic = await gather_or_cancel([update_actor(), update_critic()])
     return actor + critic
 
 

@@ -221,11 +221,11 @@ def total_training_steps(config: Config, num_prompts: int) -> int:
     return config.trainer.total_epochs * math.ceil(num_prompts / config.data.train_batch_size)
 
 
-async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
-    """Await all side by side; the first error cancels the others and is raised."""
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await all side by side and return what they return; the first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

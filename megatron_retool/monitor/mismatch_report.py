@@ -71,7 +71,7 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
     """The responses that were trained on, of at most ``max_steps`` steps spread evenly over the run.
 
     Raises:
-        FileNotFoundError: no step of the run has stored log-probs of the learner.
+        FileNotFoundError: no step of the run has stored log-probs of the learner, or none trained on anything.
         ValueError: a step's two files do not belong together.
     """
     directory = Path(run_dir) / "rollouts"
@@ -98,6 +98,8 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
             parts["responses"].append(np.full(count, responses))
             parts["steps"].append(np.full(count, step))
             responses += 1
+    if not responses:
+        raise FileNotFoundError(f"{directory}: no step trained on a response, so there is nothing to compare")
     return MismatchSample(**{name: np.concatenate(arrays) for name, arrays in parts.items()})
 
 

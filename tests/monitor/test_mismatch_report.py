@@ -74,6 +74,11 @@ def test_report_of_a_run(run_dir):
 def test_what_cannot_be_reported_is_said(run_dir, tmp_path_factory):
     with pytest.raises(FileNotFoundError, match="has not trained a step"):
         write_mismatch_report(tmp_path_factory.mktemp("empty"))
+    nothing = tmp_path_factory.mktemp("nothing")
+    write_estimates(TrajectoryBatch.from_trajectories([]), nothing / "rollouts" / "step_000001.learner.parquet")
+    write_trajectories([], nothing / "rollouts" / "step_000001.parquet")
+    with pytest.raises(FileNotFoundError, match="no step trained on a response"):
+        write_mismatch_report(nothing)
     write_trajectories([trajectory(5, [-1.0, -1.0, 0.0, -1.0])], run_dir / "rollouts" / "step_000002.parquet")
     with pytest.raises(ValueError, match=r"step_000002\.learner\.parquet: row \(0, 0\)"):
         write_mismatch_report(run_dir)
