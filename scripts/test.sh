@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, then linting, type checks and all tests.
-#   bash scripts/test.sh [pytest arguments]
+# Installs what is missing, then linting, type checks and the tests (about a quarter of an hour on two cores).
+#   bash scripts/test.sh [pytest arguments]      for example: -m slow, -m real_weights, tests/learner -k parity
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -8,6 +8,6 @@ bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 if [[ $# -eq 0 ]]; then
   "$bin/ruff" check .
   "$bin/mypy"
-  set -- -m "not real_weights"
+  set -- -m "not slow and not real_weights"
 fi
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec "$bin/python" -m pytest "$@"
