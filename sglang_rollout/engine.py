@@ -35,6 +35,9 @@ TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
 
+# As in the block-FP8 checkpoints that are published for Qwen3 and DeepSeek-V3.
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
 _TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -95,6 +98,8 @@ class EngineProcess:
         weight_version: version of the weights in ``model_path``, reported with every token.
         colocated: learner and engine take turns on the same GPUs, so weights and KV cache can be released.
         gpu_ids: CUDA devices of this server (CUDA_VISIBLE_DEVICES); None leaves the environment as it is.
+        weights_from_sync: the first weight sync comes before the first request, so an FP8 engine may start empty, in
+            the block-quantised layout that syncs have. Without it, SGLang quantises what is in ``model_path``.
         deterministic: honour ``sampling_seed`` of requests.
         threads: CPU threads of a server without CUDA.
         port: 0 takes any free port (again at every start).
@@ -110,6 +115,7 @@ class EngineProcess:
         weight_version: int = 0,
         colocated: bool = False,
         gpu_ids: Sequence[int] | None = None,
+        weights_from_sync: bool = False,
         deterministic: bool | None = None,
         threads: int = 1,
         host: str = "127.0.0.1",
@@ -123,6 +129,7 @@ class EngineProcess:
         self.weight_version = weight_version
         self.colocated = colocated
         self.gpu_ids = gpu_ids
+        self.weights_from_sync = weights_from_sync
         self.deterministic = config.random_seed is not None if deterministic is None else deterministic
         self.threads = threads
         self.host = host
@@ -277,8 +284,13 @@ class EngineProcess:
             arguments |= {"--enable-memory-saver": self.colocated}
             if self._is_mixture_of_experts():
                 arguments |= {"--ep-size": config.tensor_parallel_size}
-        if config.quantization is not None:
-            arguments |= {"--quantization": config.quantization}
+        if config.quantization is not None and "quantization_config" not in self._model_config():
+            if config.quantization == "fp8" and self.weights_from_sync:
+                # Synced weights come quantised in blocks; until the first sync there is nothing worth loading.
+                override = json.dumps({"quantization_config": BLOCK_FP8})
+                arguments |= {"--json-model-override-args": override, "--load-format": "dummy"}
+            else:
+                arguments |= {"--quantization": config.quantization}
         command = [sys.executable, "-m", "sglang.launch_server"]
         for flag, value in arguments.items():
             if value is True:
@@ -306,6 +318,9 @@ class EngineProcess:
                 # Compiling the seeded sampler would need a C++ compiler on the host.
                 "TORCHDYNAMO_DISABLE": "1",
             }
+            if self.config.tensor_parallel_size > 1:
+                # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
             if model_class := _MODEL_CLASSES.get(self._architecture()):
                 environment |= {
                     "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
@@ -332,6 +347,15 @@ class EngineProcess:
     def _architecture(self) -> str:
         architectures = self._model_config().get("architectures")
         return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+
+    def _cores_by_rank(self) -> str:
+        """Cores of each tensor-parallel rank, "0,1|2,3|…"; ranks share cores where there are too few."""
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = []
+        for rank in range(self.config.tensor_parallel_size):
+            places = range(rank * self.threads, (rank + 1) * self.threads)
+            ranks.append(",".join(str(cores[place % len(cores)]) for place in places))
+        return "|".join(ranks)
 
     def _is_mixture_of_experts(self) -> bool:
         return "Moe" in self._architecture()

@@ -28,7 +28,9 @@ CALL_LONG = hermes_call("print('x'*900)")
 CALL_UNKNOWN = hermes_call("1", name="no_such_tool")
 CALL_BROKEN = '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "\\d"}}\n</tool_call>'
 WORD, WORDS, ANSWER = "word", "words", "\\boxed{42}"
-PHRASES = [CALL, CALL_LONG, CALL_UNKNOWN, CALL_BROKEN, WORD, WORDS, ANSWER]
+# The closing tag lies across two tokens, and the second one goes on after it.
+CODE, CODE_END = "<code>\n```python\nprint(6*7)\n```\n</co", "de>\n"
+PHRASES = [CALL, CALL_LONG, CALL_UNKNOWN, CALL_BROKEN, WORD, WORDS, ANSWER, CODE, CODE_END]
 VOCABULARY = 320
 
 Table = dict[str, dict[str, float]]
@@ -42,6 +44,13 @@ TOOL_POLICY: Table = {
     CALL_LONG: {"<|im_end|>": 1.0},
     CALL_UNKNOWN: {"<|im_end|>": 1.0},
     CALL_BROKEN: {"<|im_end|>": 1.0},
+    ANSWER: {"<|im_end|>": 1.0},
+}
+RETOOL_POLICY: Table = {
+    "\n": {WORD: 0.4, CODE: 0.4, ANSWER: 0.2},
+    WORD: {WORD: 0.5, CODE: 0.5},
+    CODE: {CODE_END: 1.0},
+    CODE_END: {WORD: 1.0},
     ANSWER: {"<|im_end|>": 1.0},
 }
 ENDLESS_POLICY: Table = {"\n": {WORD: 1.0}, WORD: {WORD: 0.5, WORDS: 0.5}, WORDS: {WORD: 1.0}}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -59,6 +60,26 @@ def test_cuda_engine_gets_no_shim(model_directory, tmp_path, monkeypatch):
     assert flag(engine, "--tp-size") == "4" and flag(engine, "--mem-fraction-static") == "0.7"
     assert "--enable-memory-saver" in engine.command()
     assert "--device" not in engine.command() and "--skip-tokenizer-init" not in engine.command()
+
+
+def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_directory, tmp_path):
+    settings = {"quantization": "fp8"}
+    waiting = make_engine(model_directory, tmp_path, device="cuda", settings=settings, weights_from_sync=True)
+    override = json.loads(flag(waiting, "--json-model-override-args"))
+    assert override["quantization_config"]["weight_block_size"] == [128, 128]
+    assert flag(waiting, "--load-format") == "dummy" and flag(waiting, "--quantization") is None
+    alone = make_engine(model_directory, tmp_path, device="cuda", settings=settings)
+    assert flag(alone, "--quantization") == "fp8" and flag(alone, "--load-format") is None
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert flag(make_engine(quantized, tmp_path, device="cuda", settings=settings), "--quantization") is None
+
+
+def test_ranks_without_numa_nodes_are_told_their_cores(model_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    engine = make_engine(model_directory, tmp_path, settings={"tensor_parallel_size": 2}, threads=2)
+    assert engine.environment()["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,0"
 
 
 def test_the_learners_process_group_is_not_the_engines(model_directory, tmp_path, monkeypatch):

@@ -59,7 +59,9 @@ def model_directory(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def engine(model_directory, tmp_path_factory):
     config = make_config("rollout.engine.random_seed=7").rollout.engine
-    process = EngineProcess(config, model_path=model_directory, log_file=tmp_path_factory.mktemp("logs") / "engine.log")
+    process = EngineProcess(
+        config, model_path=model_directory, log_file=tmp_path_factory.mktemp("logs") / "engine.log", tokenizer=True
+    )
     process.start()
     yield process
     process.stop()
@@ -326,6 +328,30 @@ def test_stop_token_is_part_of_the_output(engine, tokenizer):
     assert (result.finish_reason, result.matched_stop, result.output_ids[-1]) == ("stop", end, end)
 
 
+def test_stop_strings_end_a_turn_and_lose_no_token(engine, tokenizer):
+    model = table_model(tokenizer, markov_policy.RETOOL_POLICY)
+    serve(engine, model)
+    config = make_config("rollout.multi_turn.format=retool", "rollout.multi_turn.max_assistant_turns=6")
+    tools = ScriptedTools()
+
+    async def scenario():
+        async with RolloutManager(config, tokenizer, [engine.base_url], tools) as manager:
+            return await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=4))
+
+    trajectories = [trajectory for group in asyncio.run(scenario()) for trajectory in group]
+    assert {t.finish_reason for t in trajectories} <= {FinishReason.STOP, FinishReason.TOOL_LIMIT}
+    assert set(map(str, tools.calls)) == {str(("code_interpreter", {"code": "print(6*7)"}))}
+    for trajectory in trajectories:
+        text = tokenizer.decode(trajectory.response_ids.tolist())
+        answered = len(trajectory.tool_calls)
+        assert text.count("</code>\n\n<interpreter>\n42\n</interpreter>\n") == answered
+        assert text.count("</code>") == answered + (trajectory.finish_reason is FinishReason.TOOL_LIMIT)
+        mask = trajectory.loss_mask
+        expected = hf_log_probs(model, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
+        assert np.abs(trajectory.rollout_log_probs[mask] - expected[mask]).max() < 2e-5
+    assert max(len(t.tool_calls) for t in trajectories) >= 2
+
+
 def test_a_refused_request_is_a_clear_error(engine, tokenizer):
     async def scenario(client):
         with pytest.raises(EngineRejected, match="context length"):
@@ -459,6 +485,23 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
         expected = hf_log_probs(policy, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
         mask = trajectory.loss_mask
         assert np.abs(trajectory.rollout_log_probs[mask] - expected[mask]).max() < 2e-5
+
+
+@pytest.mark.slow
+def test_tensor_parallel_engine_takes_and_verifies_weights(tokenizer, model_directory, tmp_path):
+    config = make_config("rollout.engine.tensor_parallel_size=2").rollout.engine
+    with EngineProcess(config, model_path=model_directory, log_file=tmp_path / "engine.log") as process:
+        for version, kind in ((1, TensorWeightSync), (2, DistributedWeightSync)):
+            model = markov_policy.random_model(tokenizer, 10 + version)
+            with kind([process.base_url], timeout_seconds=60, verify=True) as sync:
+                assert sync.push(markov_policy.buckets(model), version).verified_tensors > 20
+
+            async def greedy(client):
+                return await client.generate(GenerateRequest([5, 6, 7, 8], 12, GREEDY))
+
+            result = on_client(process, greedy)
+            expected = hf_log_probs(model, [5, 6, 7, 8], result.output_ids)
+            assert np.abs(np.array(result.log_probs) - expected).max() < 2e-5
 
 
 def test_all_engines_dead_is_an_error_not_a_hang(tokenizer):
