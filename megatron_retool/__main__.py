@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
 INTERRUPTED = 130
 REQUEUE = 85
-"""Exit code after SIGUSR1: the step under way was finished and checkpointed, and there is more to train."""
+"""Exit code after SIGUSR1 (the step under way was finished and checkpointed) and of a run that hung: there is more to
+train, from the last checkpoint."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,11 +98,16 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
 
 def train(config: Config, console: Console) -> int:
-    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave (SIGUSR1)."""
+    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave (SIGUSR1) or ended because it hung."""
+    from megatron_retool.cluster.hang_watchdog import RunHung
     from megatron_retool.train_loop import train as loop
 
     leave = asyncio.Event()
-    return 0 if run_async(loop(config, console, leave), leave) else REQUEUE
+    try:
+        return 0 if run_async(loop(config, console, leave), leave) else REQUEUE
+    except RunHung as error:
+        console.print("[bold red]error:[/]", escape(str(error)), highlight=False)
+        return REQUEUE
 
 
 def run_async(coroutine: Coroutine[Any, Any, Result], leave: asyncio.Event | None = None) -> Result:

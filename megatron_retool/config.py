@@ -409,6 +409,10 @@ class TrainerConfig:
     max_skipped_steps: int = 5
     """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
     that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
+    hang_timeout_seconds: float = 3600.0
+    """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
+    hang_action: str = choice("dump", "abort")
+    """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
 
 

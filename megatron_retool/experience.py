@@ -150,6 +150,7 @@ async def generate_round(
                 await asyncio.to_thread(run.rewards.score, group)
             groups.append(group)
             progress.advance(len(group))
+            run.watchdog.progress("gen")
             if partial.enable and len(groups) == count:
                 break
     return sorted(groups, key=lambda group: group[0].group_id)

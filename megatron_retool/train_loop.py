@@ -53,7 +53,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
     if resume is not None and resume.step == config.trainer.total_steps:
         console.print(f"{resume.path} is the last step already: nothing to train")
         return True
-    async with Deployment(config, console) as run:
+    async with Deployment(config, console) as run, run.watchdog:
         run.checkpoint = resume
         recovery = LearnerRecovery(run)
         while True:
@@ -70,8 +70,9 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
         LearnerDied: a rank of learner or critic is gone.
     """
     config = run.config
-    state = await restore(run)
-    await run.sync_weights(state.step)
+    with run.watchdog.watch(StepTimer()).phase("restore"):
+        state = await restore(run)
+        await run.sync_weights(state.step)
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(
@@ -84,7 +85,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
         while state.step < run.total_steps:
             state.step += 1
             step = state.step
-            timer = StepTimer()
+            timer = run.watchdog.watch(StepTimer())
             with timer.phase("step"):
                 with timer.phase("gen"):
                     collected = await experience.take(step)

@@ -34,6 +34,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
             await asyncio.to_thread(run.rewards.score, group)
             trajectories += group
             progress.advance(len(group))
+            run.watchdog.progress("testing")
     trajectories.sort(key=lambda t: (t.group_id, t.index))
     texts = [run.decode(t) for t in trajectories]
     write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)

@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
+from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.cluster.placement import check_weight_sync, needs_critic, plan_placement
-from megatron_retool.cluster.runtime import lost_nodes, node_ids, ray_runtime
+from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -57,6 +58,7 @@ class Deployment:
         """Version of the weights that the engines serve: the number of the last completed step."""
         self.checkpoint: Checkpoint | None = None
         """Newest complete checkpoint of this run, which a learner that is built anew starts from."""
+        self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Deployment:
@@ -208,6 +210,10 @@ class Deployment:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
                 self.console.print(f"[yellow]engine {new_url} is back without the current weights: {error}[/]")
         return new_url
+
+    def _stacks_of_nodes(self) -> list[tuple[str, str]]:
+        """A private Ray's processes are the driver's children; others are asked for."""
+        return [] if self.config.cluster.ray_address == "local" else ray_node_stacks(all_node_ids())
 
     def decode(self, trajectory: Trajectory) -> tuple[str, str]:
         """Prompt and response as text, special tokens included."""

@@ -46,6 +46,11 @@ def ray_runtime(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
+def all_node_ids() -> list[str]:
+    """Ray's ids of all nodes that are alive."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
 def node_ids(config: Config) -> tuple[str, ...]:
     """Ray's ids of this run's nodes, the driver's first; none on a single node, where there is nothing to choose.
 

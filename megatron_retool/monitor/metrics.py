@@ -79,17 +79,32 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 class StepTimer:
-    """Seconds by phase of one step, as timing_s/<phase>. Phases of the same name add up."""
+    """Seconds by phase of one step, as timing_s/<phase>. Phases of the same name add up.
+
+    Attributes:
+        running: phases under way, the latest last.
+        last_change: time.monotonic() when a phase last began or ended, or ``touch`` was called.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.running: list[str] = []
+        self.touch()
+
+    def touch(self) -> None:
+        """Note that the phase under way is getting on."""
+        self.last_change = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.running.append(name)
+        self.touch()
         try:
             yield
         finally:
+            self.running.remove(name)
+            self.touch()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

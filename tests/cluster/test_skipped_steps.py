@@ -136,6 +136,7 @@ def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
     run: Any = SimpleNamespace(
         config=config,
         console=Console(quiet=True),
+        watchdog=SimpleNamespace(progress=lambda phase: None),
         rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_groups=0, paused_group_ids=[]),
         rewards=SimpleNamespace(score=lambda group: None, take_metrics=dict),
         prompts=SimpleNamespace(

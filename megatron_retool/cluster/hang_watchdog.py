@@ -1,0 +1,222 @@
+"""Notices that a run stands still, and writes down where every process of it stands.
+
+A hang is a phase of a step (see ``StepTimer``) without any progress for ``trainer.hang_timeout_seconds``. The stacks
+then go to logs/stacks_<time>_<phase>.txt: of the driver (threads and asyncio tasks), and by py-spy of every Python
+process below it and, on several nodes, below the other nodes' Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TextIO
+
+import psutil
+from rich.console import Console
+
+from megatron_retool.config import Config
+from megatron_retool.monitor.metrics import StepTimer
+
+DUMP_SECONDS = 30.0
+"""Longest look at one process."""
+ABORT_GRACE_SECONDS = 60.0
+"""How long a driver that is told to end may go on; then it is ended, and its children with it."""
+
+
+class RunHung(RuntimeError):
+    """The run stood still, and ``trainer.hang_action`` is abort. The message names phase and stacks."""
+
+
+class HangWatchdog:
+    """Watches ``StepTimer``s from a thread of its own, for the length of an ``async with`` block.
+
+    Args:
+        remote_stacks: (node name, stacks) of other nodes; may block.
+
+    Raises:
+        RunHung: at the end of the block, which is cancelled, where the run hangs and ``trainer.hang_action`` is abort.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        remote_stacks: Callable[[], Iterable[tuple[str, str]]] = tuple,
+    ) -> None:
+        self._logs = config.run_dir / "logs"
+        self._timeout = config.trainer.hang_timeout_seconds
+        self._abort = config.trainer.hang_action == "abort"
+        self._console = console
+        self._remote_stacks = remote_stacks
+        self._timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
+        self._ended = threading.Event()
+        self._error: RunHung | None = None
+
+    def watch(self, timer: StepTimer) -> StepTimer:
+        """From now on ``timer``'s phases count."""
+        self._timers.add(timer)
+        return timer
+
+    def progress(self, phase: str) -> None:
+        """The phase called so is alive; for phases in which much happens one after another."""
+        for timer in list(self._timers):
+            if phase in timer.running:
+                timer.touch()
+
+    async def __aenter__(self) -> HangWatchdog:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        if self._timeout > 0:
+            threading.Thread(target=self._run, name="hang-watchdog", daemon=True).start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._error is not None and isinstance(error, asyncio.CancelledError):
+            assert self._task is not None
+            self._task.uncancel()
+            raise self._error from error
+
+    def _run(self) -> None:
+        reported: tuple[int, float] | None = None
+        while not self._ended.wait(min(self._timeout / 4, 10.0)):
+            stuck = self._stuck()
+            if stuck is None or stuck == reported:
+                continue
+            reported = stuck
+            self._report(next(timer for timer in list(self._timers) if id(timer) == stuck[0]))
+            if self._abort:
+                self._end_run()
+                return
+
+    def _stuck(self) -> tuple[int, float] | None:
+        """Identity of a hang: which timer, and since when it has not moved."""
+        now = time.monotonic()
+        for timer in list(self._timers):
+            if timer.running and now - timer.last_change > self._timeout:
+                return id(timer), timer.last_change
+        return None
+
+    def _report(self, timer: StepTimer) -> None:
+        phase, seconds = (timer.running or ["?"])[-1], time.monotonic() - timer.last_change
+        path = self._logs / f"stacks_{time.strftime('%Y%m%d-%H%M%S')}_{phase}.txt"
+        what = f"no progress in phase {phase} for {seconds:.0f} s (trainer.hang_timeout_seconds={self._timeout:g})"
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(what + "\n")
+                write_driver_stacks(file, self._loop)
+                write_process_stacks(file, psutil.Process())
+                for node, text in self._remote_stacks():
+                    file.write(f"\n===== node {node}\n{text}")
+            where = f"the stacks of every process are in {path}"
+        except Exception as error:  # the watchdog goes on whatever a look at a sick run meets
+            where = f"the stacks in {path} are incomplete: {error}"
+        self._console.print(f"[bold red]{what}; {where}[/]", highlight=False)
+        if self._abort:
+            self._error = RunHung(
+                f"{what}; {where}. trainer.hang_action=abort ends the run, which resumes from its last checkpoint"
+            )
+
+    def _end_run(self) -> None:
+        assert self._task is not None
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        if not self._ended.wait(ABORT_GRACE_SECONDS):
+            self._console.print("[bold red]the driver itself hangs: ending it[/]")
+            os._exit(1)
+
+
+def write_driver_stacks(file: TextIO, loop: asyncio.AbstractEventLoop) -> None:
+    """Stacks of this process's threads and of the tasks of ``loop``."""
+    file.write(f"\n===== driver, process {os.getpid()}: threads\n")
+    file.flush()
+    faulthandler.dump_traceback(file, all_threads=True)
+    file.write("\n===== driver: tasks\n")
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=file)
+    file.flush()
+
+
+def write_process_stacks(file: TextIO, root: psutil.Process) -> None:
+    """Stacks of every Python process below ``root``, one section each, as py-spy sees them."""
+    found = [process for process in root.children(recursive=True) if _is_python(process)]
+    with ThreadPoolExecutor(4) as pool:
+        for process, text in zip(found, pool.map(lambda process: py_spy_dump(process.pid), found), strict=True):
+            file.write(f"\n===== process {process.pid}: {_command(process)}\n{text}\n")
+            file.flush()
+
+
+def py_spy_dump(pid: int) -> str:
+    """The stacks of a Python process, or the reason why they cannot be had."""
+    folder = os.path.dirname(sys.executable)
+    program = shutil.which("py-spy", path=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        return "py-spy is not installed: pip install py-spy"
+    command = [program, "dump", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"py-spy saw nothing in {DUMP_SECONDS:.0f} s"
+    if done.returncode:
+        return (
+            f"py-spy: {done.stderr.strip()} (it needs the right to trace: root, the capability SYS_PTRACE, or "
+            "kernel.yama.ptrace_scope=0)"
+        )
+    return done.stdout
+
+
+def ray_node_stacks(node_ids: Sequence[str], timeout_seconds: float = 120.0) -> list[tuple[str, str]]:
+    """(node, stacks) of every Python process below Ray on each of ``node_ids``."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(_below_ray)
+    calls = [
+        look.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in node_ids
+    ]
+    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_seconds)
+    found = []
+    for node, call in zip(node_ids, calls, strict=True):
+        try:
+            found.append(ray.get(call) if call in ready else (node, f"no answer in {timeout_seconds:.0f} s\n"))
+        except Exception as error:
+            found.append((node, f"{error}\n"))
+    return found
+
+
+def _below_ray() -> tuple[str, str]:
+    import io
+    import socket
+
+    file = io.StringIO()
+    raylet = psutil.Process().parent()
+    if raylet is not None:
+        write_process_stacks(file, raylet)
+    return socket.gethostname(), file.getvalue()
+
+
+def _is_python(process: psutil.Process) -> bool:
+    try:
+        return "python" in os.path.basename(process.exe()) and process.pid != os.getpid()
+    except psutil.Error:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:300]
+    except psutil.Error:
+        return "ended"

@@ -1,0 +1,132 @@
+"""A run that stands still: stacks of every process, and its end where that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_retool.cluster import hang_watchdog
+from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_dump
+from megatron_retool.config import load_config
+from megatron_retool.monitor.metrics import StepTimer
+
+CHILD = (
+    "import time\ndef stuck_in_the_child():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_in_the_child()"
+)
+
+
+def watchdog(tmp_path: Path, console: Console, action: str = "dump", **options: Any) -> HangWatchdog:
+    config = load_config(
+        None,
+        [f"trainer.runs_dir={tmp_path}", "trainer.hang_timeout_seconds=0.8", f"trainer.hang_action={action}"],
+    )
+    return HangWatchdog(config, console, **options)
+
+
+def stacks(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "experiment" / "logs").glob("stacks_*.txt"))
+
+
+async def waiting_for_an_engine(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def test_stacks_of_driver_children_and_other_nodes_are_written_once(tmp_path: Path) -> None:
+    console = Console(record=True, width=400)
+
+    async def hang() -> None:
+        async with watchdog(tmp_path, console, remote_stacks=lambda: [("node7", "stuck_over_there\n")]) as dog:
+            timer = dog.watch(StepTimer())
+            with timer.phase("step"), timer.phase("update_actor"):
+                await waiting_for_an_engine(2.5)
+
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        asyncio.run(hang())
+    finally:
+        child.kill()
+        child.communicate()
+    (path,) = stacks(tmp_path)
+    assert path.name.endswith("_update_actor.txt")
+    text = path.read_text()
+    for words in ("no progress in phase update_actor", "waiting_for_an_engine", "driver, process"):
+        assert words in text
+    # Containers may forbid tracing; the file then tells what would allow it.
+    traced = "stuck_in_the_child" in text[text.index("===== process") :]
+    assert traced or "SYS_PTRACE" in text
+    assert "===== node node7\nstuck_over_there" in text
+    assert path.name in console.export_text()
+
+
+def test_progress_and_ended_phases_are_no_hang(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with watchdog(tmp_path, Console(quiet=True)) as dog:
+            timer = dog.watch(StepTimer())
+            with timer.phase("gen"):
+                for _ in range(8):
+                    await asyncio.sleep(0.15)
+                    dog.progress("gen")
+            for _ in range(3):
+                with timer.phase("update_actor"):
+                    await asyncio.sleep(0.15)
+            await asyncio.sleep(1.2)
+
+    asyncio.run(work())
+    assert stacks(tmp_path) == []
+
+
+def test_abort_ends_the_block_with_the_reason(tmp_path: Path) -> None:
+    cleaned = []
+
+    async def hang() -> None:
+        async with watchdog(tmp_path, Console(quiet=True), "abort") as dog:
+            with dog.watch(StepTimer()).phase("gen"):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    cleaned.append(True)
+
+    start = time.monotonic()
+    with pytest.raises(RunHung, match="no progress in phase gen.*stacks_.*_gen.txt.*resumes"):
+        asyncio.run(hang())
+    assert cleaned and time.monotonic() - start < 20
+
+
+def test_a_cancellation_from_outside_stays_one(tmp_path: Path) -> None:
+    async def cancelled() -> None:
+        async with watchdog(tmp_path, Console(quiet=True), "abort"):
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(1)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+def test_a_driver_that_cannot_be_cancelled_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(hang_watchdog, "ABORT_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(hang_watchdog.os, "_exit", codes.append)
+
+    async def blocked() -> None:
+        async with watchdog(tmp_path, Console(quiet=True), "abort") as dog:
+            with dog.watch(StepTimer()).phase("gen"):
+                deadline = time.monotonic() + 15
+                while not codes and time.monotonic() < deadline:
+                    time.sleep(0.05)  # the event loop itself does not run
+            await asyncio.sleep(0)
+
+    with pytest.raises(RunHung):
+        asyncio.run(blocked())
+    assert codes == [1]
+
+
+def test_no_process_no_stacks() -> None:
+    assert py_spy_dump(2**22 + 1).startswith("py-spy: ")
