@@ -418,11 +418,12 @@ class TensorWeightSync(WeightSync):
             offset = end
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        payload = _pickled({"flattened_tensor": flat, "metadata": metadata})
+        value = {"flattened_tensor": flat, "metadata": metadata}
         bodies = {
             url: {
-                # One entry for each tensor-parallel rank: all of them map the same memory and take their own part.
-                "serialized_named_tensors": [payload] * int(self._infos[url].get("tp_size") or 1),
+                # Every tensor-parallel rank of every engine maps the same memory and takes its own part. Each needs a
+                # handle of its own: a handle is one count on the memory, and the rank that opens it takes it down.
+                "serialized_named_tensors": [_pickled(value) for _ in range(int(self._infos[url].get("tp_size") or 1))],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
