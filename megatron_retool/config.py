@@ -404,6 +404,8 @@ class TrainerConfig:
     resume_mode: str = choice("auto", "disable", "resume_path")
     resume_from_path: str | None = None
     keep_checkpoints: int = 2
+    on_failed_save: str = choice("continue", "stop")
+    """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
     max_learner_restarts: int = 3
     """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
     max_skipped_steps: int = 5

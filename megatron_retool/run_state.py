@@ -13,6 +13,8 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from typing import Any
 from megatron_retool.config import Config, ConfigError
 
 _STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. Nothing is left of it, and older ones are intact."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +90,35 @@ def set_aside(run_dir: Path) -> Path | None:
     return target
 
 
+def workspace_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f".global_step_{step}.partial"
+
+
 def checkpoint_workspace(run_dir: Path, step: int) -> Path:
     """An empty directory to build the checkpoint of ``step`` in."""
-    path = run_dir / "checkpoints" / f".global_step_{step}.partial"
+    path = workspace_path(run_dir, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
+
+
+@contextmanager
+def checkpoint_attempt(run_dir: Path, step: int) -> Iterator[Path]:
+    """The workspace of the checkpoint of ``step``, which is removed where the block fails.
+
+    Raises:
+        SaveError: the disk is full or fails.
+    """
+    try:
+        yield checkpoint_workspace(run_dir, step)
+    except (OSError, SaveError) as error:
+        shutil.rmtree(workspace_path(run_dir, step), ignore_errors=True)
+        older = complete_checkpoints(run_dir)
+        raise SaveError(
+            f"the checkpoint of step {step} was not written: {error}. "
+            + (f"{older[-1].path} is intact" if older else "There is no older one")
+            + "; free some space, or lower trainer.keep_checkpoints"
+        ) from error
 
 
 def commit_checkpoint(workspace: Path, step: int, files: dict[str, dict[str, Any]]) -> Checkpoint:

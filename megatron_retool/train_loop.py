@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
-from megatron_retool.cluster.health import LearnerRecovery, SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.cluster.health import CheckpointSaves, LearnerRecovery, SkippedSteps, SkipReason, nonfinite_updates
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.estimates import (
@@ -30,7 +30,7 @@ from megatron_retool.experience import Experience
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
-    checkpoint_workspace,
+    checkpoint_attempt,
     commit_checkpoint,
     find_resume_point,
     prune_checkpoints,
@@ -78,6 +78,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
         log = stack.enter_context(
             MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=run.console)
         )
+        saves = CheckpointSaves(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
@@ -111,9 +112,10 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
                 with timer.phase("testing"):
                     metrics |= await validate(run, step)
             leaving = leave.is_set()
-            if last or leaving or state.save_due():
+            if last or leaving or state.save_due() or saves.overdue:
                 with timer.phase("save_checkpoint"):
-                    await save(run, state, collected.prompt_state)
+                    saving = save(run, state, collected.prompt_state)
+                    metrics |= await saves.attempt(saving, required=last or leaving)
             log.log(step, metrics | timer.metrics())
             skipped.check(step)
             if leaving and not last:
@@ -192,14 +194,18 @@ async def restore(run: Deployment) -> TrainerState:
 
 
 async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any]) -> None:
-    """A checkpoint that appears complete or not at all, then retention."""
-    workspace = checkpoint_workspace(run.config.run_dir, state.step)
-    await run.learner.save(workspace / "learner")
-    if run.critic is not None:
-        await run.critic.save(workspace / "critic")
+    """A checkpoint that appears complete or not at all, then retention.
+
+    Raises:
+        SaveError: the disk is full.
+    """
     files: dict[str, dict[str, Any]] = {
         "prompt_source.json": prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
-    run.checkpoint = commit_checkpoint(workspace, state.step, files)
+    with checkpoint_attempt(run.config.run_dir, state.step) as workspace:
+        await run.learner.save(workspace / "learner")
+        if run.critic is not None:
+            await run.critic.save(workspace / "critic")
+        run.checkpoint = commit_checkpoint(workspace, state.step, files)
     prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)

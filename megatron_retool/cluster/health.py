@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from megatron_retool.cluster.learner_group import LearnerDied
-from megatron_retool.run_state import Checkpoint
+from megatron_retool.config import Config
+from megatron_retool.run_state import Checkpoint, SaveError
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -52,6 +55,42 @@ class LearnerRecovery:
                 return
             except LearnerDied as again:
                 error = again
+
+
+class CheckpointSaves:
+    """Lets a run go on without a checkpoint that cannot be written, and says when to try again.
+
+    Attributes:
+        overdue: a checkpoint is missing, so each following step is to be saved until one is written.
+    """
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._stop = config.trainer.on_failed_save == "stop"
+        self._console = console
+        self._failed = 0
+
+    @property
+    def overdue(self) -> bool:
+        return self._failed > 0
+
+    async def attempt(self, save: Awaitable[None], *, required: bool) -> dict[str, float]:
+        """Await ``save``; checkpoint/failed_saves, how many have failed in a row.
+
+        Raises:
+            SaveError: it failed, and is ``required`` or ``trainer.on_failed_save`` is stop.
+        """
+        try:
+            await save
+            self._failed = 0
+        except SaveError as error:
+            if required or self._stop:
+                raise
+            self._failed += 1
+            self._console.print(
+                f"[bold red]{error}. Training goes on (trainer.on_failed_save), and the next step tries again[/]",
+                highlight=False,
+            )
+        return {"checkpoint/failed_saves": float(self._failed)}
 
 
 class SkipReason(Enum):

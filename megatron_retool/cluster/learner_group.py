@@ -17,6 +17,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, Worke
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
 from megatron_retool.config import Config
+from megatron_retool.run_state import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
 
 DEATH_NOTICE_SECONDS = 10.0
@@ -71,6 +72,16 @@ class LearnerWorker:
         """Run a method of the Learner; only rank 0's answer leaves the process."""
         result = getattr(self.learner, method)(*args, **kwargs)
         return result if self.rank == 0 else None
+
+    def save(self, directory: str) -> str | None:
+        """Write a checkpoint; why there is none, or None. The driver does not know Megatron's exceptions."""
+        from megatron_retool.learner.checkpoint import CheckpointError
+
+        try:
+            self.learner.save(directory)
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
 
     def sync_weights(self, engines: list[str], version: int) -> dict[str, float] | None:
         """Send the current weights to every engine; see sglang_rollout.weight_sync."""
@@ -137,7 +148,13 @@ class LearnerGroup:
         return await self._call("update_critic", ray.put(batch))
 
     async def save(self, directory: Path) -> None:
-        await self._call("save", str(directory.absolute()))
+        """
+        Raises:
+            SaveError: there is too little room, or writing failed.
+        """
+        reasons = [reason for reason in await self._all("save", str(directory.absolute())) if reason is not None]
+        if reasons:
+            raise SaveError(reasons[0])
 
     async def load(self, directory: Path) -> None:
         await self._call("load", str(directory.absolute()))
