@@ -411,6 +411,10 @@ class TrainerConfig:
     max_skipped_steps: int = 5
     """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
     that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
+    straggler_factor: float = 1.5
+    """A learner rank whose own part of the updates takes this many times the others' median is named; 0: none is."""
+    straggler_steps: int = 3
+    """Steps in a row after which it is named, and again after as many more."""
     hang_timeout_seconds: float = 3600.0
     """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
     hang_action: str = choice("dump", "abort")

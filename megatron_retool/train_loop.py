@@ -15,7 +15,14 @@ import numpy as np
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
-from megatron_retool.cluster.health import CheckpointSaves, LearnerRecovery, SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.cluster.health import (
+    CheckpointSaves,
+    LearnerRecovery,
+    SkippedSteps,
+    SkipReason,
+    StragglerWatch,
+    nonfinite_updates,
+)
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.estimates import (
@@ -79,6 +86,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
             MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=run.console)
         )
         saves = CheckpointSaves(config, run.console)
+        stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
@@ -101,6 +109,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
                 **learned.metrics,
                 **sync_metrics,
                 **skipped.record(step, learned.skipped),
+                **stragglers.record(run.learner, run.critic),
                 **performance_metrics(int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size),
             }
             stored = config.run_dir / "rollouts" / f"step_{step:06d}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from enum import Enum
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.config import Config
 from megatron_retool.run_state import Checkpoint, SaveError
 
@@ -91,6 +92,47 @@ class CheckpointSaves:
                 highlight=False,
             )
         return {"checkpoint/failed_saves": float(self._failed)}
+
+
+class StragglerWatch:
+    """Finds ranks that are slower than the others in their own part of the updates, step after step."""
+
+    minimum_excess_seconds = 1.0
+    """Less is noise, whatever the ratio."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._factor = config.trainer.straggler_factor
+        self._steps = config.trainer.straggler_steps
+        self._console = console
+        self._slow: Counter[tuple[str, int]] = Counter()
+
+    def record(self, *groups: LearnerGroup | None) -> dict[str, float]:
+        """perf/slowest_rank_ratio (for a critic with /critic behind it): the slowest rank's seconds to the others'
+        median. Ranks that a warning is due for are printed with their nodes."""
+        metrics = {}
+        for group in groups:
+            seconds = group.take_rank_seconds() if group is not None else []
+            if group is None or len(seconds) < 2 or min(seconds) <= 0:
+                continue
+            ratios = []
+            for rank, own in enumerate(seconds):
+                others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
+                ratios.append(own / others)
+                slow = own > self._factor * others and own - others > self.minimum_excess_seconds
+                self._count(group, rank, own, others, slow and self._factor > 0)
+            metrics[f"perf/slowest_rank_ratio{'' if group.role == 'learner' else '/' + group.role}"] = max(ratios)
+        return metrics
+
+    def _count(self, group: LearnerGroup, rank: int, own: float, others: float, slow: bool) -> None:
+        key = group.role, rank
+        self._slow[key] = self._slow[key] + 1 if slow else 0
+        if self._slow[key] and self._slow[key] % self._steps == 0:
+            self._console.print(
+                f"[yellow]straggler: {group.role} rank {rank} on {group.nodes[rank]} needed {own:.1f} s for its part "
+                f"of the updates, the median of the others is {others:.1f} s, {self._slow[key]} steps in a row: look "
+                "at its clocks and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE) and at other processes there[/]",
+                highlight=False,
+            )
 
 
 class SkipReason(Enum):

@@ -73,6 +73,10 @@ class LearnerWorker:
         result = getattr(self.learner, method)(*args, **kwargs)
         return result if self.rank == 0 else None
 
+    def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+        """``call`` of an update, and the seconds that this rank itself took for it (``Learner.own_seconds``)."""
+        return self.call(method, *args, **kwargs), self.learner.own_seconds
+
     def save(self, directory: str) -> str | None:
         """Write a checkpoint; why there is none, or None. The driver does not know Megatron's exceptions."""
         from megatron_retool.learner.checkpoint import CheckpointError
@@ -121,6 +125,7 @@ class LearnerGroup:
             ).remote(config, role, rank)
             for rank in range(config.learner.world_size)
         ]
+        self._seconds = [0.0] * len(self.workers)
 
     async def setup(self, total_optimizer_steps: int) -> None:
         try:
@@ -138,14 +143,25 @@ class LearnerGroup:
         return await self._call("log_probs", ray.put(batch), **kwargs)
 
     async def update(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
-        return await self._call("update", ray.put(batch), **kwargs)
+        return await self._update("update", batch, **kwargs)
 
     async def values(self, batch: TrajectoryBatch) -> Any:
         """Critic: float32 [T]."""
         return await self._call("values", ray.put(batch))
 
     async def update_critic(self, batch: TrajectoryBatch) -> dict[str, float]:
-        return await self._call("update_critic", ray.put(batch))
+        return await self._update("update_critic", batch)
+
+    async def _update(self, method: str, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
+        answers = await self._all("update", method, ray.put(batch), **kwargs)
+        self._seconds = [total + own for total, (_, own) in zip(self._seconds, answers, strict=True)]
+        metrics: dict[str, float] = answers[0][0]
+        return metrics
+
+    def take_rank_seconds(self) -> list[float]:
+        """Each rank's own seconds in updates since the last call: without its waiting for other data-parallel ranks."""
+        taken, self._seconds = self._seconds, [0.0] * len(self.workers)
+        return taken
 
     async def save(self, directory: Path) -> None:
         """

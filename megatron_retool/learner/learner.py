@@ -58,7 +58,8 @@ class Learner:
     """Model, optimizer and schedule of one rank.
 
     Attributes that other rooms read: ``model_chunks`` (this rank's virtual pipeline stages, DDP-wrapped),
-    ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``.
+    ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``, ``own_seconds`` (of this rank's
+    last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest).
 
     Args:
         config: the run's configuration; ``learner``, ``algorithm`` and ``trainer.seed`` are read.
@@ -98,6 +99,7 @@ class Learner:
         self.config = config
         self.role = role
         self._pending_save: Any = None
+        self.own_seconds = 0.0
         self.architecture = architecture
         self.layout = parallel.validate_layout(config.learner, architecture)
         self.device = parallel.resolve_device(config.learner.device)
@@ -134,7 +136,7 @@ class Learner:
         ]
         no_sync = [chunk.no_sync for chunk in self.model_chunks]
         self.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.transformer_config.finalize_model_grads_func = _sum_gradients
+        self.transformer_config.finalize_model_grads_func = self._timed_gradient_sum()
         cpu.fix_torch_adam()
         self.reset_optimizer(optimizer, total_optimizer_steps)
         self.packer = Packer(
@@ -344,7 +346,7 @@ class Learner:
         loss: Callable[[MicroBatch, Tensor], LossOutput],
         sum_over_context: bool = False,
     ) -> dict[str, float]:
-        start = time.perf_counter()
+        start = self._update_start = time.perf_counter()
         micro_batches = self.packer.micro_batches(batch, head_on)
         for chunk in self.model_chunks:
             chunk.train()
@@ -364,6 +366,16 @@ class Learner:
             metrics |= self.packer.balance_metrics(batch)
             metrics |= self._mfu(room, batch, time.perf_counter() - start)
         return metrics
+
+    def _timed_gradient_sum(self) -> Callable[..., None]:
+        @functools.wraps(_sum_gradients)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.own_seconds = time.perf_counter() - self._update_start
+            _sum_gradients(*args, **kwargs)
+
+        return timed
 
     def _step(self) -> tuple[bool, float]:
         """Clip and apply; returns whether the update was applied and the norm before clipping.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def test_metrics_of_an_update(model_dir: Path) -> None:
     assert {f"actor/{name}" for name in wanted} <= metrics.keys()
     assert metrics["global_seqlen/mean"] == sum(p + r for p, r in LENGTHS)
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_own_seconds_end_where_the_wait_for_other_ranks_begins(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = _learner(model_dir)
+    batch = _mini_batch(random_batch(LENGTHS))
+    from megatron_retool.learner import learner as learner_module
+
+    learner.update(batch)
+    assert learner.own_seconds > 0
+    monkeypatch.setattr(learner_module, "_sum_gradients", lambda *_, **__: time.sleep(1.0))
+    start = time.perf_counter()
+    learner.update(batch)
+    assert 0 < learner.own_seconds < time.perf_counter() - start - 1.0
 
 
 def test_bad_input_names_what_is_wrong(model_dir: Path) -> None:
