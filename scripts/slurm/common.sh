@@ -168,11 +168,12 @@ prepare_container() {
 build_step() {
   local nodes=() list="$1" tasks="$2"
   IFS=, read -ra nodes <<<"$list"
-  # Without explicit CPUs and memory the first step takes one core, or all memory, and the next waits for ever.
+  # Without explicit CPUs and memory the first step takes one core, or all memory, and the next waits for ever. Not
+  # --unbuffered: it gives the driver a terminal, and the job's output a picture of every frame of a progress line.
   STEP=(
     srun --overlap --nodes="${#nodes[@]}" --ntasks="$((${#nodes[@]} * tasks))" --ntasks-per-node="$tasks" --nodelist="$list"
     --cpus-per-task="$(((SLURM_CPUS_ON_NODE + tasks - 1) / tasks))" --cpu-bind=none --mem=0 --distribution=block
-    --kill-on-bad-exit=1 --unbuffered "${@:3}" "${CONTAINER_FLAGS[@]}" "${CONTAINER_PREFIX[@]}"
+    --kill-on-bad-exit=1 "${@:3}" "${CONTAINER_FLAGS[@]}" "${CONTAINER_PREFIX[@]}"
   )
 }
 

@@ -27,6 +27,7 @@ def main() -> int:
         "arguments": arguments,
         "host": socket.gethostname(),
         "directory": os.getcwd(),
+        "terminal": sys.stdout.isatty(),
         "environment": {name: os.environ.get(name) for name in names},
     }
     asked: list[int] = []

@@ -20,6 +20,7 @@ def test_ranks_spread_over_nodes(slurm: VirtualCluster, submit: Submitter) -> No
     records = [job.record(start=0, rank=rank) for rank in (0, 1)]
     assert [record["host"] for record in records] == ["node1", "node2"]
     assert {record["directory"] for record in records} == {str(ROOT)}
+    assert not any(record["terminal"] for record in records), "progress lines would fill the job's output"
     for rank, environment in enumerate(record["environment"] for record in records):
         assert environment["RANK"] == str(rank)
         assert environment["LOCAL_RANK"] == "0"
