@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """Peak memory and speed of the converters on a generated model, against a plain copy of the same files.
 
-    python benchmarks/conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--directory DIR]
+    python benchmarks/conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1] [--directory DIR]
 
 Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory of
 all processes together beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer).
@@ -132,13 +132,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--file-bytes", type=float, default=1e9, help="size of a safetensors file")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="target of hf_to_mcore: above 1, columns go through memory")
     parser.add_argument("--directory", type=Path, help="where to work; default: the system's temporary directory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        measure(Path(scratch), options.gigabytes * 1e9, int(options.file_bytes), options.processes)
+        measure(Path(scratch), options.gigabytes * 1e9, int(options.file_bytes), options.processes, options.tp)
 
 
-def measure(scratch: Path, nbytes: float, file_bytes: int, processes: int) -> None:
+def measure(scratch: Path, nbytes: float, file_bytes: int, processes: int, tp: int) -> None:
     largest, layer = make_model(scratch / "tiny", 0, file_bytes)
     idle = {script: run(SCRIPTS / script, "--help")[1] for script in ("hf_to_mcore.py", "mcore_to_hf.py")}
     largest, layer = make_model(scratch / "hf", nbytes, file_bytes)
@@ -149,7 +150,7 @@ def measure(scratch: Path, nbytes: float, file_bytes: int, processes: int) -> No
     print(f"model {size / 2**30:.2f} GiB, largest file {largest / 2**20:.0f} MiB, one layer {layer / 2**20:.0f} MiB")
     print(f"plain copy: {copied:.1f} s, {size / 2**30 / copied:.2f} GiB/s")
     for script, arguments in (
-        ("hf_to_mcore.py", ("--hf-dir", scratch / "hf", "--mcore-dir", scratch / "mcore")),
+        ("hf_to_mcore.py", ("--hf-dir", scratch / "hf", "--mcore-dir", scratch / "mcore", "--tp", str(tp))),
         ("mcore_to_hf.py", ("--mcore-dir", scratch / "mcore", "--hf-dir", scratch / "back")),
     ):
         command = (SCRIPTS / script, *arguments, "--processes", str(processes), "--overwrite")

@@ -166,13 +166,10 @@ def write_metadata(directory: Path, chunks: Iterable[Chunk], common: Mapping[str
     metadata = Metadata(tensors, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
     with open(directory / METADATA_NAME, "wb") as stream:
         pickle.dump(metadata, stream)
-        _sync(stream)
     with open(directory / COMMON_NAME, "wb") as stream:
         torch.save({**common, "content_metadata": dict(SHARDING_METADATA)}, stream)
-        _sync(stream)
     with open(directory / FORMAT_NAME, "w", encoding="utf-8") as text:
         json.dump(FORMAT, text)
-        _sync(text)
 
 
 class DistCheckpoint:
@@ -331,8 +328,3 @@ def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]
     described = torch.load(_create_file_view(stream, position, length), map_location="meta", weights_only=True)
     begin = position + described.untyped_storage()._checkpoint_offset
     return begin + described.storage_offset() * described.element_size(), described.is_contiguous()
-
-
-def _sync(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

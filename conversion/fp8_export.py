@@ -29,8 +29,30 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def is_quantized(mapping: Mapping) -> bool:
-    """Whether the scheme quantises the parameter: matrices of linear layers; not embeddings, router or output layer."""
-    return mapping.tp_dim is not None and len(mapping.mcore_shape) == 2 and mapping.layer is not None
+    """Whether the scheme quantises the parameter: linear layers, but not embedding, router and output layer.
+
+    Both sides of every matrix have to be multiples of 128: transformers takes the block size from the ratio of the
+    shapes and would otherwise scale with the wrong blocks, and engines refuse the checkpoint.
+    """
+    if mapping.tp_dim is None or mapping.layer is None or len(mapping.mcore_shape) != 2:
+        return False
+    return all(size % BLOCK == 0 for shape in mapping.hf_shapes for size in shape)
+
+
+def quantized_names(weight_map: WeightMap) -> frozenset[str]:
+    """Hugging Face names of the weights that the scheme quantises.
+
+    Raises:
+        ValueError: none, because the model's sizes are not multiples of 128.
+    """
+    names = frozenset(name for mapping in weight_map if is_quantized(mapping) for name in mapping.hf_names)
+    if not names:
+        architecture = weight_map.architecture
+        raise ValueError(
+            f"no linear layer can be quantised in {BLOCK} x {BLOCK} blocks: hidden_size={architecture.hidden_size} and "
+            f"the other sizes of this {architecture.family} model are not multiples of {BLOCK}"
+        )
+    return names
 
 
 def quantize_blockwise(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -67,12 +89,15 @@ def quantized_specs(spec: TensorSpec) -> list[TensorSpec]:
     rows, columns = spec.shape
     return [
         TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn),
-        TensorSpec(spec.name + SCALE_SUFFIX, (-(-rows // BLOCK), -(-columns // BLOCK)), torch.float32),
+        TensorSpec(spec.name + SCALE_SUFFIX, (rows // BLOCK, columns // BLOCK), torch.float32),
     ]
 
 
 def quantize_named(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-    """``quantize_blockwise`` under the names of a block-FP8 checkpoint; for engines too, at every weight sync."""
+    """``quantize_blockwise`` under the names of a block-FP8 checkpoint.
+
+    At a weight sync: for the names that ``quantized_names`` gives, and for no others.
+    """
     quantized, scale = quantize_blockwise(weight)
     return [(name, quantized), (name + SCALE_SUFFIX, scale)]
 

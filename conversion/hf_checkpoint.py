@@ -293,7 +293,8 @@ def write_file(
 ) -> None:
     """Write one safetensors file from a stream of contents, in the order of ``specs``.
 
-    It is made durable by ``new_directory``, together with its neighbours. A content is a tensor, or the byte ranges of other files that hold it. One is in memory at a time.
+    It is made durable by ``new_directory``, together with its neighbours. A content is a tensor, or the byte ranges of
+    other files that hold it. One is in memory at a time.
 
     Raises:
         HFCheckpointError: the stream departs from ``specs``.

@@ -66,9 +66,9 @@ def export(
         mcore_dir: output of ``hf_to_mcore.py``, a learner checkpoint, or the global_step_N directory that holds one.
         hf_config_dir: where config.json and the tokenizer are; None: ``mcore_dir``/hf.
         dtype: cast to it; None: keep what is stored.
-        fp8: quantise the linear layers in blocks of 128 x 128, see ``fp8_export``.
-        verify: compare the logits of both models on random tokens before the directory appears. With ``fp8``, the
-            full-precision model's logits are compared with the dequantised model's.
+        fp8: quantise the linear layers in blocks of 128 x 128, see ``fp8_export``. Layers whose sizes are not multiples
+            of 128 stay as they are; a model that has no others is a ValueError.
+        verify: compare the logits of both models on random tokens before the directory appears.
 
     Returns:
         As ``hf_to_mcore.convert``.
@@ -86,6 +86,8 @@ def export(
         check_tokenizer(companions)
     checkpoint = DistCheckpoint(mcore_dir)
     weight_map = WeightMap(architecture)
+    if fp8:
+        fp8_export.quantized_names(weight_map)  # raises where there is nothing to quantise
     files = plan_files(_specs(checkpoint, weight_map, dtype, fp8), max_file_bytes)
     total = sum(spec.nbytes for _, specs in files for spec in specs)
 

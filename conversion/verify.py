@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from conversion.architecture import Architecture
-from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise
+from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise, is_quantized, quantize_blockwise
 from conversion.hf_checkpoint import HFCheckpoint
+from conversion.weight_map import WeightMap, to_hf, to_mcore
 from conversion.workers import run_jobs
 
 NUM_SEQUENCES = 2
 SEQUENCE_LENGTH = 48
 RELATIVE_TOLERANCE = 1e-4
 """Of the largest logit. float32 round-off of a deep model stays well below it, a misplaced tensor far above."""
-FP8_RELATIVE_TOLERANCE = 0.25
-"""e4m3 has 3 bits of mantissa: a block-quantised model is near the original, not equal to it."""
 
 
 class VerificationError(ValueError):
@@ -51,10 +50,11 @@ def verify_logits(
     """The largest absolute difference of the two models' logits over random tokens.
 
     Args:
-        hf_dir: config and weights; with ``fp8``, block-quantised ones.
+        hf_dir: config and weights; with ``fp8``, block-quantised ones. The Megatron-Core model's weights are then
+            quantised and dequantised too, so that the two stay equal.
         mcore_dir: distributed checkpoint of the same model.
         dtype: what one of the two was cast to: both are rounded to it before they run.
-        tolerance: absolute; None: ``RELATIVE_TOLERANCE`` (``FP8_RELATIVE_TOLERANCE``) of the largest logit, or of 1.
+        tolerance: absolute; None: ``RELATIVE_TOLERANCE`` of the largest logit, or of 1 where that is smaller.
 
     Raises:
         VerificationError: the difference exceeds the tolerance or is not a number.
@@ -62,7 +62,7 @@ def verify_logits(
     comparison = _Comparison(architecture, Path(hf_dir), Path(mcore_dir), dtype, fp8)
     ((difference, largest),) = run_jobs(_compare, [comparison], lambda _: None)
     if tolerance is None:
-        tolerance = (FP8_RELATIVE_TOLERANCE if fp8 else RELATIVE_TOLERANCE) * max(largest, 1.0)
+        tolerance = RELATIVE_TOLERANCE * max(largest, 1.0)
     if not difference <= tolerance:
         raise VerificationError(
             f"verification failed: the logits of {hf_dir} and {mcore_dir} differ by up to {difference:.3e}, tolerance "
@@ -89,7 +89,7 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         del config.quantization_config
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
         model = model_class.from_pretrained(
-            None, config=config, state_dict=_dequantized(comparison.hf_dir), dtype=torch.float32
+            None, config=config, state_dict=dequantized(comparison.hf_dir), dtype=torch.float32
         ).eval()
     else:
         model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32).eval()
@@ -99,7 +99,8 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     return model.to(device)(ids.to(device)).logits[:, :-1].float().cpu()
 
 
-def _dequantized(hf_dir: Path) -> dict[str, Tensor]:
+def dequantized(hf_dir: Path) -> dict[str, Tensor]:
+    """Every tensor of a block-FP8 directory, the quantised ones as the float32 matrices that they stand for."""
     checkpoint = HFCheckpoint(hf_dir)
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     return {
@@ -133,6 +134,8 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     if comparison.dtype is not None:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(comparison.dtype))
+    if comparison.fp8:
+        _quantize_and_dequantize(model, architecture)
     model.eval()
 
     packer = Packer(
@@ -145,6 +148,18 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         logits[positions] = model(micro_batch, logits=True)[:, : architecture.vocab_size].float().cpu()
     parallel.shutdown()
     return logits.view(sequences, length - 1, -1)
+
+
+def _quantize_and_dequantize(model: torch.nn.Module, architecture: Architecture) -> None:
+    from megatron_retool.learner.weights import global_parameters
+
+    weight_map = WeightMap(architecture)
+    for name, parameter in global_parameters([model]):
+        # Vocabularies, which the model pads, are never quantised.
+        if is_quantized(weight_map[name]):
+            tensors = to_hf(weight_map[name], parameter).values()
+            rounded = [dequantize_blockwise(*quantize_blockwise(tensor)) for tensor in tensors]
+            parameter.copy_(to_mcore(weight_map[name], rounded))
 
 
 def _batch(ids: Tensor) -> Any:

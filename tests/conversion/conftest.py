@@ -22,16 +22,17 @@ def save_tokenizer(directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``model_directory(family, dtype)``: made once for each pair."""
-    made: dict[tuple[str, torch.dtype], Path] = {}
+    """``model_directory(family, dtype, **config)``: made once for each combination."""
+    made: dict[tuple[object, ...], Path] = {}
 
-    def make(family: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-        if (family, dtype) not in made:
+    def make(family: str, dtype: torch.dtype = torch.bfloat16, **config: int) -> Path:
+        key = (family, dtype, *config.items())
+        if key not in made:
             directory = tmp_path_factory.mktemp("models") / f"{family}-{str(dtype).removeprefix('torch.')}"
-            hf_model(family).to(dtype).save_pretrained(directory, max_shard_size="30KB")
+            hf_model(family, **config).to(dtype).save_pretrained(directory, max_shard_size="30KB")
             save_tokenizer(directory)
-            made[family, dtype] = directory
-        return made[family, dtype]
+            made[key] = directory
+        return made[key]
 
     return make
 

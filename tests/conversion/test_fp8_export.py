@@ -15,10 +15,12 @@ from conversion.fp8_export import (
     dequantize_blockwise,
     export_with_modelopt,
     quantize_blockwise,
+    quantized_names,
     read_calibration,
 )
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
+from conversion.weight_map import WeightMap
 from tests.conversion.conftest import assert_same_bits, read_all
 
 
@@ -57,35 +59,57 @@ def test_zero_blocks_have_scale_one() -> None:
     assert scale.tolist() == [[1.0]] and quantized.float().eq(0).all()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
-def test_blockwise_checkpoint(model_directory, family: str, tmp_path: Path) -> None:
-    source = model_directory(family)
+BLOCKS = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "kept_layers"),
+    [
+        ("qwen3_moe", {}, ["mlp.gate"]),
+        ("qwen3", {}, []),
+        # 200 is no multiple of 128: the SwiGLU stays as it is, and the config says so.
+        ("mistral", {"intermediate_size": 200}, ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]),
+    ],
+)
+def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers: list[str], tmp_path: Path) -> None:
+    source = model_directory(family, **{**BLOCKS, **change})
     convert(source, tmp_path / "mcore", processes=1)
     export(tmp_path / "mcore", tmp_path / "hf", fp8=True, processes=1, max_file_bytes=50_000)
     original, written = read_all(source), read_all(tmp_path / "hf")
-    scales = {name for name in written if name.endswith("_scale_inv")}
-    quantized = {name.removesuffix("_scale_inv") for name in scales}
-    projections = {name for name in original if name.endswith("_proj.weight")}
-    assert quantized == projections
+    kept = ["lm_head", *(f"model.layers.{layer}.{name}" for layer in range(2) for name in kept_layers)]
+    projections = {n for n in original if n.endswith("_proj.weight") and n.removesuffix(".weight") not in kept}
+    scales = {f"{name}_scale_inv" for name in projections}
+    assert projections == quantized_names(WeightMap(Architecture.from_pretrained(source)))
+    assert written.keys() == original.keys() | scales
     assert_same_bits(
-        {name: t for name, t in written.items() if name not in scales | quantized},
+        {name: t for name, t in written.items() if name not in scales | projections},
         {name: t for name, t in original.items() if name not in projections},
     )
-    for name in quantized:
+    for name in projections:
         expected, scale = quantize_blockwise(original[name])
         assert torch.equal(written[name].view(torch.uint8), expected.view(torch.uint8))
         assert torch.equal(written[f"{name}_scale_inv"], scale)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
-    kept = config.pop("modules_to_not_convert")
     assert config == {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
     }
-    layers = Architecture.from_pretrained(source).num_layers
-    routers = [f"model.layers.{i}.mlp.gate" for i in range(layers)] if family == "qwen3_moe" else []
-    assert kept == ["lm_head", *routers]
+
+
+def test_a_model_without_whole_blocks_is_refused(model_directory, tmp_path: Path) -> None:
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    with pytest.raises(ValueError, match="hidden_size=32 and the other sizes of this llama model are not multiples"):
+        export(tmp_path / "mcore", tmp_path / "hf", fp8=True)
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(("scheme", "algorithm"), [("fp8", "FP8"), ("nvfp4", "NVFP4")])
