@@ -147,6 +147,8 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
     batch, step = TrajectoryBatch.from_trajectories(kept), state.step
     if not kept:
         return Learned(batch, {}, SkipReason.NO_SIGNAL)
+    with timer.phase("turn"):
+        await run.turns.training()
     batch = await add_log_probs(run, batch, timer)
     with timer.phase("adv"):
         batch, metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
@@ -192,6 +194,7 @@ async def restore(run: Deployment) -> TrainerState:
     if resume is None:
         return state
     run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps})")
+    await run.turns.training()
     await run.learner.load(resume.learner)
     if run.critic is not None:
         await run.critic.load(resume.critic)
@@ -212,9 +215,10 @@ async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any
         "prompt_source.json": prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
-    with checkpoint_attempt(run.config.run_dir, state.step) as workspace:
-        await run.learner.save(workspace / "learner")
-        if run.critic is not None:
-            await run.critic.save(workspace / "critic")
-        run.checkpoint = commit_checkpoint(workspace, state.step, files)
+    async with run.turns.saving():
+        with checkpoint_attempt(run.config.run_dir, state.step) as workspace:
+            await run.learner.save(workspace / "learner")
+            if run.critic is not None:
+                await run.critic.save(workspace / "critic")
+            run.checkpoint = commit_checkpoint(workspace, state.step, files)
     prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)

@@ -23,6 +23,7 @@ from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.cluster.placement import check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
+from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -101,8 +102,16 @@ class Deployment:
             self._placement = placement.on_nodes(node_ids(config))
             self.engines = EngineGroup(config, self._placement)
             self._stack.push_async_callback(self.engines.stop)
+            self.turns = GpuTurns(
+                self.with_learner and self._placement.colocated,
+                models=lambda: [group for group in (self.learner, self.critic) if group is not None],
+                engines=lambda: self.engines.urls,
+            )
             starts = [self.engines.start(config.model.path)]
-            if self.with_learner:
+            if self.turns.enabled:
+                await self._start_learner()
+                await self.turns.engines_only()
+            elif self.with_learner:
                 starts.append(self._start_learner())
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
@@ -141,6 +150,7 @@ class Deployment:
                 f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
                 "resumes from its last checkpoint (a Slurm job requeues itself)"
             )
+        await self.turns.engines_leave()
         self.rollout.drop_paused()
         self.prompts.load_state_dict(self._first_prompts)
         await self._start_learner()
@@ -186,6 +196,12 @@ class Deployment:
 
         Engines that fail to take them are started anew and get them once more; a second failure is raised.
         """
+        async with self.turns.syncing():
+            metrics = await self._push_weights(version)
+        self.version = version
+        return metrics
+
+    async def _push_weights(self, version: int) -> dict[str, float]:
         try:
             metrics = await self.learner.sync_weights(self.engines.urls, version)
         except WeightSyncError as error:
@@ -195,17 +211,19 @@ class Deployment:
                 raise
             for url in culprits:
                 new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
+                self.turns.restarted(new_url)
                 await self.rollout.replace_engine(url, new_url)
             metrics = await self.learner.sync_weights(self.engines.urls, version)
-        self.version = version
         return metrics
 
     async def _restart_engine(self, url: str) -> str | None:
         """Bring a dead engine back with the current weights; the other engines go on meanwhile."""
         new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
         if self.with_learner:
+            self.turns.restarted(new_url)
             try:
-                await self.learner.sync_weights([new_url], self.version)
+                async with self.turns.sending_to_one():
+                    await self.learner.sync_weights([new_url], self.version)
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
                 self.console.print(f"[yellow]engine {new_url} is back without the current weights: {error}[/]")

@@ -44,6 +44,7 @@ from megatron_retool.learner.model import (
     build_model_chunks,
     build_transformer_config,
 )
+from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.packing import MicroBatch, Packer
 from megatron_retool.learner.precision import Acceleration, check_precision, optimizer_options, token_multiple
 from megatron_retool.learner.weights import export_hf_weights, load_hf_weights, weight_checksums
@@ -99,6 +100,7 @@ class Learner:
         self.config = config
         self.role = role
         self._pending_save: Any = None
+        self._offload = HostOffload(self)
         self.own_seconds = 0.0
         self.architecture = architecture
         self.layout = parallel.validate_layout(config.learner, architecture)
@@ -498,6 +500,17 @@ class Learner:
     def weights_checksum(self) -> dict[str, str]:
         """A fingerprint of every exported tensor by Hugging Face name, on rank 0."""
         return weight_checksums(self.model_chunks, self.architecture)
+
+    def offload(self, *parts: str) -> None:
+        """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""
+        if self.device.type == "cuda":
+            self.finish_save()
+            self._offload.offload(*parts)
+
+    def reload(self, *parts: str) -> None:
+        """Bring back what ``offload`` moved. Nothing may use these parts before."""
+        if self.device.type == "cuda":
+            self._offload.reload(*parts)
 
     def save(self, directory: str | Path, *, asynchronous: bool = False) -> None:
         """Write model, optimizer, schedule and random state; see ``checkpoint.save_checkpoint``.

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_retool.cluster.health import CheckpointSaves
 from megatron_retool.cluster.learner_group import LearnerGroup
+from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, load_config
 from megatron_retool.run_state import SaveError, complete_checkpoints
 from megatron_retool.train_loop import save
@@ -47,7 +48,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def run_in(directory: Path, *overrides: str) -> tuple[Any, TrainerState]:
     config = load_config(None, [f"trainer.runs_dir={directory}", "trainer.keep_checkpoints=5", *overrides])
-    run = SimpleNamespace(config=config, learner=FakeLearner(), critic=None, total_steps=9, checkpoint=None)
+    turns = GpuTurns(False, list, list)
+    run = SimpleNamespace(
+        config=config, learner=FakeLearner(), critic=None, total_steps=9, checkpoint=None, turns=turns
+    )
     return run, TrainerState.first(config)
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.cluster.health import SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import load_config
 from megatron_retool.estimates import read_estimates, write_estimates
 from megatron_retool.experience import collect_groups
@@ -104,7 +105,7 @@ def test_each_reason_is_recognised(
     sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
     config = load_config(None, [*sizes, *overrides])
     learner = FakeLearner(gap, grad_norm)
-    run: Any = SimpleNamespace(config=config, learner=learner, critic=None)
+    run: Any = SimpleNamespace(config=config, learner=learner, critic=None, turns=GpuTurns(False, list, list))
     state = TrainerState.first(config)
     state.step = 1
     learned = asyncio.run(learn(run, state, [trajectory(0), trajectory(1)], StepTimer()))
