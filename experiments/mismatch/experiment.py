@@ -55,7 +55,8 @@ _QUICK_BASE = (
 )  # fmt: skip
 _QUICK = (
     "data.train_batch_size=4", "rollout.train.n=4", "learner.mini_batch_size=8", "learner.world_size=1",
-    "data.max_val_samples=8", "rollout.val.n=2", "tools.code_interpreter.workers=2", "learner.critic.warmup_steps=1",
+    "rollout.branching.initial_rollouts=2", "data.max_val_samples=8", "rollout.val.n=2",
+    "tools.code_interpreter.workers=2", "learner.critic.warmup_steps=1",
     # After so little fine-tuning most groups are all wrong.
     "algorithm.dynamic_sampling.enable=false",
 )  # fmt: skip
