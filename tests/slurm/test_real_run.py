@@ -40,7 +40,8 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
     )
     overrides = [
         f"trainer.runs_dir={tmp_path}/runs", f"trainer.total_steps={STEPS}", "trainer.save_freq=1",
-        "trainer.test_freq=0", "trainer.val_before_train=false", "demo.enable=false", f"demo.directory={demo_data}",
+        "trainer.test_freq=0", "trainer.val_before_train=false", "trainer.log_val_generations=0",
+        "demo.enable=false", f"demo.directory={demo_data}",
         "data.train_batch_size=4", "learner.world_size=2", "learner.mini_batch_size=16", "rollout.engine.count=2",
         "rollout.train.n=8", "rollout.val.n=1", "algorithm.dynamic_sampling.enable=false",
         f"reward.function={reward}:compute_score", "weight_sync.method=distributed",
