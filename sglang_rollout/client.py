@@ -149,6 +149,7 @@ class EngineClient:
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def generate(
         self,
@@ -189,7 +190,8 @@ class EngineClient:
                 self._in_background(self._abort_quietly(rid))
                 raise
 
-        return await self._retrying(attempt)
+        result: GenerateResult = await self._retrying(attempt)
+        return result
 
     async def abort(self, rid: str) -> None:
         """End one request; its /generate call returns what it has, with finish_reason "abort"."""
@@ -241,6 +243,7 @@ class EngineClient:
     async def close(self) -> None:
         if self._background:
             await asyncio.wait(set(self._background), timeout=CLOSE_SECONDS)
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -278,6 +281,8 @@ class EngineClient:
         return await self._send("POST", path, body, timeout_seconds)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
+        if self._closed:
+            raise EngineUnavailable(self.base_url, f"{path}: the client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30.0),

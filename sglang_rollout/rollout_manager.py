@@ -240,7 +240,7 @@ class RolloutManager:
                 if item.complete() and pending.pop(item.group_id, None) is not None:
                     yield [state.to_trajectory(oldest) for state in item.states]
         finally:
-            await self._stop(running)
+            await self._stop(running, keep=resume_paused)
             if pending and resume_paused:
                 self._paused += pending.values()
                 self.statistics.paused_trajectories += sum(
@@ -362,14 +362,14 @@ class RolloutManager:
         finally:
             session.close()
 
-    async def _stop(self, running: _Running) -> None:
-        """Bring every trajectory of a stream to rest; those that were sampling keep what they have.
+    async def _stop(self, running: _Running, keep: bool) -> None:
+        """Bring every trajectory of a stream to rest; with ``keep``, those that were sampling keep what they have.
 
         Who is not at rest after STOP_SECONDS (a slow tool, an engine that does not answer) is cancelled: the request
         or the calls that it waits for will be made again.
         """
         running.pausing = True
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + (STOP_SECONDS if keep else 0.0)
         while running.tasks and time.monotonic() < deadline:
             # A request that is still on its way to the engine is not known there yet: hence again and again.
             aborts = [asyncio.create_task(engine.client.abort(rid)) for rid, engine in running.requests.items()]
@@ -410,12 +410,14 @@ class RolloutManager:
 
     def _engine_lost(self, engine: Engine, error: BaseException) -> None:
         """Leave an engine out, and start its restart where somebody offered that."""
-        if not self.router.mark_dead(engine):
+        if not engine.alive:
             return
+        # Before it is marked: who waits for a place must learn that waiting makes sense.
+        self.router.recovery_expected |= self._restart_engine is not None
+        self.router.mark_dead(engine)
         self.statistics.engines_lost += 1
         logger.warning("engine %s is lost, its trajectories go on elsewhere: %s", engine.url, error)
         if self._restart_engine is not None:
-            self.router.recovery_expected = True
             task = asyncio.create_task(self._bring_back(engine))
             self._restarts.add(task)
             task.add_done_callback(self._restarts.discard)

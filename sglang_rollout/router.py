@@ -104,11 +104,10 @@ class Router:
             del engine.groups[lease.group_id]
         self._serve()
 
-    def mark_dead(self, engine: Engine) -> bool:
-        """Leave the engine out; False where it was known to be dead."""
-        was_alive, engine.alive = engine.alive, False
+    def mark_dead(self, engine: Engine) -> None:
+        """Leave the engine out."""
+        engine.alive = False
         self._serve()
-        return was_alive
 
     def replace(self, url: str, client: EngineClient) -> None:
         """Take an engine in again: in place of the one at ``url``, or as a further one."""

@@ -81,7 +81,7 @@ class ReToolFormat:
 
     name = "retool"
     uses_chat_template = False
-    closing_tags = ("</code>",)
+    closing_tags: tuple[str, ...] = ("</code>",)
 
     def parse(self, text: str) -> list[ParsedCall]:
         return [
@@ -100,7 +100,7 @@ class ArpoFormat:
 
     name = "arpo"
     uses_chat_template = False
-    closing_tags = ("</search>", "</python>")
+    closing_tags: tuple[str, ...] = ("</search>", "</python>")
 
     def parse(self, text: str) -> list[ParsedCall]:
         calls = []

@@ -20,6 +20,7 @@ A peer that is dead or hangs is a WeightSyncError which names the engine, after 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import logging
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 NamedTensor = tuple[str, torch.Tensor]
 Bucket = list[NamedTensor]
 PROBE_SECONDS = 10.0
+SEND_AWAY_SECONDS = 3.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 
 
@@ -419,7 +421,7 @@ class TensorWeightSync(WeightSync):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         value = {"flattened_tensor": flat, "metadata": metadata}
-        bodies = {
+        bodies: dict[str, dict[str, Any] | None] = {
             url: {
                 # Every tensor-parallel rank of every engine maps the same memory and takes its own part. Each needs a
                 # handle of its own: a handle is one count on the memory, and the rank that opens it takes it down.
@@ -486,15 +488,13 @@ class DistributedWeightSync(WeightSync):
         failed = [future for future in done if future.exception() is not None]
         if failed or pending:
             self._abandon()
-            late = [url for url, call in calls.items() if not call.done()]
             errors = {url: call.exception() for url, call in calls.items() if call.done() and call.exception()}
-            culprits = list(errors) or late
+            late = [] if failed else [url for url, call in calls.items() if not call.done()]
             reasons = [f"engine {url}: {error}" for url, error in errors.items()]
-            if not errors:
-                reasons = [f"engine {url} did not answer in {self.timeout_seconds:.0f} s" for url in late]
+            reasons += [f"engine {url} did not answer in {self.timeout_seconds:.0f} s" for url in late]
             if own.done() and own.exception() is not None:
                 reasons.append(f"the learner's side: {own.exception()}")
-            raise WeightSyncError(f"weight sync failed at {path}: " + "; ".join(reasons), culprits)
+            raise WeightSyncError(f"weight sync failed at {path}: " + "; ".join(reasons), [*errors, *late])
 
     def _connect(self) -> None:
         backend = self._backend or ("nccl" if self._engines_on_cuda() else "gloo")
@@ -520,15 +520,21 @@ class DistributedWeightSync(WeightSync):
         calls = self._start_all(path, bodies)
         timeout = timedelta(seconds=self.timeout_seconds)
         own = self._pool.submit(_join_group, backend, address, port, world_size, self._group_name, timeout)
-        self._await_together(own, calls, path)
+        try:
+            self._await_together(own, calls, path)
+        except WeightSyncError:
+            self._pool.submit(_send_away, address, port, world_size)
+            raise
         self._group = own.result()
 
     def _engines_on_cuda(self) -> bool:
         return any(str(info.get("device", "")).startswith("cuda") for info in self._infos.values())
 
     def _abandon(self) -> None:
-        """Forget a group whose collective failed: destroying it could hang on the peer that did not come."""
-        self._group = None
+        """Give up a group whose collective failed. Not awaited: that could hang on the peer that did not come."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._pool.submit(torch.distributed.destroy_process_group, group)
 
     def close(self) -> None:
         if self._group is not None:
@@ -556,6 +562,19 @@ def _join_group(backend: str, address: str, port: int, world_size: int, name: st
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
+
+
+def _send_away(address: str, port: int, world_size: int) -> None:
+    """Let engines that wait for a group which will not come go on serving: a store that opens and closes ends their
+    wait at once, which otherwise lasts for torch's default of half an hour."""
+    from torch.distributed import TCPStore
+
+    # While the failed attempt still holds the port, its own end does the same.
+    with contextlib.suppress(Exception):
+        timeout = timedelta(seconds=SEND_AWAY_SECONDS)
+        store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        time.sleep(SEND_AWAY_SECONDS)
+        del store
 
 
 def _plain_float(name: str, tensor: torch.Tensor) -> bool:

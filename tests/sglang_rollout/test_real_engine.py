@@ -16,6 +16,7 @@ import torch
 
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
+from sglang_rollout import weight_sync
 from sglang_rollout.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine import EngineProcess
 from sglang_rollout.process_guard import descendants
@@ -245,8 +246,6 @@ def test_push_weights_reuses_its_connection(engine, tokenizer, tmp_path):
     for _ in range(2):
         metrics = push_weights(markov_policy.buckets(model), [engine.base_url], next(versions), config)
     assert metrics["weight_sync/gigabytes"] > 0
-    from sglang_rollout import weight_sync
-
     weight_sync.disconnect()
 
 
@@ -275,6 +274,25 @@ def test_a_dead_peer_is_a_named_error(engine, tokenizer):
         with pytest.raises(WeightSyncError, match="127.0.0.1:9") as error:
             sync.push(markov_policy.buckets(model), next(versions))
         assert error.value.engines == ("http://127.0.0.1:9",) and time.monotonic() - began < 8
+
+
+def test_an_engine_left_alone_in_a_rendezvous_serves_again(engine, tokenizer, monkeypatch):
+    def fail(*arguments):
+        time.sleep(0.5)
+        raise RuntimeError("no route to host")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weight_sync, "_join_group", fail)
+        with DistributedWeightSync([engine.base_url], timeout_seconds=60) as sync, pytest.raises(
+            WeightSyncError, match="the learner's side: no route to host"
+        ):
+            sync.push(markov_policy.buckets(markov_policy.random_model(tokenizer, 5)), next(versions))
+    serve(engine, markov_policy.random_model(tokenizer, 5))
+
+    async def greedy(client):
+        return await client.generate(GenerateRequest([5, 6, 7], 4, GREEDY))
+
+    assert len(on_client(engine, greedy).output_ids) == 4
 
 
 def test_weights_may_change_under_a_request(engine, tokenizer):

@@ -1,0 +1,199 @@
+"""The manager's decisions when engines fail, against servers that fail on purpose; real servers: test_real_engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from aiohttp import web
+
+from megatron_retool.config import SamplingConfig, load_config
+from megatron_retool.trajectory import FinishReason
+from sglang_rollout.rollout_manager import MAX_ENGINE_FAILURES, RolloutError, RolloutManager
+from tests.sglang_rollout.markov_policy import ANSWER, CALL
+from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+
+
+class ScriptedEngine:
+    """Calls a tool in the first turn and answers in the second; ``fail`` decides which requests fail."""
+
+    def __init__(self, tokenizer, fail=lambda count: None) -> None:
+        self.tokenizer, self.fail = tokenizer, fail
+        self.requests = 0
+        self.running = self.most_running = 0
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.requests += 1
+        body = await request.json()
+        failure = self.fail(self.requests)
+        if failure == "die":
+            asyncio.create_task(self.stop())
+        if failure in ("die", "drop"):
+            request.transport.abort()
+            return web.Response()
+        if failure is not None:
+            return web.json_response({"message": "out of luck"}, status=failure)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.002)
+        self.running -= 1
+        # The prompt has two tokens.
+        text = CALL if len(body["input_ids"]) < 3 else ANSWER
+        ids = self.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+        meta = {
+            "finish_reason": {"type": "stop", "matched": ids[-1]},
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "weight_version": "1",
+        }
+        return web.json_response({"output_ids": ids, "meta_info": meta})
+
+    async def start(self) -> ScriptedEngine:
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", lambda request: asyncio.sleep(0, web.Response()))
+        app.router.add_get("/health_generate", lambda request: asyncio.sleep(0, web.Response()))
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+
+
+def make_config(*overrides: str):
+    return load_config(None, ["rollout.request_retries=1", "rollout.engine.health_timeout_seconds=1", *overrides])
+
+
+PROMPTS = [Prompt([1, 2], group_id, {"row": group_id}) for group_id in range(6)]
+TWO = SamplingConfig(n=2)
+
+
+def assert_complete(groups) -> None:
+    trajectories = [trajectory for group in groups for trajectory in group]
+    assert [(t.group_id, t.index) for t in trajectories] == [(g, i) for g in range(6) for i in range(2)]
+    assert all(t.finish_reason is FinishReason.STOP and len(t.tool_calls) == 1 for t in trajectories)
+    assert all(t.extra_info["row"] == t.group_id for t in trajectories)
+
+
+def test_the_only_engine_dies_and_comes_back_while_others_wait_for_a_place(tokenizer):
+    restarts = []
+
+    async def scenario():
+        first = await ScriptedEngine(tokenizer, lambda count: "die" if count == 5 else None).start()
+
+        async def restart(url):
+            restarts.append(url)
+            await asyncio.sleep(0.05)
+            return (await ScriptedEngine(tokenizer).start()).url
+
+        config = make_config("rollout.max_concurrent_trajectories=3")
+        async with RolloutManager(config, tokenizer, [first.url], ScriptedTools(), restart_engine=restart) as manager:
+            groups = await manager.generate_groups(PROMPTS, TWO)
+            assert restarts == [first.url]
+            return groups, manager.statistics
+
+    groups, statistics = asyncio.run(scenario())
+    assert_complete(groups)
+    assert statistics.engines_lost == 1
+
+
+def test_a_restart_that_fails_leaves_the_other_engine(tokenizer):
+    async def scenario():
+        dying = await ScriptedEngine(tokenizer, lambda count: "die" if count == 3 else None).start()
+        steady = await ScriptedEngine(tokenizer).start()
+
+        async def restart(url):
+            raise RuntimeError("no GPU left")
+
+        config = make_config()
+        engines = [dying.url, steady.url]
+        async with RolloutManager(config, tokenizer, engines, ScriptedTools(), restart_engine=restart) as manager:
+            return await manager.generate_groups(PROMPTS, TWO)
+
+    assert_complete(asyncio.run(scenario()))
+
+
+def test_an_engine_that_fails_now_and_then_loses_nothing(tokenizer):
+    async def scenario():
+        engines = [await ScriptedEngine(tokenizer, lambda count: 500 if count % 3 == 0 else None).start()]
+        engines.append(await ScriptedEngine(tokenizer, lambda count: "drop" if count % 4 == 0 else None).start())
+        urls = [engine.url for engine in engines]
+        async with RolloutManager(make_config(), tokenizer, urls, ScriptedTools()) as manager:
+            groups = await manager.generate_groups(PROMPTS, TWO)
+            loads = [(engine.trajectories, engine.tokens) for engine in manager.router.engines]
+            return groups, manager.statistics, loads
+
+    groups, statistics, loads = asyncio.run(scenario())
+    assert_complete(groups)
+    assert statistics.engine_failures > 0 and statistics.engines_lost == 0
+    assert loads == [(0, 0), (0, 0)]
+
+
+def test_a_request_that_always_fails_on_a_healthy_engine_ends_the_run(tokenizer):
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer, lambda count: 500).start()
+        async with RolloutManager(make_config(), tokenizer, [engine.url], ScriptedTools()) as manager:
+            try:
+                await manager.generate_groups(PROMPTS[:1], SamplingConfig(n=1))
+            finally:
+                assert engine.requests == MAX_ENGINE_FAILURES + 1
+
+    with pytest.raises(RolloutError, match=r"trajectory 0/0 failed .* out of luck"):
+        asyncio.run(scenario())
+
+
+def test_concurrency_limit_progress_and_order(tokenizer):
+    seen = []
+
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer).start()
+        config = make_config("rollout.max_concurrent_trajectories=4")
+        async with RolloutManager(config, tokenizer, [engine.url], ScriptedTools()) as manager:
+            groups = await manager.generate_groups(PROMPTS, TWO, on_progress=seen.append)
+        return groups, engine.most_running
+
+    groups, most_running = asyncio.run(scenario())
+    assert_complete(groups)
+    assert most_running <= 4
+    assert [progress.finished for progress in seen] == sorted(progress.finished for progress in seen)
+    assert (seen[-1].finished, seen[-1].started, seen[-1].groups) == (12, 12, 6)
+
+
+def test_leaving_a_stream_ends_what_it_started(tokenizer):
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer).start()
+        tools = ScriptedTools(seconds=30.0)
+        async with RolloutManager(make_config(), tokenizer, [engine.url], tools) as manager:
+            stream = manager.stream(PROMPTS, TWO)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.3)
+            before = asyncio.get_running_loop().time()
+            await stream.aclose()
+            seconds = asyncio.get_running_loop().time() - before
+            return seconds, manager.statistics.dropped_trajectories, tools.running
+
+    seconds, dropped, running = asyncio.run(scenario())
+    assert seconds < 3 and dropped == 12 and running == 0
+
+
+def test_group_ids_must_be_distinct(tokenizer):
+    async def scenario():
+        async with RolloutManager(make_config(), tokenizer, ["http://127.0.0.1:9"], ScriptedTools()) as manager:
+            await manager.generate_groups([PROMPTS[0], PROMPTS[0]], TWO)
+
+    with pytest.raises(ValueError, match="distinct"):
+        asyncio.run(scenario())
+
+
+def test_group_sizes_may_differ(tokenizer):
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer).start()
+        async with RolloutManager(make_config(), tokenizer, [engine.url], ScriptedTools()) as manager:
+            return [group async for group in manager.stream(PROMPTS[:2], TWO, group_sizes={1: 5})]
+
+    assert Counter(t.group_id for group in asyncio.run(scenario()) for t in group) == {0: 2, 1: 5}
