@@ -15,7 +15,13 @@ PPO = (
     "learner.critic.optimizer.lr=1.0e-3",
     "learner.critic.warmup_steps=5",
 )
-ARPO = ("rollout.branching.enable=true", "rollout.branching.initial_rollouts=4")
+ARPO = (
+    "rollout.branching.enable=true",
+    "rollout.branching.initial_rollouts=4",
+    # The demo's model is a little surer after a tool result than at the start (P = 0.49): a threshold of 0.5 on the
+    # tokens after the result would hardly ever branch. This timing draws with probability P.
+    "rollout.branching.timing=before_tool_result",
+)
 
 EXPERIMENT = Experiment(
     name="ppo_and_arpo",
