@@ -21,6 +21,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.25
+SHARED_MEMORY_PREFIX = "/dev/shm/sglang_"
 
 
 def descendants(root: int) -> list[int]:
@@ -43,7 +44,12 @@ def descendants(root: int) -> list[int]:
 
 
 def end_tree(grace_seconds: float) -> None:
-    """SIGTERM to every descendant of this process, SIGKILL to what is left after ``grace_seconds``; reaps them."""
+    """SIGTERM to every descendant of this process, SIGKILL to what is left after ``grace_seconds``; reaps them.
+
+    SGLang leaves its own shared-memory file behind however it ends; it is removed here. Memory of other names is not
+    touched: it may belong to the learner.
+    """
+    left_behind = _shared_memory()
     deadline = time.monotonic() + grace_seconds
     _signal_all(signal.SIGTERM)
     while _reap() and time.monotonic() < deadline:
@@ -51,6 +57,21 @@ def end_tree(grace_seconds: float) -> None:
     while _reap():
         _signal_all(signal.SIGKILL)
         time.sleep(0.02)
+    for path in left_behind:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _shared_memory() -> set[str]:
+    """SGLang's shared-memory files that a descendant has mapped."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = line.rpartition(" ")[2]
+                if path.startswith(SHARED_MEMORY_PREFIX):
+                    found.add(path)
+    return found
 
 
 def _signal_all(number: int) -> None:

@@ -205,6 +205,20 @@ def test_stop_ends_the_whole_tree(model_directory, tmp_path):
     engine.stop()
 
 
+def test_stop_removes_the_shared_memory_that_sglang_leaves(model_directory, tmp_path):
+    marker, name = tmp_path / "pid", f"sglang_test_{os.getpid()}"
+    script = (
+        f"import mmap, os, time\nhandle = open('/dev/shm/{name}', 'w+b')\nhandle.truncate(4096)\n"
+        f"memory = mmap.mmap(handle.fileno(), 4096)\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    engine = fake(model_directory, tmp_path, script)
+    engine.launch()
+    read_pid(marker)
+    assert Path("/dev/shm", name).exists()
+    engine.stop()
+    assert not Path("/dev/shm", name).exists()
+
+
 def test_nothing_survives_the_death_of_the_parent(tmp_path):
     marker = tmp_path / "pid"
     guard = Path(process_guard.__file__)
