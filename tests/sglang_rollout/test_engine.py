@@ -209,7 +209,8 @@ def test_stop_removes_the_shared_memory_that_sglang_leaves(model_directory, tmp_
     marker, name = tmp_path / "pid", f"sglang_test_{os.getpid()}"
     script = (
         f"import mmap, os, time\nhandle = open('/dev/shm/{name}', 'w+b')\nhandle.truncate(4096)\n"
-        f"memory = mmap.mmap(handle.fileno(), 4096)\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+        "memory = mmap.mmap(handle.fileno(), 4096)\n"
+        f"open({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
     engine = fake(model_directory, tmp_path, script)
     engine.launch()
