@@ -97,8 +97,18 @@ def _full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state["optimizer"] = _tensors_alone(optimizer) if distributed else optimizer
     state["scheduler"] = learner.scheduler.state_dict()
     state["random"] = _random_state_object(_random_state())
-    state["learner"] = {"use_distributed_optimizer": distributed, "optimizer_step": _optimizer_step(learner.optimizer)}
+    state["learner"] = {
+        "use_distributed_optimizer": distributed,
+        "optimizer_step": _optimizer_step(learner.optimizer),
+        "grad_scaler": _grad_scaler(learner.optimizer),
+    }
     return state
+
+
+def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    """The dynamic loss scale of float16 training, the same on every rank; None in other precisions."""
+    scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
+    return next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
 
 
 def _tensors_alone(optimizer_state: dict[Any, Any]) -> dict[Any, Any]:
@@ -304,8 +314,7 @@ def save_checkpoint(
         CheckpointError: too little room on the disk, or writing failed, on any rank. Raised on every rank; nothing is
             left of the new checkpoint, and an old one in ``directory`` is intact.
     """
-    for save in list(_in_flight):
-        save.wait()
+    finish_pending_saves()
     directory = Path(directory).absolute()
     temporary = directory.with_name(f".{directory.name}.incomplete")
     cpu.fix_torch_adam()
@@ -326,20 +335,34 @@ def save_checkpoint(
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
-    request = dist_checkpointing.save(
-        state,
-        str(temporary),
-        strategy,
-        async_sharded_save=True,
-        preprocess_common_before_consistancy_check=_comparable,
-        content_metadata=_sharding_metadata(),
-    )
+    try:
+        request = dist_checkpointing.save(
+            state,
+            str(temporary),
+            strategy,
+            async_sharded_save=True,
+            preprocess_common_before_consistancy_check=_comparable,
+            content_metadata=_sharding_metadata(),
+        )
+    except Exception as caught:
+        error = caught
+    _raise_together(error, directory, temporary)
     save = PendingSave(
         directory, temporary, request, lambda path: _write_companions(learner, path / COMPANIONS), on_complete
     )
     if not asynchronous:
         save.wait()
     return save
+
+
+def finish_pending_saves() -> None:
+    """Complete what is still being written; before the process groups are left, for one. Every rank calls it.
+
+    Raises:
+        CheckpointError: as ``PendingSave.wait``.
+    """
+    for save in list(_in_flight):
+        save.wait()
 
 
 def _comparable(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,7 +456,7 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     for chunk, name in zip(learner.model_chunks, _model_names(learner.model_chunks), strict=True):
         unwrap(chunk).load_state_dict(loaded[name], strict=False)
     if learner.config.learner.use_distributed_optimizer:
-        _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"]["optimizer_step"])
+        _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"])
     else:
         learner.optimizer.load_state_dict(loaded["optimizer"])
     _load_schedule(learner.scheduler, loaded["scheduler"])
@@ -452,14 +475,16 @@ def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
         )
 
 
-def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], step: int) -> None:
+def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[str, Any]) -> None:
     parts = optimizer.chained_optimizers
     for number, part in enumerate(parts):
         if getattr(part, "is_stub_optimizer", False):
             continue
         state = part.state_dict()
         for group in state["optimizer"]["param_groups"]:
-            group["step"] = step
+            group["step"] = stored["optimizer_step"]
+        if stored["grad_scaler"] is not None:
+            state["grad_scaler"] = stored["grad_scaler"]
         own = tensors if len(parts) == 1 else tensors[number]
         part.load_state_dict({**state, **own, "param_state_sharding_type": "fully_reshardable"})
 
