@@ -30,6 +30,7 @@ from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.run_state import Checkpoint
 from megatron_retool.trajectory import Trajectory
+from sglang_rollout.agent_loop import engine_needs_tokenizer
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
@@ -100,7 +101,12 @@ class Deployment:
         with self.console.status("starting engines and learner"):
             self._stack.enter_context(ray_runtime(config))
             self._placement = placement.on_nodes(node_ids(config))
-            self.engines = EngineGroup(config, self._placement)
+            self.engines = EngineGroup(
+                config,
+                self._placement,
+                tokenizer=engine_needs_tokenizer(config.rollout.multi_turn, tokenizer),
+                weights_from_sync=self.with_learner,
+            )
             self._stack.push_async_callback(self.engines.stop)
             self.turns = GpuTurns(
                 self.with_learner and self._placement.colocated,

@@ -18,9 +18,11 @@ STOP_SECONDS = 6.0
 class EngineWorker:
     """Owner of one SGLang server. The server dies with this actor, and this actor with the driver."""
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, tokenizer: bool, weights_from_sync: bool) -> None:
         self.config = config
         self.index = index
+        self.tokenizer = tokenizer
+        self.weights_from_sync = weights_from_sync
         self.logs = config.run_dir.absolute() / "logs"
         redirect_output(self.logs / f"engine_{index}_actor.log")
         self.engine: EngineProcess | None = None
@@ -33,7 +35,8 @@ class EngineWorker:
             model_path=model_path,
             host=host,
             log_file=self.logs / f"engine_{self.index}.log",
-            tokenizer=self.config.rollout.multi_turn.format != "hermes",  # the other formats end turns by stop strings
+            tokenizer=self.tokenizer,
+            weights_from_sync=self.weights_from_sync,
             colocated=self.config.cluster.placement == "colocated",
         )
         self.engine.start()
@@ -50,15 +53,21 @@ class EngineWorker:
 class EngineGroup:
     """All engines of the run.
 
+    Args:
+        tokenizer: the engines look for strings in what they sample, and need the tokenizer for it.
+        weights_from_sync: a learner gives them their weights before the first request.
+
     Attributes:
         urls: base URL of each engine, in order of index.
     """
 
-    def __init__(self, config: Config, placement: Placement) -> None:
+    def __init__(
+        self, config: Config, placement: Placement, *, tokenizer: bool = False, weights_from_sync: bool = False
+    ) -> None:
         self.config = config
         remote = ray.remote(EngineWorker)
         self.workers: list[Any] = [
-            remote.options(**placement.engine_options(index)).remote(config, index)
+            remote.options(**placement.engine_options(index)).remote(config, index, tokenizer, weights_from_sync)
             for index in range(config.rollout.engine.count)
         ]
         self.urls: list[str] = []
