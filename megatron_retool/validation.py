@@ -40,12 +40,19 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)
     first_of_group = [(text, t) for (_, text), t in zip(texts, trajectories, strict=True) if t.index == 0]
     for response, trajectory in first_of_group[: config.trainer.log_val_generations]:
-        run.console.print(Panel(escape(response), title=f"step {step}, reward {trajectory.reward:+g}", expand=False))
+        run.console.print(
+            Panel(escape(printable(response)), title=f"step {step}, reward {trajectory.reward:+g}", expand=False)
+        )
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
         **{f"val-aux/{name}": behaviour[name] for name in _SHOWN},
     }
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters that a model may sample are shown as a replacement mark."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:

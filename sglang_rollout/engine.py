@@ -182,7 +182,7 @@ class EngineProcess:
         self._check_port()
         if self.device == "cpu" and not (torchvision_directory() / "torchvision").is_dir():
             raise EngineStartError(
-                f"SGLang needs torchvision, which is not in {torchvision_directory()}: run scripts/install.sh, or "
+                f"SGLang needs torchvision, which is not in {torchvision_directory()}: run scripts/setup.sh, or "
                 f"set {TORCHVISION_VARIABLE} to the directory that holds it"
             )
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
