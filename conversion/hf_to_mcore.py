@@ -25,7 +25,14 @@ import torch
 from conversion.architecture import Architecture, UnsupportedArchitecture
 from conversion.directory import COMPLETE_NAME, new_directory
 from conversion.dist_checkpoint import Chunk, ChunkWriter, write_metadata
-from conversion.hf_checkpoint import HFCheckpoint, check_tokenizer, copy_companions, write_text
+from conversion.hf_checkpoint import (
+    HFCheckpoint,
+    HFCheckpointError,
+    StoredTensor,
+    check_tokenizer,
+    copy_companions,
+    write_text,
+)
 from conversion.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
 from conversion.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 
@@ -92,7 +99,7 @@ def convert(
         dtype: cast to it; None: keep what is stored.
         processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
-        tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.default_tolerance``.
+        tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
         on_progress: called with the source bytes that are converted, and all there are.
 
     Returns:
@@ -114,6 +121,8 @@ def convert(
     checkpoint.check(weight_map)
     for mapping in weight_map:
         list(_parts(mapping, layout.tp))  # a size that the layout does not divide is found before anything is written
+    if dtype is None:
+        _check_stacks(checkpoint, weight_map)
     if require_tokenizer:
         check_tokenizer(hf_dir)
 
@@ -136,6 +145,19 @@ def convert(
             (temporary / COMPLETE_NAME).touch()
             report["largest_logit_difference"] = verify_logits(architecture, hf_dir, temporary, dtype, tolerance)
     return {**report, "seconds": time.monotonic() - began}
+
+
+def _check_stacks(checkpoint: HFCheckpoint, weight_map: WeightMap) -> None:
+    """Raise HFCheckpointError where layers differ in dtype: the checkpoint stacks them in one tensor."""
+    first: dict[str, StoredTensor] = {}
+    for mapping in weight_map.exported():
+        stored = checkpoint.tensors[mapping.hf_names[0]]
+        other = first.setdefault(checkpoint_place(mapping, weight_map.architecture).key, stored)
+        if other.dtype != stored.dtype:
+            raise HFCheckpointError(
+                f"{stored.name} in {checkpoint.directory} has dtype {stored.dtype}, but {other.name} has "
+                f"{other.dtype}: layers are stored as one tensor; choose a dtype with --dtype"
+            )
 
 
 def _output_bytes(checkpoint: HFCheckpoint, dtype: torch.dtype | None) -> int:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import conversion
 from conversion import hf_to_mcore, mcore_to_hf
 from conversion.architecture import Architecture
 from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
-from conversion.hf_checkpoint import HFCheckpointError
+from conversion.hf_checkpoint import HFCheckpointError, copy_companions
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.weight_map import WeightMap, checkpoint_place, to_mcore
@@ -125,6 +126,18 @@ def test_transformers_loads_the_export(model_directory, family: str, tmp_path: P
         logits = [AutoModelForCausalLM.from_pretrained(d)(ids).logits for d in (source, tmp_path / "hf")]
     assert torch.equal(logits[0], logits[1])
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")("w7 w8")["input_ids"] == [7, 8]
+
+
+def test_layers_of_different_dtypes_need_a_choice(model_directory, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    tensors = read_all(model_directory("llama"))
+    copy_companions(model_directory("llama"), mixed)
+    tensors["model.layers.5.mlp.down_proj.weight"] = tensors["model.layers.5.mlp.down_proj.weight"].float()
+    save_file(tensors, mixed / "model.safetensors")
+    with pytest.raises(HFCheckpointError, match=r"layers\.5\.mlp\.down_proj\.weight in .* has dtype torch\.float32"):
+        convert(mixed, tmp_path / "mcore", processes=1)
+    convert(mixed, tmp_path / "mcore", processes=1, dtype=torch.float32)
 
 
 def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Path) -> None:

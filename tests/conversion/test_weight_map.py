@@ -121,6 +121,18 @@ def test_row_segments_read_what_to_mcore_builds(data: st.DataObject) -> None:
         assert torch.equal(torch.cat(parts) if parts else full[:0], full[low:high])
 
 
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_hf_runs_say_where_rows_went(data: st.DataObject) -> None:
+    for mapping in padded_map(data.draw(architectures()), 2):
+        tensors = numbered(mapping)
+        full = to_mcore(mapping, tensors)
+        for source, tensor in enumerate(tensors):
+            runs = mapping.hf_runs(source)
+            assert torch.equal(torch.cat([full[row : row + count] for _, row, count in runs]), tensor)
+            assert [first for first, _, _ in runs] == sorted(first for first, _, _ in runs)
+
+
 def test_query_groups_are_interleaved_as_attention_splits_them() -> None:
     architecture = Architecture("qwen2", 1, 2, 4, 2, 1, 3, 5, attention_bias=True)
     mapping = WeightMap(architecture)["decoder.layers.0.self_attention.linear_qkv.bias"]
