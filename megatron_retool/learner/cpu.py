@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _HOST = torch.device("cpu")
 _installed = False
@@ -40,6 +41,10 @@ def install() -> bool:
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megatron_retool.learner.cpu.install()")
     _installed = True
+    # ``with torch.device("meta")`` knows the constructors from a cached list of torch's functions. Made after the
+    # redirection it would hold the wrappers and do nothing, and transformers would load models with buffers of
+    # uninitialised memory.
+    _device_constructors()
     _redirect_devices()
     _redirect_cuda_module()
     # Megatron decorates functions with torch.compile while it is imported. On a host without a GPU that means a C++

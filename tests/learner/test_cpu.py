@@ -36,6 +36,18 @@ def test_nothing_is_touched_where_cuda_is_present() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_meta_device_still_works() -> None:
+    """Without it transformers fills buffers that no checkpoint holds with uninitialised memory."""
+    result = _run(
+        "import torch\n"
+        "from megatron_retool.learner import cpu\n"
+        "assert cpu.install() is True\n"
+        "with torch.device('meta'):\n"
+        "    assert torch.empty(2).is_meta and torch.arange(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture
 def installed() -> None:
     assert cpu.install()
