@@ -41,7 +41,7 @@ def test_meta_device_still_works() -> None:
     result = _run(
         "import torch\n"
         "from megatron_retool.learner import cpu\n"
-        "assert cpu.install() is True\n"
+        "cpu.install()\n"
         "with torch.device('meta'):\n"
         "    assert torch.empty(2).is_meta and torch.arange(2).is_meta and torch.nn.Linear(2, 2).weight.is_meta\n"
     )
