@@ -144,11 +144,12 @@ class Stages:
         state: dict[str, Any] = {"settings": settings, "seconds": {}}
         if self.file.exists():
             state = json.loads(self.file.read_text(encoding="utf-8"))
-            changed = sorted(key for key in settings if state["settings"].get(key) != settings[key])
+            # A key that is new since then has its default in both.
+            changed = [key for key, value in state["settings"].items() if settings.get(key) != value]
             if changed:
                 raise ConfigError(
-                    f"{run_dir} was made with other settings ({changed[0]}: {state['settings'].get(changed[0])!r}, now "
-                    f"{settings[changed[0]]!r}): choose another trainer.experiment_name, or start over with "
+                    f"{run_dir} was made with other settings ({changed[0]}={state['settings'][changed[0]]!r}, now "
+                    f"{settings.get(changed[0])!r}): choose another trainer.experiment_name, or start over with "
                     "trainer.resume_mode=disable"
                 )
         self.state = state
@@ -243,9 +244,19 @@ def _learner(run_dir: Path) -> Path:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The settings that a stage's result depends on; how long, how often and where to log may change."""
-    tree = dataclasses.asdict(config)
-    for key in ("test_freq", "save_freq", "total_steps", "loggers", "log_val_generations", "resume_mode",
-                "resume_from_path", "keep_checkpoints", "val_before_train"):  # fmt: skip
-        tree["trainer"].pop(key)
-    return {name: json.loads(json.dumps(tree[name])) for name in ("trainer", "demo", "sft")}
+    """The settings that results of stages before RL depend on, by dotted key."""
+    flat: dict[str, Any] = {"trainer.seed": config.trainer.seed}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{prefix}.{key}", inner)
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                add(f"{prefix}[{index}]", inner)
+        else:
+            flat[prefix] = value
+
+    add("demo", dataclasses.asdict(config.demo))
+    add("sft", dataclasses.asdict(config.sft))
+    return flat
