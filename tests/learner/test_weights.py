@@ -9,19 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conversion.hf_to_mcore import TargetLayout, convert
 from tests.learner.ranks import run_ranks
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model, save_model
 
 LAYOUTS = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, TP: 2, SP: True, ETP: 1, PP: 2}}
+CONVERTED_FOR = {DENSE: TargetLayout(), EXPERTS: TargetLayout(tp=2, ep=4)}
+"""Other layouts than those that load the converted checkpoints."""
 BUCKET_BYTES = 10_000
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("weights")
-    for family in LAYOUTS:
+    for family, target in CONVERTED_FOR.items():
         save_model(hf_model(family), directory / family)
+        convert(directory / family, directory / f"{family}-mcore", layout=target, processes=1, require_tokenizer=False)
     return directory
 
 
@@ -40,6 +44,8 @@ def _export(directory: Path) -> dict[str, Any]:
         torch.distributed.all_gather_object(shapes, [len(bucket) for bucket in buckets])
         checksums = weight_checksums(learner.model_chunks, learner.architecture)
         found[family] = {"buckets": buckets, "counts": shapes, "checksums": checksums}
+        converted = _learner(4, layout, directory / family, mcore_dir=directory / f"{family}-mcore")
+        found[family]["converted"] = weight_checksums(converted.model_chunks, converted.architecture)
     return found
 
 
@@ -57,6 +63,8 @@ def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> Non
         # Lock step: the other ranks see as many buckets, all of them empty.
         assert found["counts"][1:] == [[0] * len(sizes)] * 3
         assert found["checksums"] == {name: tensor_checksum(tensor) for name, tensor in expected.items()}
+        # The same model from a converted checkpoint, through megatron.core.dist_checkpointing.
+        assert found["converted"] == found["checksums"]
 
 
 def _misfits(directory: Path) -> dict[str, str]:
