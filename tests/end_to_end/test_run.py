@@ -8,6 +8,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 from conftest import FinishedRun, pids_of, wait_until_gone
 
@@ -179,6 +180,53 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
         assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
         assert steps(run_dir)[step]["rollout_corr/log_prob_abs_diff"] < 1e-4
     assert steps(run_dir)[4]["tool/success_rate"] > 0
+
+
+def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
+    """One of two ranks is killed after step 3: the run goes on from step 2's checkpoint, with the same engine."""
+    process, marker = demo_run.command_line.start(
+        "train",
+        "trainer.experiment_name=bereft",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+        "trainer.val_before_train=false",
+        "trainer.total_steps=5",
+        "trainer.save_freq=2",
+    )
+    run_dir = demo_run.run_dir.with_name("bereft")
+    deadline = time.monotonic() + 300
+    while not (run_dir / "rollouts/step_000003.parquet").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine = pids_of(marker, "sglang.launch_server")
+    # Ray renames its workers, which overwrites the environment that the marker lies in.
+    ranks = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "ray::LearnerWorker" in " ".join(child.cmdline())
+    ]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    while not (run_dir / "rollouts/step_000004.parquet").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert pids_of(marker, "sglang.launch_server") == engine
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert wait_until_gone(marker, 15) == {}
+    assert "learner rank" in output and "building the learner anew (1 of 3)" in output
+    assert "global_step_2 (step 2 of 5)" in output
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for step in (1, 2, 3, 4, 5):
+        trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
+        assert {version for t in trajectories for version in t.weight_versions[t.loss_mask]} == {step - 1}
+        assert rows[step - 1]["rollout_corr/log_prob_abs_diff"] < 1e-4
+    # The prompts went back to step 2 as well: none is skipped, none is taken twice.
+    assert {t.group_id for t in trajectories} == set(range(16, 20))
 
 
 @pytest.mark.parametrize(
