@@ -404,6 +404,13 @@ class TrainerConfig:
     resume_mode: str = choice("auto", "disable", "resume_path")
     resume_from_path: str | None = None
     keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of it are kept for good; 0: none."""
+    keep_best: int = 0
+    """Best checkpoints by best_metric that are kept besides."""
+    best_metric: str = ""
+    """A validation metric, higher is better, such as val-core/all/acc/mean@30."""
     on_failed_save: str = choice("continue", "stop")
     """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
     max_learner_restarts: int = 3
@@ -695,6 +702,8 @@ def validate(config: Config) -> None:
         raise ConfigError(
             "weight_sync.round_to_fp8 imitates FP8 serving; rollout.engine.quantization=fp8 is the real thing: set one"
         )
+    if config.trainer.keep_best and not config.trainer.best_metric:
+        raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
     if config.trainer.resume_mode == "resume_path" and not config.trainer.resume_from_path:
         raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
     if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:

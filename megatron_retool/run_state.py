@@ -13,13 +13,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.monitor.logger import read_metrics
 
 _STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
 
@@ -136,14 +137,61 @@ def commit_checkpoint(workspace: Path, step: int, files: dict[str, dict[str, Any
     return Checkpoint(final, step)
 
 
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, and leftovers of interrupted saves."""
+def retained_steps(
+    steps: Iterable[int],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    best: Mapping[int, float] | None = None,
+    keep_best: int = 0,
+    higher_is_better: bool = True,
+) -> set[int]:
+    """Which checkpoints to keep: the union of the last ``keep_last``, the multiples of ``keep_every``, the best.
+
+    Args:
+        steps: steps that have a complete checkpoint.
+        keep_last: at least 1: the newest one is what a run resumes from.
+        keep_every: None or 0: no step is kept for its number.
+        best: validation metric by step; steps without one, or with NaN, are not candidates. Of equals the later wins.
+        keep_best: how many of the best to keep.
+
+    Raises:
+        ValueError: ``keep_last`` is below 1.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint is the one to resume from")
+    ordered = sorted(set(steps))
+    kept = set(ordered[-keep_last:])
+    if keep_every:
+        kept.update(step for step in ordered if step % keep_every == 0)
+    sign = 1.0 if higher_is_better else -1.0
+    scored = [(sign * best[step], step) for step in ordered if best and step in best and best[step] == best[step]]
+    kept.update(step for _, step in sorted(scored, reverse=True)[:keep_best])
+    return kept
+
+
+def prune_checkpoints(config: Config) -> None:
+    """Delete the checkpoints that ``trainer.keep_*`` do not keep, and leftovers of interrupted saves."""
+    trainer, run_dir = config.trainer, config.run_dir
     for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for checkpoint in complete_checkpoints(run_dir)[:-keep] if keep > 0 else []:
-        # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
-        (checkpoint.path / "COMPLETE").unlink()
-        shutil.rmtree(checkpoint.path)
+    complete = complete_checkpoints(run_dir)
+    if trainer.keep_checkpoints < 1:
+        return
+    rows = read_metrics(run_dir / "metrics.jsonl") if trainer.keep_best else []
+    best = {row["step"]: row[trainer.best_metric] for row in rows if row.get(trainer.best_metric) is not None}
+    kept = retained_steps(
+        [checkpoint.step for checkpoint in complete],
+        keep_last=trainer.keep_checkpoints,
+        keep_every=trainer.keep_every,
+        best=best,
+        keep_best=trainer.keep_best,
+    )
+    for checkpoint in complete:
+        if checkpoint.step not in kept:
+            # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
+            (checkpoint.path / "COMPLETE").unlink()
+            shutil.rmtree(checkpoint.path)
 
 
 def _write_synced(path: Path, text: str) -> None:

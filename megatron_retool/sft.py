@@ -275,7 +275,7 @@ class Run:
             commit_checkpoint(
                 workspace, step, {"trainer_state.json": {"step": step, "stage": stage_index, **self._identity()}}
             )
-            prune_checkpoints(run_dir, self.config.trainer.keep_checkpoints)
+            prune_checkpoints(self.config)
         self._barrier()
 
     def _metric_logger(self, first_step: int) -> contextlib.AbstractContextManager[MetricLogger | None]:

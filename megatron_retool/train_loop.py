@@ -221,4 +221,4 @@ async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any
             if run.critic is not None:
                 await run.critic.save(workspace / "critic")
             run.checkpoint = commit_checkpoint(workspace, state.step, files)
-    prune_checkpoints(run.config.run_dir, run.config.trainer.keep_checkpoints)
+    prune_checkpoints(run.config)

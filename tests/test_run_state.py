@@ -48,12 +48,27 @@ def test_resume_modes(tmp_path):
 
 
 def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path):
-    run_dir = settings(tmp_path).run_dir
+    config = settings(tmp_path)
+    run_dir = config.run_dir
     for step in (1, 2, 3):
         make_checkpoint(run_dir, step)
     checkpoint_workspace(run_dir, 4)
-    prune_checkpoints(run_dir, keep=2)
+    prune_checkpoints(config)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def test_retention_keeps_milestones_and_the_best(tmp_path):
+    config = settings(
+        tmp_path, "trainer.keep_checkpoints=1", "trainer.keep_every=4", "trainer.keep_best=1", "trainer.best_metric=acc"
+    )
+    for step in range(1, 8):
+        make_checkpoint(config.run_dir, step)
+    rows = [{"step": step, "acc": value} for step, value in ((2, 0.9), (3, None), (5, 0.7))]
+    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prune_checkpoints(config)
+    assert [c.step for c in complete_checkpoints(config.run_dir)] == [2, 4, 7]
+    with pytest.raises(ConfigError, match="best_metric"):
+        settings(tmp_path, "trainer.keep_best=1")
 
 
 def test_same_step_again_replaces(tmp_path):

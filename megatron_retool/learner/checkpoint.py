@@ -565,36 +565,3 @@ def _drop_absent_extra_state(state: Any, checkpoint: DistCheckpoint) -> None:
 
 
 # --- retention ---------------------------------------------------------------------------------------------------
-
-
-def retained_steps(
-    steps: Iterable[int],
-    *,
-    keep_last: int,
-    keep_every: int | None = None,
-    best: Mapping[int, float] | None = None,
-    keep_best: int = 0,
-    higher_is_better: bool = True,
-) -> set[int]:
-    """Which checkpoints to keep: the union of the last ``keep_last``, the multiples of ``keep_every``, the best.
-
-    Args:
-        steps: steps that have a complete checkpoint.
-        keep_last: at least 1: the newest one is what a run resumes from.
-        keep_every: None or 0: no step is kept for its number.
-        best: validation metric by step; steps without one, or with NaN, are not candidates. Of equals the later wins.
-        keep_best: how many of the best to keep.
-
-    Raises:
-        ValueError: ``keep_last`` is below 1.
-    """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} must be at least 1: the newest checkpoint is the one to resume from")
-    ordered = sorted(set(steps))
-    kept = set(ordered[-keep_last:])
-    if keep_every:
-        kept.update(step for step in ordered if step % keep_every == 0)
-    sign = 1.0 if higher_is_better else -1.0
-    scored = [(sign * best[step], step) for step in ordered if best and step in best and best[step] == best[step]]
-    kept.update(step for _, step in sorted(scored, reverse=True)[:keep_best])
-    return kept
