@@ -411,6 +411,8 @@ class TrainerConfig:
     """Best checkpoints by best_metric that are kept besides."""
     best_metric: str = ""
     """A validation metric, higher is better, such as val-core/all/acc/mean@30."""
+    async_save: bool = False
+    """Write checkpoints while the next step is generated; the learner waits only until its state is copied."""
     on_failed_save: str = choice("continue", "stop")
     """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
     max_learner_restarts: int = 3

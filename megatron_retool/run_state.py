@@ -110,8 +110,16 @@ def checkpoint_attempt(run_dir: Path, step: int) -> Iterator[Path]:
     Raises:
         SaveError: the disk is full or fails.
     """
+    checkpoint_workspace(run_dir, step)
+    with checkpoint_in_progress(run_dir, step) as workspace:
+        yield workspace
+
+
+@contextmanager
+def checkpoint_in_progress(run_dir: Path, step: int) -> Iterator[Path]:
+    """The same for a block that goes on with a workspace that is there already."""
     try:
-        yield checkpoint_workspace(run_dir, step)
+        yield workspace_path(run_dir, step)
     except (OSError, SaveError) as error:
         shutil.rmtree(workspace_path(run_dir, step), ignore_errors=True)
         older = complete_checkpoints(run_dir)

@@ -38,6 +38,7 @@ from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
     checkpoint_attempt,
+    checkpoint_in_progress,
     commit_checkpoint,
     find_resume_point,
     prune_checkpoints,
@@ -98,6 +99,8 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
             with timer.phase("step"):
                 with timer.phase("gen"):
                     collected = await experience.take(step)
+                if run.pending_save is not None:
+                    await saves.attempt(finish_save(run), required=False)
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch
                 with timer.phase("weight_sync"):
@@ -123,7 +126,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
             leaving = leave.is_set()
             if last or leaving or state.save_due() or saves.overdue:
                 with timer.phase("save_checkpoint"):
-                    saving = save(run, state, collected.prompt_state)
+                    saving = save(run, state, collected.prompt_state, wait=last or leaving)
                     metrics |= await saves.attempt(saving, required=last or leaving)
             log.log(step, metrics | timer.metrics())
             skipped.check(step)
@@ -191,6 +194,7 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
 async def restore(run: Deployment) -> TrainerState:
     """Put learner, critic and data where the checkpoint left them; the state after the last completed step."""
     state, resume = TrainerState.first(run.config), run.checkpoint
+    run.pending_save = None
     if resume is None:
         return state
     run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps})")
@@ -205,20 +209,43 @@ async def restore(run: Deployment) -> TrainerState:
     return state
 
 
-async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any]) -> None:
+async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any], *, wait: bool) -> None:
     """A checkpoint that appears complete or not at all, then retention.
+
+    With trainer.async_save the learner only copies its state here and writes it while the next step is generated;
+    ``finish_save`` completes the checkpoint. ``wait`` completes it at once.
 
     Raises:
         SaveError: the disk is full.
     """
+    await finish_save(run)
     files: dict[str, dict[str, Any]] = {
         "prompt_source.json": prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
+    asynchronous = run.config.trainer.async_save and not wait
     async with run.turns.saving():
         with checkpoint_attempt(run.config.run_dir, state.step) as workspace:
-            await run.learner.save(workspace / "learner")
+            await run.learner.save(workspace / "learner", asynchronous=asynchronous)
             if run.critic is not None:
-                await run.critic.save(workspace / "critic")
-            run.checkpoint = commit_checkpoint(workspace, state.step, files)
+                await run.critic.save(workspace / "critic", asynchronous=asynchronous)
+    run.pending_save = (state.step, files)
+    if not asynchronous:
+        await finish_save(run)
+
+
+async def finish_save(run: Deployment) -> None:
+    """Complete the checkpoint that is being written, if there is one.
+
+    Raises:
+        SaveError: the disk is full.
+    """
+    if run.pending_save is None:
+        return
+    (step, files), run.pending_save = run.pending_save, None
+    with checkpoint_in_progress(run.config.run_dir, step) as workspace:
+        for group in (run.learner, run.critic):
+            if group is not None:
+                await group.finish_save()
+        run.checkpoint = commit_checkpoint(workspace, step, files)
     prune_checkpoints(run.config)

@@ -60,6 +60,8 @@ class Deployment:
         """Version of the weights that the engines serve: the number of the last completed step."""
         self.checkpoint: Checkpoint | None = None
         """Newest complete checkpoint of this run, which a learner that is built anew starts from."""
+        self.pending_save: tuple[int, dict[str, dict[str, Any]]] | None = None
+        """Step and JSON files of the checkpoint that the learner is writing."""
         self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
         self._stack = AsyncExitStack()
 

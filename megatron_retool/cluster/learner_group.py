@@ -77,12 +77,19 @@ class LearnerWorker:
         """``call`` of an update, and the seconds that this rank itself took for it (``Learner.own_seconds``)."""
         return self.call(method, *args, **kwargs), self.learner.own_seconds
 
-    def save(self, directory: str) -> str | None:
-        """Write a checkpoint; why there is none, or None. The driver does not know Megatron's exceptions."""
+    def save(self, directory: str | None, asynchronous: bool) -> str | None:
+        """Write a checkpoint, or without a directory complete the one that is being written.
+
+        Returns:
+            Why there is none, or None. The driver does not know Megatron's exceptions.
+        """
         from megatron_retool.learner.checkpoint import CheckpointError
 
         try:
-            self.learner.save(directory)
+            if directory is None:
+                self.learner.finish_save()
+            else:
+                self.learner.save(directory, asynchronous=asynchronous)
         except (CheckpointError, OSError) as error:
             return str(error)
         return None
@@ -163,12 +170,24 @@ class LearnerGroup:
         taken, self._seconds = self._seconds, [0.0] * len(self.workers)
         return taken
 
-    async def save(self, directory: Path) -> None:
-        """
+    async def save(self, directory: Path, *, asynchronous: bool = False) -> None:
+        """Write a checkpoint; ``asynchronous`` returns when the state is copied, and ``finish_save`` completes it.
+
         Raises:
             SaveError: there is too little room, or writing failed.
         """
-        reasons = [reason for reason in await self._all("save", str(directory.absolute())) if reason is not None]
+        await self._save(str(directory.absolute()), asynchronous)
+
+    async def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises:
+            SaveError: writing failed.
+        """
+        await self._save(None, False)
+
+    async def _save(self, directory: str | None, asynchronous: bool) -> None:
+        reasons = [reason for reason in await self._all("save", directory, asynchronous) if reason is not None]
         if reasons:
             raise SaveError(reasons[0])
 

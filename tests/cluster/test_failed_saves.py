@@ -17,7 +17,7 @@ from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, load_config
 from megatron_retool.run_state import SaveError, complete_checkpoints
-from megatron_retool.train_loop import save
+from megatron_retool.train_loop import finish_save, save
 from megatron_retool.trainer_state import TrainerState
 
 
@@ -26,12 +26,16 @@ class FakeLearner:
 
     size = 400_000
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, *, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
         directory.mkdir()
         try:
             (directory / "weights").write_bytes(bytes(self.size))
         except OSError as error:
             raise SaveError(str(error)) from error
+
+    async def finish_save(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -50,14 +54,32 @@ def run_in(directory: Path, *overrides: str) -> tuple[Any, TrainerState]:
     config = load_config(None, [f"trainer.runs_dir={directory}", "trainer.keep_checkpoints=5", *overrides])
     turns = GpuTurns(False, list, list)
     run = SimpleNamespace(
-        config=config, learner=FakeLearner(), critic=None, total_steps=9, checkpoint=None, turns=turns
+        config=config,
+        learner=FakeLearner(),
+        critic=None,
+        total_steps=9,
+        checkpoint=None,
+        turns=turns,
+        pending_save=None,
     )
     return run, TrainerState.first(config)
 
 
-def save_step(run: Any, state: TrainerState, step: int) -> None:
+def save_step(run: Any, state: TrainerState, step: int, wait: bool = True) -> None:
     state.step = step
-    asyncio.run(save(run, state, {"drawn": step}))
+    asyncio.run(save(run, state, {"drawn": step}, wait=wait))
+
+
+def test_asynchronous_save_is_complete_when_it_is_finished(tmp_path: Path) -> None:
+    run, state = run_in(tmp_path, "trainer.async_save=true", "trainer.experiment_name=e")
+    save_step(run, state, 1, wait=False)
+    assert run.learner.asynchronous and complete_checkpoints(tmp_path / "e") == [] and run.checkpoint is None
+    save_step(run, state, 2, wait=False)  # completes the one before it
+    assert [c.step for c in complete_checkpoints(tmp_path / "e")] == [1]
+    asyncio.run(finish_save(run))
+    assert [c.step for c in complete_checkpoints(tmp_path / "e")] == [1, 2] and run.pending_save is None
+    save_step(run, state, 3)  # the last step waits
+    assert run.checkpoint.step == 3 and run.checkpoint.read("trainer_state.json")["step"] == 3
 
 
 def test_full_disk_leaves_the_old_checkpoint_and_no_debris(small_disk: Path) -> None:
@@ -115,6 +137,6 @@ def test_group_tells_why_a_rank_wrote_nothing(tmp_path: Path) -> None:
     group = LearnerGroup.__new__(LearnerGroup)
     group.config, group.role, group.nodes = Config(), "learner", []
     reasons = [None, "rank 1: No space left on device"]
-    group.workers = [SimpleNamespace(save=SimpleNamespace(remote=lambda _, r=r: answer(r))) for r in reasons]
+    group.workers = [SimpleNamespace(save=SimpleNamespace(remote=lambda *_, r=r: answer(r))) for r in reasons]
     with pytest.raises(SaveError, match="rank 1: No space left"):
         asyncio.run(group.save(tmp_path))

@@ -107,6 +107,7 @@ def test_killed_run_resumes_exactly(demo_run: FinishedRun):
         f"model.mcore_path={demo_run.run_dir / 'sft_mcore'}",
         f"rollout.replay_dir={demo_run.run_dir / 'rollouts'}",
         "trainer.val_before_train=false",
+        "trainer.async_save=true",
     ]
     process, marker = demo_run.command_line.start("train", *replay)
     deadline = time.monotonic() + 300
