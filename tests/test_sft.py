@@ -146,9 +146,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
 def test_two_ranks_give_the_same_losses_as_one(config):
     config = with_sft(config, stages=config.sft.stages[1:])
     sft.main(with_name(config, "one"), QUIET)
-    two = dataclasses.replace(
-        with_name(config, "two"), learner=dataclasses.replace(config.learner, world_size=2)
-    )
+    two = dataclasses.replace(with_name(config, "two"), learner=dataclasses.replace(config.learner, world_size=2))
     sft.main(two, QUIET)
     assert losses(two) == pytest.approx(losses(with_name(config, "one")), abs=2e-5)
     assert (two.run_dir / "COMPLETE").exists()
@@ -161,11 +159,12 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
     stage = dataclasses.replace(config.sft.stages[0], train_files=[str(bad)])
     config = with_sft(config, stages=[stage])
     message = "bad.parquet, row 0, column 'messages': no assistant message"
+    others = set(psutil.Process().children(recursive=True))  # servers that other tests keep for the session
     with pytest.raises(DataError, match=message):
         sft.main(config, QUIET)
     with pytest.raises(RuntimeError, match=f"^{bad.parent}/{message}"):
         sft.main(dataclasses.replace(config, learner=dataclasses.replace(config.learner, world_size=2)), QUIET)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= others
 
 
 @pytest.mark.parametrize(
