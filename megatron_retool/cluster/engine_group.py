@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from megatron_retool.cluster.placement import Placement
-from megatron_retool.cluster.runtime import node_address, redirect_output
+from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config
 from sglang_rollout.engine import EngineProcess
 
@@ -73,7 +73,7 @@ class EngineGroup:
         self.urls: list[str] = []
 
     async def start(self, model_path: str) -> None:
-        self.urls = list(await asyncio.gather(*(_await(worker.start.remote(model_path)) for worker in self.workers)))
+        self.urls = list(await asyncio.gather(*(resolved(worker.start.remote(model_path)) for worker in self.workers)))
 
     async def restart(self, index: int, model_path: str) -> str:
         """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync)."""
@@ -83,12 +83,8 @@ class EngineGroup:
 
     async def stop(self) -> None:
         """End every server. An actor that is still busy starting one is killed, which ends its server as well."""
-        stops = [asyncio.ensure_future(_await(worker.stop.remote())) for worker in self.workers]
+        stops = [asyncio.ensure_future(resolved(worker.stop.remote())) for worker in self.workers]
         await asyncio.wait(stops, timeout=STOP_SECONDS)
         for stop, worker in zip(stops, self.workers, strict=True):
             if not stop.done() or stop.exception() is not None:
                 ray.kill(worker)
-
-
-async def _await(reference: Any) -> Any:
-    return await reference

@@ -14,8 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
+from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
-from megatron_retool.cluster.runtime import free_port, node_address, redirect_output
+from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config
 from megatron_retool.run_state import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
@@ -207,7 +208,7 @@ class LearnerGroup:
 
     async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """One call on every rank. A failure does not wait for the other ranks: they may be stuck in a collective."""
-        tasks = [asyncio.ensure_future(_await(getattr(w, method).remote(*args, **kwargs))) for w in self.workers]
+        tasks = [asyncio.ensure_future(resolved(getattr(w, method).remote(*args, **kwargs))) for w in self.workers]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             deadline = asyncio.get_running_loop().time() + DEATH_NOTICE_SECONDS
@@ -233,10 +234,6 @@ class LearnerGroup:
         node = f" on {self.nodes[rank]}" if self.nodes else ""
         what = "died" if isinstance(error, _DEATHS) else "lost its device or its links"
         return LearnerDied(f"{self.role} rank {rank}{node} {what} ({log}): {_in_one_line(error)}")
-
-
-async def _await(reference: Any) -> Any:
-    return await reference
 
 
 _DEATH, _ORDINARY, _LINK = range(3)

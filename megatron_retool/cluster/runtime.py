@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -99,8 +99,6 @@ def node_address() -> str:
     return ray.util.get_node_ip_address()
 
 
-def free_port() -> int:
-    """A port that is free now on this node."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+async def resolved(reference: Any) -> Any:
+    """What a Ray reference comes to, as a coroutine that asyncio can make a task of."""
+    return await reference
