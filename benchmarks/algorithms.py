@@ -75,8 +75,12 @@ def flat_step(data: dict[str, Any], args: argparse.Namespace) -> float:
         log_probs = (data["train"][take] + 0.01).requires_grad_()
         loss, _ = policy_loss(
             PolicyLossInputs(
-                log_probs=log_probs, old_log_probs=data["train"][take], advantages=advantages[take],
-                loss_mask=data["mask"][take], loss_weights=weights[take], sequence_ids=ids[take],
+                log_probs=log_probs,
+                old_log_probs=data["train"][take],
+                advantages=advantages[take],
+                loss_mask=data["mask"][take],
+                loss_weights=weights[take],
+                sequence_ids=ids[take],
                 importance_weights=correction.importance_weights[take],
             ),
             config,

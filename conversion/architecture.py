@@ -140,8 +140,9 @@ class Architecture:
         experts: dict[str, Any] = {}
         if family == QWEN3_MOE:
             if read.integer("decoder_sparse_step", 1) != 1 or hf_config.get("mlp_only_layers"):
-                raise UnsupportedArchitecture("a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) "
-                                              "is not supported")
+                raise UnsupportedArchitecture(
+                    "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
+                )
             count_key = "num_experts" if hf_config.get("num_experts") is not None else "num_local_experts"
             experts = {
                 "num_experts": read.integer(count_key),
@@ -234,6 +235,7 @@ def _sliding_window(read: _Reader, family: str) -> int | None:
     if full >= layers:
         return None
     if full > 0:
-        raise UnsupportedArchitecture(f"max_window_layers={full}: sliding-window attention in some of {layers} layers "
-                                      "is not supported")
+        raise UnsupportedArchitecture(
+            f"max_window_layers={full}: sliding-window attention in some of {layers} layers is not supported"
+        )
     return read.integer("sliding_window")

@@ -138,9 +138,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         _quantize_and_dequantize(model, architecture)
     model.eval()
 
-    packer = Packer(
-        layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.transformer_engine is None
-    )
+    packer = Packer(layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.transformer_engine is None)
     sequences, length = ids.shape
     logits = torch.empty(sequences * (length - 1), architecture.vocab_size)
     for micro_batch in packer.micro_batches(_batch(ids)):

@@ -124,9 +124,7 @@ def _swiglu(mcore: str, hf: str, width: str) -> tuple[Rule, Rule]:
 _DENSE_MLP = _swiglu(_MCORE_LAYER + "mlp.", _HF_LAYER + "mlp.", "ffn")
 _EXPERTS = (
     Rule(_MCORE_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), (("experts", "hidden"),)),
-    *_swiglu(
-        _MCORE_LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"
-    ),
+    *_swiglu(_MCORE_LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"),
 )
 
 FAMILY_RULES: dict[str, tuple[Rule, ...]] = {

@@ -7,6 +7,7 @@ bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 if [[ $# -eq 0 ]]; then
   "$bin/ruff" check .
+  "$bin/ruff" format --check --quiet .
   "$bin/mypy"
   set -- -m "not slow and not real_weights"
 fi

@@ -118,9 +118,7 @@ def make_weight_sync(config: Config, engines: Sequence[str]) -> WeightSync:
         "round_weight": _fp8_rounder() if settings.round_to_fp8 else None,
     }
     if settings.method == "disk":
-        return DiskWeightSync(
-            engines, directory=config.run_dir / "weight_sync", model_path=config.model.path, **common
-        )
+        return DiskWeightSync(engines, directory=config.run_dir / "weight_sync", model_path=config.model.path, **common)
     if settings.method == "tensor":
         return TensorWeightSync(engines, **common)
     return DistributedWeightSync(engines, **common)

@@ -31,7 +31,9 @@ def test_names_are_those_of_the_dashboards():
         assert f"{prefix}best@{k}/mean" in metrics and f"{prefix}pass@{k}" in metrics
     assert "val-aux/aime_2025/reward/worst@16/std" in metrics
     assert {name for name in metrics if "num_turns" in name} == {
-        "val-aux/num_turns/mean", "val-aux/num_turns/max", "val-aux/num_turns/min",
+        "val-aux/num_turns/mean",
+        "val-aux/num_turns/max",
+        "val-aux/num_turns/min",
     }
     assert metrics[prefix + "mean@30"] == pytest.approx(1 / 30)
     assert all(type(value) is float for value in metrics.values())
@@ -108,8 +110,18 @@ def test_data_sources_are_kept_apart_and_short_prompts_take_part():
 
 def test_trajectories_are_read_as_the_reward_room_fills_them():
     trajectory = Trajectory(
-        np.array([1]), np.array([2, 3]), np.array([True, True]), np.zeros(2), np.array([0, 1]), np.zeros(2), 5, 0,
-        FinishReason.STOP, reward=-1.0, reward_info={"acc": 0.0, "pred": None}, extra_info={"data_source": "demo"},
+        np.array([1]),
+        np.array([2, 3]),
+        np.array([True, True]),
+        np.zeros(2),
+        np.array([0, 1]),
+        np.zeros(2),
+        5,
+        0,
+        FinishReason.STOP,
+        reward=-1.0,
+        reward_info={"acc": 0.0, "pred": None},
+        extra_info={"data_source": "demo"},
     )
     assert evaluation_metrics([trajectory])["val-aux/demo/reward/mean@1"] == -1.0
     assert evaluation_metrics([trajectory])["val-aux/num_turns/mean"] == 2.0

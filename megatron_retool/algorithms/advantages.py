@@ -89,9 +89,7 @@ def compute_advantages(
         ValueError: shapes do not match, a reward is not finite, "gae" without values, or an unknown estimator.
     """
     require_matching_shapes(rewards=rewards, group_ids=group_ids)
-    require_matching_shapes(
-        loss_mask=loss_mask, sequence_ids=sequence_ids, values=values, token_rewards=token_rewards
-    )
+    require_matching_shapes(loss_mask=loss_mask, sequence_ids=sequence_ids, values=values, token_rewards=token_rewards)
     if not bool(torch.isfinite(rewards).all()):
         row = int(torch.nonzero(~torch.isfinite(rewards))[0])
         raise ValueError(f"reward of response {row} is {float(rewards[row])}: score it, or drop it from the batch")

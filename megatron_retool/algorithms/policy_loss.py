@@ -160,9 +160,7 @@ def policy_loss(
     Raises:
         ValueError: shapes do not match, an unknown loss, or a column that the settings need is missing.
     """
-    require_matching_shapes(
-        **{name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
-    )
+    require_matching_shapes(**{name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__})
     loss_mask = inputs.loss_mask.bool()
     weights = torch.where(loss_mask, inputs.loss_weights, 0.0)
     if bypass_rejection is not None:

@@ -129,9 +129,7 @@ def rollout_correction(
         weight_versions=weight_versions,
     )
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
-    units = _SampledTokens(
-        train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences
-    )
+    units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
     kept, vetoed = _kept_tokens(units, config)
     weights, inside = _importance_weights(units, config)
     kept = kept & inside
@@ -184,9 +182,7 @@ def rejection_mask(
         bool [T], true at sampled tokens that may give loss.
     """
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
-    units = _SampledTokens(
-        train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences
-    )
+    units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
     keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
     keep_mask[sampled] = _kept_tokens(units, config)[0]
     return keep_mask

@@ -1,6 +1,6 @@
 """Waits until every node of a job has joined Ray with all its GPUs, and names those that have not.
 
-    python -m megatron_retool.cluster.ray_nodes --address IP:PORT --expect node1,node2 --gpus-per-node 8 --timeout 300
+python -m megatron_retool.cluster.ray_nodes --address IP:PORT --expect node1,node2 --gpus-per-node 8 --timeout 300
 """
 
 from __future__ import annotations

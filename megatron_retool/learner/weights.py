@@ -62,7 +62,7 @@ def _global_name(model: torch.nn.Module, name: str) -> str:
     if found := _LAYER.match(name):
         # layer_number counts from 1 over the whole model, whatever the pipeline layout.
         layer = model.decoder.layers[int(found[1])].layer_number - 1
-        name = f"decoder.layers.{layer}.{name[found.end():]}"
+        name = f"decoder.layers.{layer}.{name[found.end() :]}"
     if _EXPERT.search(name):
         experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         first = parallel_state.get_expert_model_parallel_rank() * experts

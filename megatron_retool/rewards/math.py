@@ -32,9 +32,7 @@ _TURN_STARTS = ("<|im_start|>assistant", "</tool_response>", "</interpreter>", "
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)"
 _PLAIN_NUMBER = re.compile(rf"{_NUMBER}\Z")
 _SLASH_FRACTION = re.compile(rf"({_NUMBER})/({_NUMBER})\Z")
-_LATEX_FRACTION = re.compile(
-    rf"([+-]?)\\[dt]?frac(?:\{{({_NUMBER})\}}|(\d))(?:\{{({_NUMBER})\}}|(\d))\Z"
-)
+_LATEX_FRACTION = re.compile(rf"([+-]?)\\[dt]?frac(?:\{{({_NUMBER})\}}|(\d))(?:\{{({_NUMBER})\}}|(\d))\Z")
 _TWO_NUMBERS = re.compile(r"\d \d")
 _THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)\d{3})+)(?![\d])")
 _TEXT_UNIT = re.compile(r"(?<=[\d}\s)])\s*\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\.?\Z")

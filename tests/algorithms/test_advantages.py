@@ -80,8 +80,13 @@ def test_masked_tokens_get_zero_and_permutation_of_responses_changes_nothing(nam
     take = torch.cat([torch.nonzero(ids == row).squeeze(1) for row in order])
     lengths = torch.tensor(LENGTHS)[order]
     permuted = compute_advantages(
-        AlgorithmConfig(advantage=name), REWARDS[order], GROUPS[order], mask[take],
-        torch.arange(6).repeat_interleave(lengths), values[take], token_rewards[take],
+        AlgorithmConfig(advantage=name),
+        REWARDS[order],
+        GROUPS[order],
+        mask[take],
+        torch.arange(6).repeat_interleave(lengths),
+        values[take],
+        token_rewards[take],
     )
     torch.testing.assert_close(permuted.advantages, advantages[take], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(permuted.returns, returns[take], atol=1e-6, rtol=1e-5)
@@ -129,8 +134,9 @@ def test_gae_equals_the_padded_recursion(placement, gamma, lam):
     torch.testing.assert_close(returns, unpad(expected_returns, LENGTHS))
 
     raw = advantages
-    sequence_level = run("gae", batch=(ids, mask), values=values, token_rewards=token_rewards,
-                         config=config | {"gae_level": "sequence"}).advantages
+    sequence_level = run(
+        "gae", batch=(ids, mask), values=values, token_rewards=token_rewards, config=config | {"gae_level": "sequence"}
+    ).advantages
     for row in range(6):
         chosen = mask & (ids == row)
         if chosen.any():

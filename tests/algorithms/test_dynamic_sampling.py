@@ -18,8 +18,10 @@ def test_groups_without_a_signal_are_dropped_and_order_is_kept():
     # The group of one (5) has no signal and is all correct.
     assert (result.all_correct, result.all_wrong, result.all_equal) == (2, 1, 3)
     assert result.metrics() == {
-        "dynamic_sampling/kept_groups": 2.0, "dynamic_sampling/generated_groups": 5.0,
-        "dynamic_sampling/all_correct": 2.0, "dynamic_sampling/all_wrong": 1.0,
+        "dynamic_sampling/kept_groups": 2.0,
+        "dynamic_sampling/generated_groups": 5.0,
+        "dynamic_sampling/all_correct": 2.0,
+        "dynamic_sampling/all_wrong": 1.0,
     }
 
 
@@ -76,8 +78,14 @@ def test_adaptive_number_of_responses():
 
     def n(step, *history):
         return samples_for_prompt(
-            step, history, config.stages, config.easy_accuracy, config.easy_batches, config.easy_n,
-            config.hard_accuracy, config.hard_n,
+            step,
+            history,
+            config.stages,
+            config.easy_accuracy,
+            config.easy_batches,
+            config.easy_n,
+            config.hard_accuracy,
+            config.hard_n,
         )
 
     assert [n(step) for step in (0, 29, 30, 79, 80, 500)] == [24, 24, 16, 16, 12, 12]
@@ -91,7 +99,10 @@ def test_stages():
     stages = parse_stages(["0 3", "30 5", "80 10"])
     assert [stage_value(stages, step) for step in (0, 29, 30, 80, 1000)] == [3, 3, 5, 10, 10]
     assert [step for step in range(100) if is_due(stages, step)] == [
-        *range(3, 30, 3), *range(30, 80, 5), 80, 90,
+        *range(3, 30, 3),
+        *range(30, 80, 5),
+        80,
+        90,
     ]
     for bad in ([], ["10 3"], ["0 3", "0 4"], ["0 3", "5"], ["0 x"], ["0 0"]):
         with pytest.raises(ValueError, match="stage|values"):

@@ -47,8 +47,12 @@ def columns(lengths=LENGTHS, seed=0, spread=0.4):
 
 def weights_of(data, aggregation, **kwargs):
     return token_weights(
-        data["loss_mask"], data["sequence_ids"], int(data["sequence_ids"].max()) + 1, aggregation,
-        max_response_length=16, **kwargs,
+        data["loss_mask"],
+        data["sequence_ids"],
+        int(data["sequence_ids"].max()) + 1,
+        aggregation,
+        max_response_length=16,
+        **kwargs,
     )
 
 
@@ -130,8 +134,11 @@ def test_metrics_mean_what_they_say():
     log_probs = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5]))
     old = torch.log(torch.tensor([0.25, 0.25, 1.0, 0.1]))
     data = PolicyLossInputs(
-        log_probs=log_probs, old_log_probs=old, advantages=torch.tensor([1.0, -1.0, -1.0, -1.0]),
-        loss_mask=torch.ones(4, dtype=torch.bool), loss_weights=torch.full((4,), 0.25),
+        log_probs=log_probs,
+        old_log_probs=old,
+        advantages=torch.tensor([1.0, -1.0, -1.0, -1.0]),
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        loss_weights=torch.full((4,), 0.25),
         sequence_ids=torch.zeros(4, dtype=torch.int64),
     )
     metrics = reduce_metrics([policy_loss(data, AlgorithmConfig(dual_clip=3.0)).metrics])
@@ -180,7 +187,9 @@ def test_denominators_before_and_after_rejection(aggregation):
     ids = torch.tensor([0, 0, 1, 1, 1, 2])
     keep = torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.bool)
     unit = {
-        "token-mean": (5, 2), "seq-mean-token-sum": (2, 1), "seq-mean-token-mean": (6, 2),
+        "token-mean": (5, 2),
+        "seq-mean-token-sum": (2, 1),
+        "seq-mean-token-mean": (6, 2),
         "seq-mean-token-sum-norm": (20, 10),
     }[aggregation]
     for denominator, divisor in zip(("pre", "post"), unit, strict=True):

@@ -22,7 +22,12 @@ ROWS = torch.arange(5).repeat_interleave(4)
 def correct_golden(dtype=torch.float64, **settings_):
     rollout = torch.full((20,), -1.0, dtype=dtype)
     return rollout_correction(
-        rollout + GOLDEN.flatten().to(dtype), rollout, ROWS < 4, ROWS, 5, torch.tensor([0, 0, 1, 1] * 5),
+        rollout + GOLDEN.flatten().to(dtype),
+        rollout,
+        ROWS < 4,
+        ROWS,
+        5,
+        torch.tensor([0, 0, 1, 1] * 5),
         RolloutCorrectionConfig(**({"veto_threshold": None} | settings_)),
     )
 
@@ -192,8 +197,15 @@ def test_staleness_by_version_lag():
     rollout = torch.full((4,), -1.0)
     d = torch.tensor([0.0, 0.1, -0.2, 0.4])
     result = rollout_correction(
-        rollout + d, rollout, torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 2, torch.zeros(4),
-        RolloutCorrectionConfig(), weight_versions=torch.tensor([7, 6, 6, 2]), current_version=7,
+        rollout + d,
+        rollout,
+        torch.ones(4, dtype=torch.bool),
+        torch.tensor([0, 0, 1, 1]),
+        2,
+        torch.zeros(4),
+        RolloutCorrectionConfig(),
+        weight_versions=torch.tensor([7, 6, 6, 2]),
+        current_version=7,
     )
     metrics = result.metrics
     assert metrics["rollout_corr/staleness/mean"] == pytest.approx(7 / 4)

@@ -30,7 +30,10 @@ def test_each_filter_by_hand():
 
 @given(
     st.lists(st.floats(-4, 4), min_size=2, max_size=9),
-    st.floats(0.2, 3.0), st.floats(0.05, 1.0), st.integers(-1, 6), st.sampled_from([0.0, 0.05, 0.4]),
+    st.floats(0.2, 3.0),
+    st.floats(0.05, 1.0),
+    st.integers(-1, 6),
+    st.sampled_from([0.0, 0.05, 0.4]),
 )
 def test_distribution_by_enumeration(logits, temperature, top_p, top_k, min_p):
     """mu sums to 1, is proportional to the tempered softmax on what is kept, and corrects expectations exactly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,10 @@ def test_special_end_of_turn_token_of_another_family(tokenizer):
     assert turns_of(tokenizer, encoded) == ["4<|eot_id|>", "Yes<|eot_id|>"]
 
 
-texts = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20)
+# Qwen's tokenizers bring text into Unicode's NFC before they encode it: only such text can come back unchanged.
+texts = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20).map(
+    lambda text: unicodedata.normalize("NFC", text)
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -34,9 +34,15 @@ def trajectory(*turns, truth="42", finish=FinishReason.STOP, **extra):
         turn_ids += [number] * len(text)
     turn_ids = np.array(turn_ids, np.int16)
     return Trajectory(
-        prompt_ids=np.array([1]), response_ids=np.array(ids), loss_mask=turn_ids >= 0,
-        rollout_log_probs=np.where(turn_ids >= 0, -1.0, 0.0), turn_ids=turn_ids,
-        weight_versions=np.zeros(len(ids)), group_id=0, index=0, finish_reason=finish,
+        prompt_ids=np.array([1]),
+        response_ids=np.array(ids),
+        loss_mask=turn_ids >= 0,
+        rollout_log_probs=np.where(turn_ids >= 0, -1.0, 0.0),
+        turn_ids=turn_ids,
+        weight_versions=np.zeros(len(ids)),
+        group_id=0,
+        index=0,
+        finish_reason=finish,
         tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1)] * (len(turns) - 1),
         extra_info={"data_source": "demo", "ground_truth": truth, **extra},
     )
@@ -130,8 +136,13 @@ def test_every_failure_is_typed_counted_and_survived(function):
         """
     )
     kinds = {
-        "slow": "timeout", "stuck": "timeout", "raise": "exception", "text": "bad_result", "nan": "bad_result",
-        "memory": "memory", "crash": "worker_died",
+        "slow": "timeout",
+        "stuck": "timeout",
+        "raise": "exception",
+        "text": "bad_result",
+        "nan": "bad_result",
+        "memory": "memory",
+        "crash": "worker_died",
     }
     config = RewardConfig(function=name, timeout_seconds=0.5, failure_score=-2.0)
     with RewardManager(config, Characters()) as manager:

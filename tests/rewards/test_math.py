@@ -129,9 +129,17 @@ def test_hostile_expressions_end_with_a_timeout():
 @pytest.mark.parametrize(
     "text",
     [
-        "\\boxed{" * 30000, "<answer>" * 30000, "<answer>" * 20000 + "</answer>" * 20000, "\n" * 300000,
-        "answer " * 40000, "\\boxed{" + "{" * 200000, " " * 200000 + "answer" + " " * 200000, "answer:\n" * 40000,
-        "\\boxed{" + "1" * 900 + "}", "\\boxed{" + "1," * 450 + "}", "\\boxed{" + "9 a" * 300 + "}",
+        "\\boxed{" * 30000,
+        "<answer>" * 30000,
+        "<answer>" * 20000 + "</answer>" * 20000,
+        "\n" * 300000,
+        "answer " * 40000,
+        "\\boxed{" + "{" * 200000,
+        " " * 200000 + "answer" + " " * 200000,
+        "answer:\n" * 40000,
+        "\\boxed{" + "1" * 900 + "}",
+        "\\boxed{" + "1," * 450 + "}",
+        "\\boxed{" + "9 a" * 300 + "}",
     ],
     ids=range(11),
 )

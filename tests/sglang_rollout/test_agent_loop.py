@@ -246,7 +246,10 @@ def test_retool_loop(tokenizer):
         async def __call__(self, state, max_new_tokens, deadline):
             result = await super().__call__(state, max_new_tokens, deadline)
             return GenerateResult(
-                result.output_ids, result.log_probs, result.weight_versions, "stop",
+                result.output_ids,
+                result.log_probs,
+                result.weight_versions,
+                "stop",
                 "</code>" if self.turns else tokenizer.eos_token_id,
             )
 

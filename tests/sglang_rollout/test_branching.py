@@ -37,9 +37,7 @@ class Engine:
         reason = "stop" if len(extra_ids) + count == self.length else "length"
         top = [uniform(round(math.exp(self.per_token)))] * count if top_log_probs else None
         first = len(extra_ids)
-        return GenerateResult(
-            list(range(first, first + count)), [-1.0] * count, [1] * count, reason, top_log_probs=top
-        )
+        return GenerateResult(list(range(first, first + count)), [-1.0] * count, [1] * count, reason, top_log_probs=top)
 
 
 def turn(branching: EntropyBranching, state: TrajectoryState, per_token: float) -> tuple[list[TrajectoryState], Engine]:
@@ -136,9 +134,7 @@ def test_hard_advantages_average_over_the_branches_that_share_a_token():
     per_trajectory = torch.tensor([1.0, 5.0, 2.0, 6.0])
     advantages = per_trajectory[torch.from_numpy(batch.sequence_ids)] * torch.from_numpy(batch.loss_mask)
     shared = share_branch_advantages(advantages, torch.from_numpy(batch.loss_mask), torch.from_numpy(ids))
-    assert shared.tolist() == pytest.approx(
-        [3.0, 3.0, 0.0, 1.0, 5.0, 5.0, 3.0, 3.0, 0.0, 4.0, 3.0, 3.0, 0.0, 4.0, 6.0]
-    )
+    assert shared.tolist() == pytest.approx([3.0, 3.0, 0.0, 1.0, 5.0, 5.0, 3.0, 3.0, 0.0, 4.0, 3.0, 3.0, 0.0, 4.0, 6.0])
 
 
 def test_shared_ids_do_not_depend_on_the_order_of_rows():

@@ -256,12 +256,14 @@ def test_verification_names_the_tensor_that_differs(engine, tokenizer):
         def _send(self, bucket):
             super()._send([(n, t + 1 if n.endswith("layers.1.mlp.up_proj.weight") else t) for n, t in bucket])
 
-    with Tampering([engine.base_url], timeout_seconds=30, verify=True) as sync, pytest.raises(
-        WeightSyncError, match=r"model\.layers\.1\.mlp\.gate_up_proj\.weight"
+    with (
+        Tampering([engine.base_url], timeout_seconds=30, verify=True) as sync,
+        pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.gate_up_proj\.weight"),
     ):
         sync.push(markov_policy.buckets(model), next(versions))
-    with TensorWeightSync([engine.base_url], timeout_seconds=30, verify=True) as sync, pytest.raises(
-        WeightSyncError, match=r"never sent.*model\.norm\.weight"
+    with (
+        TensorWeightSync([engine.base_url], timeout_seconds=30, verify=True) as sync,
+        pytest.raises(WeightSyncError, match=r"never sent.*model\.norm\.weight"),
     ):
         weights = [item for item in markov_policy.named_weights(model) if item[0] != "model.norm.weight"]
         sync.push([weights], next(versions))
@@ -283,8 +285,9 @@ def test_an_engine_left_alone_in_a_rendezvous_serves_again(engine, tokenizer, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(weight_sync, "_join_group", fail)
-        with DistributedWeightSync([engine.base_url], timeout_seconds=60) as sync, pytest.raises(
-            WeightSyncError, match="the learner's side: no route to host"
+        with (
+            DistributedWeightSync([engine.base_url], timeout_seconds=60) as sync,
+            pytest.raises(WeightSyncError, match="the learner's side: no route to host"),
         ):
             sync.push(markov_policy.buckets(markov_policy.random_model(tokenizer, 5)), next(versions))
     serve(engine, markov_policy.random_model(tokenizer, 5))
@@ -472,9 +475,10 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
             sync.push(markov_policy.buckets(policy), version)
         tools = ScriptedTools(timeout_rate=0.1, seconds=0.005)
         proxy = UnreliableProxy(engine.base_url, drop_rate=0.05)
-        async with proxy as steady, RolloutManager(
-            config, tokenizer, [steady, victim.base_url], tools, restart_engine=restart
-        ) as manager:
+        async with (
+            proxy as steady,
+            RolloutManager(config, tokenizer, [steady, victim.base_url], tools, restart_engine=restart) as manager,
+        ):
             groups, killed = [], False
             async for group in manager.stream(make_prompts(tokenizer, 64), SamplingConfig(n=8)):
                 groups.append(group)

@@ -82,7 +82,7 @@ def test_hermes_reads_back_what_json_writes(name, arguments):
         assert parsed.error is not None
 
 
-@given(st.text(alphabet="<>/thinktool_call{}\":,\\ code\n", max_size=200), st.sampled_from(sorted(FORMATS)))
+@given(st.text(alphabet='<>/thinktool_call{}":,\\ code\n', max_size=200), st.sampled_from(sorted(FORMATS)))
 def test_parsing_never_raises(text, name):
     for parsed in FORMATS[name].parse(text):
         assert parsed.error is not None or parsed.name

@@ -28,9 +28,7 @@ def test_glue_is_what_the_template_writes_between_turns(template, results):
     glue = TurnGlue(tokenizer, HERMES, max_result_tokens=100)
     turn = "Let me compute."
     tools = [{"role": "tool", "content": result} for result in results]
-    whole = rendered(
-        tokenizer, [QUESTION, {"role": "assistant", "content": turn}, *tools], add_generation_prompt=True
-    )
+    whole = rendered(tokenizer, [QUESTION, {"role": "assistant", "content": turn}, *tools], add_generation_prompt=True)
     end_of_turn = tokenizer.decode([glue.end_of_turn_id])
     assert end_of_turn == "<|im_end|>"
     _, _, after_turn = whole.partition(turn + end_of_turn)

@@ -125,8 +125,9 @@ def test_a_refusal_names_the_engine_and_lets_all_go_on(engines):
 def test_a_silent_engine_is_a_named_timeout(engines):
     good, silent = engines(), engines(faults={"/flush_cache": 3.0})
     began = time.monotonic()
-    with tensor_sync(good, silent, timeout_seconds=0.5) as sync, pytest.raises(
-        WeightSyncError, match=f"{silent.url}: no answer in 0"
+    with (
+        tensor_sync(good, silent, timeout_seconds=0.5) as sync,
+        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 0"),
     ):
         sync.push(BUCKETS, 1)
     assert time.monotonic() - began < 2.5

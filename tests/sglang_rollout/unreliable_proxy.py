@@ -39,9 +39,7 @@ class UnreliableProxy:
         up_writer.transport.abort()
         writer.transport.abort()
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, client: asyncio.StreamWriter
-    ) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, client: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             # Half of the drops lose the request, the other half lose the answer after the work was done.
             if self._random.random() < self.drop_rate / 2:

@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 DATA_SOURCE = "demo_integer_math"
 MANIFEST = "manifest.json"
 
+
 def make_demo(config: Config) -> Path:
     """Write the demo into ``config.demo.directory`` unless it is there already, made from the same settings.
 
