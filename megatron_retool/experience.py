@@ -14,6 +14,7 @@ from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.progress import ProgressLine, progress_line
 from megatron_retool.trainer_state import TrainerState
 from megatron_retool.trajectory import Trajectory, read_trajectories
+from sglang_rollout.paused_groups import PausedGroup
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -27,6 +28,8 @@ class Collected:
     generated: list[Trajectory]
     prompt_state: dict[str, Any]
     """Where the prompts stand after this step; a later step may already have drawn more of them."""
+    paused: list[PausedGroup] = field(default_factory=list)
+    """What partial rollout left unfinished after this step, before a later one goes on with it."""
     metrics: dict[str, float] = field(default_factory=dict)
     accuracies: list[tuple[str, float]] = field(default_factory=list)
     """The prompt's uid and the mean accuracy of each generated group."""
@@ -102,6 +105,7 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
         for trajectory in group:
             trajectory.reward_info["trained"] = trajectory.group_id in chosen
     generated = [trajectory for group in groups for trajectory in group]
+    paused = run.rollout.finish_step()
     return Collected(
         kept=[trajectory for trajectory in generated if trajectory.reward_info["trained"]],
         generated=generated,
@@ -113,7 +117,8 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
             **run.rewards.take_metrics(),
             **timer.metrics(),
         },
-        prompt_state=run.prompts.state_dict(run.rollout.paused_group_ids),
+        prompt_state=run.prompts.state_dict([group.group_id for group in paused]),
+        paused=paused,
         accuracies=[(str(g[0].extra_info.get("uid")), sum(map(accuracy, g)) / len(g)) for g in groups],
     )
 

@@ -1,9 +1,9 @@
 """A run's place on disk and how it is taken up again.
 
 A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint), critic/ where
-PPO has one, prompt_source.json (data position), trainer_state.json (step, KL coefficient, histories of prompts) and
-COMPLETE, which is written last. It is built under a temporary name and renamed, so a directory without COMPLETE is
-never taken for one.
+PPO has one, prompt_source.json (data position), trainer_state.json (step, KL coefficient, histories of prompts),
+paused_groups.parquet where partial rollout left groups unfinished, and COMPLETE, which is written last. It is built
+under a temporary name and renamed, so a directory without COMPLETE is never taken for one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Checkpoint:
     @property
     def critic(self) -> Path:
         return self.path / "critic"
+
+    @property
+    def paused_groups(self) -> Path:
+        return self.path / "paused_groups.parquet"
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint."""

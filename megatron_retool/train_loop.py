@@ -33,10 +33,11 @@ from megatron_retool.estimates import (
     split_mini_batches,
     write_estimates,
 )
-from megatron_retool.experience import Experience
+from megatron_retool.experience import Collected, Experience
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
+    Checkpoint,
     checkpoint_attempt,
     checkpoint_in_progress,
     commit_checkpoint,
@@ -46,6 +47,7 @@ from megatron_retool.run_state import (
 from megatron_retool.trainer_state import TrainerState
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, write_trajectories
 from megatron_retool.validation import validate
+from sglang_rollout.paused_groups import read_paused_groups, write_paused_groups
 
 
 async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
@@ -126,7 +128,7 @@ async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
             leaving = leave.is_set()
             if last or leaving or state.save_due() or saves.overdue:
                 with timer.phase("save_checkpoint"):
-                    saving = save(run, state, collected.prompt_state, wait=last or leaving)
+                    saving = save(run, state, collected, wait=last or leaving)
                     metrics |= await saves.attempt(saving, required=last or leaving)
             log.log(step, metrics | timer.metrics())
             skipped.check(step)
@@ -192,7 +194,7 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 async def restore(run: Deployment) -> TrainerState:
-    """Put learner, critic and data where the checkpoint left them; the state after the last completed step."""
+    """Put learner, critic, data and paused groups where the checkpoint left them; the state after its step."""
     state, resume = TrainerState.first(run.config), run.checkpoint
     run.pending_save = None
     if resume is None:
@@ -203,14 +205,17 @@ async def restore(run: Deployment) -> TrainerState:
     if run.critic is not None:
         await run.critic.load(resume.critic)
     run.prompts.load_state_dict(resume.read("prompt_source.json"))
+    if run.config.rollout.partial.enable and resume.paused_groups.exists():
+        paused = read_paused_groups(resume.paused_groups)
+        run.rollout.restore_paused(paused, run.prompts.take_unfinished([group.group_id for group in paused]))
     state.load_state_dict(resume.read("trainer_state.json"))
     if state.step != resume.step:
         raise ValueError(f"{resume.path}/trainer_state.json says step {state.step}: the checkpoint was renamed")
     return state
 
 
-async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any], *, wait: bool) -> None:
-    """A checkpoint that appears complete or not at all, then retention.
+async def save(run: Deployment, state: TrainerState, collected: Collected, *, wait: bool) -> None:
+    """A checkpoint after the step of ``collected`` that appears complete or not at all, then retention.
 
     With trainer.async_save the learner only copies its state here and writes it while the next step is generated;
     ``finish_save`` completes the checkpoint. ``wait`` completes it at once.
@@ -220,7 +225,7 @@ async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any
     """
     await finish_save(run)
     files: dict[str, dict[str, Any]] = {
-        "prompt_source.json": prompt_state,
+        "prompt_source.json": collected.prompt_state,
         "trainer_state.json": {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed},
     }
     asynchronous = run.config.trainer.async_save and not wait
@@ -229,6 +234,8 @@ async def save(run: Deployment, state: TrainerState, prompt_state: dict[str, Any
             await run.learner.save(workspace / "learner", asynchronous=asynchronous)
             if run.critic is not None:
                 await run.critic.save(workspace / "critic", asynchronous=asynchronous)
+            if collected.paused:
+                write_paused_groups(collected.paused, Checkpoint(workspace, state.step).paused_groups)
     run.pending_save = (state.step, files)
     if not asynchronous:
         await finish_save(run)

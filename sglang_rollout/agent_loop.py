@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,26 +95,23 @@ class TrajectoryState:
         self.turn_ids += [-1] * count
         self.weight_versions += [-1] * count
 
-    def fork(self, index: int, seed: int | None) -> TrajectoryState:
-        """An independent trajectory with the same past, which samples on its own from here."""
-        return TrajectoryState(
-            prompt_ids=self.prompt_ids,
-            group_id=self.group_id,
-            index=index,
-            extra_info=self.extra_info,
-            seed=seed,
+    def copy(self) -> TrajectoryState:
+        """The same trajectory, which does not change when this one goes on."""
+        return replace(
+            self,
             response_ids=list(self.response_ids),
             loss_mask=list(self.loss_mask),
             log_probs=list(self.log_probs),
             turn_ids=list(self.turn_ids),
             weight_versions=list(self.weight_versions),
             tool_calls=list(self.tool_calls),
-            turn=self.turn,
-            turn_start=self.turn_start,
             pending_calls=list(self.pending_calls),
-            seconds=self.seconds,
             reward_info=dict(self.reward_info),
         )
+
+    def fork(self, index: int, seed: int | None) -> TrajectoryState:
+        """An independent trajectory with the same past, which samples on its own from here."""
+        return replace(self.copy(), index=index, seed=seed)
 
     def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
         """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss."""

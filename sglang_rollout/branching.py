@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,22 @@ class EntropyBranching:
         """Trajectories to start from the prompt now that all others have ended; they count as started."""
         missing, self.started = self.budget - self.started, self.budget
         return missing
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decisions to come depend on, as JSON types."""
+        measured = {
+            name: list(values.items())
+            for name, values in (("initial", self._initial), ("latest", self._latest), ("forked_in", self._forked_in))
+        }
+        return {"started": self.started, "random": self._random.getstate(), **measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.started = state["started"]
+        version, internal, gauss = state["random"]
+        self._random.setstate((version, tuple(internal), gauss))
+        self._initial, self._latest = dict(state["initial"]), dict(state["latest"])
+        self._forked_in = dict(state["forked_in"])
 
     def _fork_above_threshold(self, state: TrajectoryState, value: float, start: Start) -> None:
         if self._probability(state, value) > self.config.threshold:

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megatron_retool.config import Config, SamplingConfig, ValSamplingConfig
@@ -31,6 +31,7 @@ from sglang_rollout.client import (
     GenerateRequest,
     GenerateResult,
 )
+from sglang_rollout.paused_groups import PausedGroup
 from sglang_rollout.router import Engine, Lease, Router
 from sglang_rollout.turn_glue import Tokenizer
 
@@ -169,10 +170,46 @@ class RolloutManager:
         """Groups that wait to be continued."""
         return len(self._paused)
 
-    @property
-    def paused_group_ids(self) -> list[int]:
-        """Their group ids."""
-        return [group.group_id for group in self._paused]
+    def finish_step(self) -> list[PausedGroup]:
+        """Count a training step for paused groups and drop those that are older than rollout.partial.max_age.
+
+        Returns:
+            What the others have so far, for ``restore_paused``; it stays as it is when they go on.
+        """
+        paused, self._paused = self._paused, []
+        for group in paused:
+            group.age += 1
+            if group.age > self.config.rollout.partial.max_age:
+                self.statistics.dropped_trajectories += group.size
+                continue
+            for state in group.states:
+                state.age = group.age
+            self._paused.append(group)
+        return [
+            PausedGroup(
+                group.group_id,
+                group.size,
+                group.age,
+                [state.copy() for state in group.states],
+                None if group.branching is None else group.branching.state_dict(),
+            )
+            for group in self._paused
+        ]
+
+    def restore_paused(self, groups: Iterable[PausedGroup], prompts: Iterable[PromptRow]) -> None:
+        """Let the next training stream continue ``groups`` that a stopped run had paused.
+
+        Args:
+            prompts: the prompt of each group, in any order.
+
+        Raises:
+            ValueError: a group has no prompt.
+        """
+        rows = {row.group_id: row for row in prompts}
+        for paused in groups:
+            if paused.group_id not in rows:
+                raise ValueError(f"the prompt of the paused group {paused.group_id} is missing")
+            self._paused.append(self._continued_group(rows[paused.group_id], paused))
 
     async def generate_groups(
         self,
@@ -241,11 +278,9 @@ class RolloutManager:
                     yield [state.to_trajectory(oldest) for state in item.states]
         finally:
             await self._stop(running, keep=resume_paused)
-            if pending and resume_paused:
+            if resume_paused:
                 self._paused += pending.values()
-                self.statistics.paused_trajectories += sum(
-                    state.finish_reason is None for group in pending.values() for state in group.states
-                )
+                self.statistics.paused_trajectories += _unfinished(pending.values())
             else:
                 self.statistics.dropped_trajectories += sum(group.size for group in pending.values())
 
@@ -304,19 +339,30 @@ class RolloutManager:
         digest = hashlib.blake2b(f"{base}/{group_id}/{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
+    def _continued_group(self, row: PromptRow, paused: PausedGroup) -> _Group:
+        group = self._new_group(row, self.config.rollout.train, paused.size)
+        first = group.states[0]
+        group.age = paused.age
+        group.states = [
+            replace(state.copy(), prompt_ids=first.prompt_ids, extra_info=first.extra_info) for state in paused.states
+        ]
+        if paused.branching is None:
+            group.branching = None
+        elif group.branching is not None:
+            group.branching.load_state_dict(paused.branching)
+        else:  # The resumed run does not branch: what forks would have filled starts from the prompt.
+            group.states += [self._fresh_state(group, index) for index in range(len(group.states), group.size)]
+        return group
+
+    def _fresh_state(self, group: _Group, index: int) -> TrajectoryState:
+        first = group.states[0]
+        seed = self._seed(group.group_id, index)
+        return TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed)
+
     def _take_paused(self) -> list[_Group]:
-        kept = []
-        for group in self._paused:
-            group.age += 1
-            if group.age > self.config.rollout.partial.max_age:
-                self.statistics.dropped_trajectories += group.size
-                continue
-            for state in group.states:
-                state.age = group.age
-                self.statistics.resumed_trajectories += state.finish_reason is None
-            kept.append(group)
-        self._paused = []
-        return kept
+        taken, self._paused = self._paused, []
+        self.statistics.resumed_trajectories += _unfinished(taken)
+        return taken
 
     def _start(self, group: _Group, state: TrajectoryState, running: _Running) -> None:
         task = asyncio.create_task(self._run(group, state, running))
@@ -326,11 +372,8 @@ class RolloutManager:
     def _rested(self, group: _Group, running: _Running) -> None:
         """All trajectories of a group have ended: it is complete, or what forks left of its budget is started."""
         if group.branching is not None and not group.complete() and not running.pausing:
-            first = group.states[0]
             for _ in range(group.branching.top_up()):
-                index = len(group.states)
-                seed = self._seed(group.group_id, index)
-                fresh = TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed)
+                fresh = self._fresh_state(group, len(group.states))
                 group.states.append(fresh)
                 self._start(group, fresh, running)
         running.ready.put_nowait(group)
@@ -433,6 +476,10 @@ class RolloutManager:
         finally:
             self.router.recovery_expected = len(self._restarts) > 1
             self.router.wake()
+
+
+def _unfinished(groups: Iterable[_Group]) -> int:
+    return sum(state.finish_reason is None for group in groups for state in group.states)
 
 
 class _Session:

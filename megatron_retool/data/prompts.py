@@ -101,16 +101,27 @@ class PromptSource:
             else:
                 draw = self._drawn
                 self._drawn += 1
-            epoch, place = divmod(draw, len(self._rows))
-            batch.append(_with_group(self._rows[int(self._epoch_order(epoch)[place])], draw))
+            batch.append(self._prompt(draw))
         return batch
+
+    def take_unfinished(self, group_ids: Sequence[int]) -> list[PromptRow]:
+        """After a resume: the prompts of groups that are going to be continued. ``next_batch`` leaves them out.
+
+        Raises:
+            DataError: a group is not one of those that the loaded state calls unfinished.
+        """
+        unknown = sorted(set(group_ids) - set(self._again))
+        if unknown:
+            raise DataError(f"the checkpoint's data position does not call group {unknown[0]} unfinished")
+        self._again = [draw for draw in self._again if draw not in group_ids]
+        return [self._prompt(draw) for draw in group_ids]
 
     def state_dict(self, unfinished: Sequence[int] = ()) -> dict[str, Any]:
         """The position, as JSON types.
 
         Args:
             unfinished: group ids of prompts that were drawn and whose groups are not complete; a resumed run draws
-                them again.
+                them again, but for those that ``take_unfinished`` gets.
         """
         return {
             "drawn": self._drawn,
@@ -135,6 +146,10 @@ class PromptSource:
                 )
         self._drawn = int(state["drawn"])
         self._again = [int(draw) for draw in state["again"]]
+
+    def _prompt(self, draw: int) -> PromptRow:
+        epoch, place = divmod(draw, len(self._rows))
+        return _with_group(self._rows[int(self._epoch_order(epoch)[place])], draw)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

@@ -16,6 +16,7 @@ from megatron_retool.cluster.health import CheckpointSaves
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, load_config
+from megatron_retool.experience import Collected
 from megatron_retool.run_state import SaveError, complete_checkpoints
 from megatron_retool.train_loop import finish_save, save
 from megatron_retool.trainer_state import TrainerState
@@ -67,7 +68,7 @@ def run_in(directory: Path, *overrides: str) -> tuple[Any, TrainerState]:
 
 def save_step(run: Any, state: TrainerState, step: int, wait: bool = True) -> None:
     state.step = step
-    asyncio.run(save(run, state, {"drawn": step}, wait=wait))
+    asyncio.run(save(run, state, Collected([], [], {"drawn": step}), wait=wait))
 
 
 def test_asynchronous_save_is_complete_when_it_is_finished(tmp_path: Path) -> None:
