@@ -2,6 +2,9 @@
 
     config = load_config("configs/demo_cpu.yaml", ["learner.context_parallel_size=2"])
 
+A file with the key ``extends: other.yaml`` (relative to itself) holds only what differs from the other file; a list is
+replaced as a whole.
+
 Every key is declared here with its type and default; an unknown key is an error that names the nearest known one.
 After ``load_config`` the tree is frozen: no code may change a setting while a run is under way.  Cross-field rules
 (divisibility, exclusive options) live in ``validate``; rules that need the model's own shape live in
@@ -181,6 +184,8 @@ class SearchConfig:
     corpus: str | None = None
     """Parquet or JSONL file with the columns id, text (and optionally title)."""
     top_k: int = 3
+    show_ranks: bool = True
+    """Write [1], [2], … before the passages."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,8 @@ class OverlongConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "math"
-    """"math", "deep_research", "reasoning_gym", or path/to/file.py:function or package.module:function."""
+    """"math", "deep_research" (ARPO's tags), "deep_research_hermes", "reasoning_gym", or path/to/file.py:function or
+    package.module:function."""
     processes: int = 2
     timeout_seconds: float = 30.0
     """For one response; then the process is killed and replaced."""
@@ -217,7 +223,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
     enable: bool = True
-    """Turn it off with algorithm.advantage=gae: a critic learns from groups of equal reward too."""
+    """Must be off with algorithm.advantage=gae: a critic learns from groups of equal reward too."""
     max_generation_rounds: int = 10
     metric: str = choice("reward", "acc")
     """Groups whose members all have the same value of it are dropped and replaced."""
@@ -462,10 +468,12 @@ class SFTConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What make-demo writes: a small model and the integer problems it learns to solve with a code interpreter."""
+    """What make-demo writes: a small model and the integer problems it learns to solve with tools."""
 
     enable: bool = False
     """The pipeline command makes the demo's data and model, fine-tunes and converts it before it trains."""
+    variant: str = choice("one_tool", "two_tools")
+    """two_tools: half of the problems need a search in a corpus, made too, before or in place of Python."""
     directory: str = "runs/demo_data"
     hidden_size: int = 128
     num_layers: int = 3
@@ -478,6 +486,9 @@ class DemoConfig:
     sft_val_rows: int = 256
     train_rows: int = 3000
     val_rows: int = 128
+    entities: int = 400
+    """two_tools: entities that the corpus knows, besides those of val.parquet."""
+    val_entities: int = 40
 
 
 @dataclass(frozen=True)
@@ -508,17 +519,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: the file is missing or no mapping, a key is unknown, a value has the wrong type, or
             ``validate`` finds a contradiction.
     """
-    layers: list[tuple[str, DictConfig]] = []
-    if path is not None:
-        if not Path(path).is_file():
-            raise ConfigError(f"config file {path} does not exist")
-        try:
-            loaded = OmegaConf.load(path)
-        except Exception as error:
-            raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
-        if not isinstance(loaded, DictConfig):
-            raise ConfigError(f"config file {path} must hold a mapping at its top level")
-        layers.append((str(path), loaded))
+    layers = [] if path is None else _read_file(Path(path), ())
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
@@ -540,6 +541,28 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     assert isinstance(config, Config)
     validate(config)
     return config
+
+
+def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, DictConfig]]:
+    """The file's settings with its path, after those of the files that it extends."""
+    origin = f", which {extended_by[-1]} extends," if extended_by else ""
+    if not path.is_file():
+        raise ConfigError(f"config file {path}{origin} does not exist")
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"config file {path} must hold a mapping at its top level")
+    base = loaded.pop("extends", None)
+    if base is None:
+        return [(str(path), loaded)]
+    if not isinstance(base, str):
+        raise ConfigError(f"config file {path}: extends must name one file, not {base!r}")
+    chain = (*extended_by, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise ConfigError(f"config file {path}: extends: {base} leads back to itself")
+    return [*_read_file(path.parent / base, chain), (str(path), loaded)]
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -690,6 +713,11 @@ def validate(config: Config) -> None:
     if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2"
+        )
+    if algorithm.advantage == "gae" and algorithm.dynamic_sampling.enable:
+        raise ConfigError(
+            "algorithm.advantage=gae with algorithm.dynamic_sampling.enable=true would withhold groups of equal reward "
+            "from the critic, which learns from them too: set algorithm.dynamic_sampling.enable=false"
         )
     if config.trainer.test_schedule:
         try:

@@ -46,7 +46,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
-        **{f"val-aux/{name}": behaviour[name] for name in _SHOWN},
+        **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(_SHOWN)},
     }
 
 

@@ -56,6 +56,12 @@ def test_both_kl_penalties_are_refused():
         load_config(None, ["algorithm.kl_in_loss=0.1", "algorithm.kl_in_reward=0.1"])
 
 
+def test_a_critic_and_dynamic_sampling_are_refused_together():
+    with pytest.raises(ConfigError, match=r"gae.*set algorithm\.dynamic_sampling\.enable=false"):
+        load_config(None, ["algorithm.advantage=gae"])
+    load_config(None, ["algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"])
+
+
 def test_vpp_on_two_stages_is_refused():
     with pytest.raises(ConfigError, match="wrong gradients"):
         load_config(
@@ -75,6 +81,61 @@ def test_missing_file_and_bad_yaml(tmp_path):
     broken.write_text("a: [1")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(broken)
+
+
+def test_a_file_extends_another(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "trainer: {seed: 3, total_steps: 9}\nlearner: {optimizer: {betas: [0.8, 0.9]}}\n"
+    )
+    (tmp_path / "more").mkdir()
+    middle, file = tmp_path / "middle.yaml", tmp_path / "more" / "c.yaml"
+    middle.write_text("extends: base.yaml\ntrainer: {seed: 4}\n")
+    file.write_text("extends: ../middle.yaml\nlearner: {optimizer: {betas: [0.7, 0.9]}}\n")
+    config = load_config(file, ["trainer.test_freq=7"])
+    assert (config.trainer.seed, config.trainer.total_steps, config.trainer.test_freq) == (4, 9, 7)
+    assert config.learner.optimizer.betas == [0.7, 0.9]
+
+
+@pytest.mark.parametrize(
+    "base, words",
+    [
+        ("extends: gone.yaml", ["gone.yaml", "c.yaml extends", "does not exist"]),
+        ("extends: [a.yaml]", ["c.yaml", "must name one file"]),
+        ("extends: c.yaml", ["c.yaml", "leads back to itself"]),
+        ("extends: other.yaml", ["other.yaml", "leads back to itself"]),
+        ("extends: broken.yaml", ["broken.yaml", "trainer.sead"]),
+    ],
+)
+def test_bad_extends(base, words, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(base)
+    (tmp_path / "other.yaml").write_text("extends: c.yaml")
+    (tmp_path / "broken.yaml").write_text("trainer: {sead: 3}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "urls"),
+    [
+        ("http://a:1", ["http://a:1"]),
+        ("[http://a:1, http://b:2]", ["http://a:1", "http://b:2"]),
+        ("null", []),
+    ],
+)
+def test_code_interpreter_url_is_one_or_several(override, urls, tmp_path):
+    config = load_config(None, [f"tools.code_interpreter.url={override}"])
+    assert config.tools.code_interpreter.urls == urls
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("value", ["3", "[]", "[1]", "{a: 1}"])
+def test_code_interpreter_url_of_another_type(value):
+    with pytest.raises(ConfigError, match=r"tools\.code_interpreter\.url=.*must be a URL, a list of URLs, or null"):
+        load_config(None, [f"tools.code_interpreter.url={value}"])
 
 
 def test_unknown_key_inside_a_list_of_sections(tmp_path):

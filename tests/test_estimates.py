@@ -100,7 +100,15 @@ def test_kl_in_reward_lowers_the_advantage_of_responses_far_from_the_reference()
 
 
 def test_gae_takes_the_critics_values_and_reports_how_good_they_were():
-    config = load_config(None, ["algorithm.advantage=gae", "algorithm.gae_lambda=1.0", "algorithm.gae_whiten=false"])
+    config = load_config(
+        None,
+        [
+            "algorithm.advantage=gae",
+            "algorithm.dynamic_sampling.enable=false",
+            "algorithm.gae_lambda=1.0",
+            "algorithm.gae_whiten=false",
+        ],
+    )
     rows = four()
     values = np.repeat([0.5, -1.0, -1.0, -1.0], 4).astype(np.float32)
     batch, _ = add_advantages(make_batch(*rows).with_columns(values=values), rows, TrainerState.first(config))

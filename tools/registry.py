@@ -38,7 +38,7 @@ def _search(config: ToolsConfig, _: str | None) -> Tool:
     if config.search.corpus is None:
         raise ConfigError("tools.search.corpus is not set: name a .parquet or .jsonl file with a column 'text'")
     try:
-        return SearchTool(BM25Index.from_file(config.search.corpus), config.search.top_k)
+        return SearchTool(BM25Index.from_file(config.search.corpus), config.search)
     except CorpusError as error:
         raise ConfigError(f"tools.search.corpus: {error}") from error
 

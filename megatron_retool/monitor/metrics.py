@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
+_EXECUTED = ("ok", "error", "timeout")
+"""Statuses of calls that reached a tool."""
+
 
 def _spread(prefix: str, values: npt.NDArray[Any]) -> dict[str, float]:
     if len(values) == 0:
@@ -52,12 +55,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     rollout/score and rollout/acc are unbiased by dynamic sampling, which critic/score is not. tool/* follow the
     statuses of ToolCall; a parse error is a call that never reached a tool. tool/use_rate is the share of
-    trajectories with at least one call.
+    trajectories with at least one call, tool/use_rate/<name> of those in which that tool ran.
     """
     if not trajectories:
         return {}
     calls = [call for t in trajectories for call in t.tool_calls]
-    executed = [call for call in calls if call.status in ("ok", "error", "timeout")]
+    executed = [call for call in calls if call.status in _EXECUTED]
     total = max(len(calls), 1)
     metrics = _spread("num_turns", np.array([t.num_turns for t in trajectories]))
     metrics |= {
@@ -71,6 +74,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "tool/parse_error_rate": sum(call.status == "parse_error" for call in calls) / total,
         "tool/seconds_mean": float(np.mean([call.seconds for call in executed])) if executed else 0.0,
     }
+    used = [{call.name for call in t.tool_calls if call.status in _EXECUTED} for t in trajectories]
+    for name in sorted(set().union(*used)):
+        metrics[f"tool/use_rate/{name}"] = float(np.mean([name in names for names in used]))
     for reason in FinishReason:
         metrics[f"rollout/finish_reason/{reason.value}"] = float(
             np.mean([t.finish_reason is reason for t in trajectories])

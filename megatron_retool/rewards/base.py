@@ -26,6 +26,7 @@ used where they are there, everything else is kept beside them.
 BUILT_IN = {
     "math": "megatron_retool.rewards.math:compute_score",
     "deep_research": "megatron_retool.rewards.deep_research:compute_score",
+    "deep_research_hermes": "megatron_retool.rewards.deep_research:compute_score_hermes",
     "reasoning_gym": "megatron_retool.rewards.reasoning_gym:compute_score",
 }
 

@@ -3,8 +3,10 @@
 -1 for a malformed response; otherwise the token F1 between the boxed answer and the best ground truth, plus 0.1 where
 the answer is at all right and the response used both tools.
 
-The format: one or more ``<think>`` blocks, every tag closed and not nested in its own kind, every ``<search>`` and
-``<python>`` call followed by its ``<result>``, and one ``<answer>`` holding a ``\\boxed{...}``.
+The format (``compute_score``, for rollout.multi_turn.format=arpo): one or more ``<think>`` blocks, every tag closed and
+not nested in its own kind, every ``<search>`` and ``<python>`` call followed by its ``<result>``, and one ``<answer>``
+holding a ``\\boxed{...}``. Where calls are turns of a chat (``compute_score_hermes``): every call could be read, the
+response ended by itself, and its last turn holds a ``\\boxed{...}``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from megatron_retool.rewards.math import extract_answer
 
 BOTH_TOOLS_BONUS = 0.1
 _TAG = re.compile(r"<(/?)(think|search|python|result|answer)>")
+_TOOLS = {"search", "code_interpreter"}
 _CLOSED_ANSWERS = ("yes", "no", "noanswer")
 
 
@@ -35,14 +38,41 @@ def compute_score(
     """
     problem = format_error(solution_str)
     if problem is not None:
-        return {"score": -1.0, "acc": 0.0, "pred": None, "f1": 0.0, "reason": f"format: {problem}"}
+        return _malformed(problem)
     answer = extract_answer(solution_str[solution_str.rindex("<answer>") :])
     if answer is None:
-        return {"score": -1.0, "acc": 0.0, "pred": None, "f1": 0.0, "reason": "format: empty answer"}
+        return _malformed("empty answer")
+    return _score(answer, ground_truth, "</search>" in solution_str and "</python>" in solution_str)
+
+
+def compute_score_hermes(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """``compute_score`` for rollout.multi_turn.format=hermes, from what the rollout knows of the response.
+
+    Args:
+        extra_info: with final_turn, finish_reason and tool_calls, as the reward manager gives them.
+    """
+    calls = extra_info["tool_calls"]
+    if any(call["status"] == "parse_error" for call in calls):
+        return _malformed("a tool call could not be read")
+    if extra_info["finish_reason"] != "stop":
+        return _malformed(f"the response ended by {extra_info['finish_reason']}")
+    answer = extract_answer(extra_info["final_turn"])
+    if answer is None:
+        return _malformed("no \\boxed in the last turn")
+    return _score(answer, ground_truth, {call["name"] for call in calls} >= _TOOLS)
+
+
+def _malformed(problem: str) -> dict[str, Any]:
+    return {"score": -1.0, "acc": 0.0, "pred": None, "f1": 0.0, "reason": f"format: {problem}"}
+
+
+def _score(answer: str, ground_truth: Any, both_tools: bool) -> dict[str, Any]:
     truths = ground_truth.get("target") if isinstance(ground_truth, dict) else ground_truth
     accepted = truths if isinstance(truths, (list, tuple, set)) else [truths]
     f1 = max((token_f1(answer, str(truth)) for truth in accepted), default=0.0)
-    bonus = BOTH_TOOLS_BONUS if f1 > 0 and "</search>" in solution_str and "</python>" in solution_str else 0.0
+    bonus = BOTH_TOOLS_BONUS if f1 > 0 and both_tools else 0.0
     reason = "correct, both tools" if bonus else ("correct" if f1 > 0 else "wrong")
     return {"score": f1 + bonus, "acc": float(f1 == 1.0), "pred": normalize_text(answer), "f1": f1, "reason": reason}
 

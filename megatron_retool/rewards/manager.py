@@ -40,7 +40,7 @@ class RewardManager:
 
     reward_info: score (before shaping), acc, pred and whatever else the function returned; overlong_penalty where
     shaping is on; overlong_filtered: True where overlong filtering says that the response must give no loss; failure
-    and failure_message where the function failed.
+    and failure_message where the function failed. Keys of others that are there before scoring stay.
 
     A failure never stops a run: the response gets ``failure_score``, the failure is one of ``FAILURES`` and counted
     (``take_metrics``). A function that cannot be loaded does stop it, when the manager is made.
@@ -183,7 +183,8 @@ class RewardManager:
         if overlong.filter and trajectory.finish_reason is FinishReason.LENGTH:
             info["overlong_filtered"] = True
         trajectory.reward = float(info["score"]) + penalty
-        trajectory.reward_info = info
+        # What rollout wrote there stays: where a branch of ARPO began.
+        trajectory.reward_info = {**trajectory.reward_info, **info}
         with self._lock:
             self._scored += 1
 

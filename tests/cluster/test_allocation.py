@@ -33,7 +33,7 @@ def test_disaggregated_adds_the_engines() -> None:
 
 def test_a_critic_needs_gpus_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"24 GPUs are needed.*critic 8.*--nodes 3"):
-        check_allocation(config(*APART, "algorithm.advantage=gae"), nodes=2)
+        check_allocation(config(*APART, "algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"), nodes=2)
 
 
 def test_suggested_nodes_follow_the_size_of_a_node() -> None:

@@ -3,7 +3,8 @@ import pytest
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import ConfigError, load_config
 
-PPO = ["algorithm.advantage=gae", "learner.world_size=2", "cluster.gpus_per_node=4", "rollout.engine.count=4"]
+GAE = ["algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"]
+PPO = [*GAE, "learner.world_size=2", "cluster.gpus_per_node=4", "rollout.engine.count=4"]
 
 
 def gpus_by_role(placement):
@@ -34,5 +35,5 @@ def test_too_few_gpus_for_a_critic_is_said():
 def test_only_ppo_has_a_critic():
     placement = plan_placement(load_config(None, ["cluster.gpus_per_node=4", "learner.world_size=2"]))
     assert "critic" not in gpus_by_role(placement)
-    on_cpu = plan_placement(load_config(None, ["algorithm.advantage=gae", "learner.world_size=2"]))
+    on_cpu = plan_placement(load_config(None, [*GAE, "learner.world_size=2"]))
     assert [slot.role for slot in on_cpu.slots] == ["learner", "learner", "critic", "critic", "engine"]

@@ -14,13 +14,20 @@ import pytest
 
 from megatron_retool.config import ConfigError
 from megatron_retool.data.demo import make, make_demo
+from megatron_retool.data.demo.facts import FactProblem, FactSearch, fact_families, make_facts, value_in
 from megatron_retool.data.demo.problems import FAMILIES, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
-from megatron_retool.data.demo.traces import trace
+from megatron_retool.data.demo.traces import DemoTools, trace
 from tests.data.conftest import demo_config
+from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.registry import ToolRegistry
 
+TWO_TOOLS = (
+    "demo.variant=two_tools", "rollout.multi_turn.tools=[code_interpreter,search]", "demo.entities=60",
+    "demo.val_entities=10", "tools.search.top_k=1", "tools.search.show_ranks=false",
+)  # fmt: skip
 INTERPRETER = demo_config(Path("unused")).tools.code_interpreter
 
 
@@ -49,6 +56,11 @@ def digests(directory: Path) -> dict[str, str]:
 def sandbox_url():
     with SandboxServerProcess(INTERPRETER) as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def two_tools_directory(tmp_path_factory):
+    return make_demo(demo_config(tmp_path_factory.mktemp("two_tools") / "data", *TWO_TOOLS))
 
 
 def test_files_and_columns(demo_directory):
@@ -165,11 +177,11 @@ def test_snippets_do_what_they_are_meant_to(family):
     wrong = []
     for _ in range(40):
         problem = draw(rng, family)
-        output = run(problem.correct)
+        output = run(problem.code.correct)
         assert output.succeeded
         assert output.text == str(problem.answer)
-        assert not any(run(code).succeeded for code in problem.failing)
-        wrong += [run(code) for code in problem.wrong]
+        assert not any(run(code).succeeded for code in problem.code.failing)
+        wrong += [run(code) for code in problem.code.wrong]
         assert all(output.succeeded for output in wrong)
         assert len(output.text) <= 60
     agreeing = sum(output.text == str(problem.answer) for output in wrong[-2:])
@@ -186,10 +198,10 @@ def test_outputs_are_the_real_sandboxs(sandbox_url, style, print_last_expression
     codes = ["print(1)\nprint(2)", "1", "None", "", "x = 3", "print('a');print(1/0)", "import nothing", "  print(1)"]
     for family in FAMILIES:
         problem = draw(rng, family)
-        codes += [problem.correct, *problem.wrong, *problem.failing]
+        codes += [problem.code.correct, *problem.code.wrong, *problem.code.failing]
 
     async def ask() -> list[str]:
-        tool = CodeInterpreterTool(config, sandbox_url)
+        tool = CodeInterpreterTool(config, CodeInterpreterClient(sandbox_url))
         try:
             return [(await tool.call({"code": code})).text for code in codes]
         finally:
@@ -204,7 +216,7 @@ def test_traces_show_what_the_tool_returns():
     kinds = {}
     for index in range(600):
         problem = draw(rng, list(FAMILIES)[index % len(FAMILIES)])
-        messages, kind = trace(rng, problem, run)
+        messages, kind = trace(rng, problem, DemoTools(run))
         kinds[kind] = kinds.get(kind, 0) + 1
         for place, message in enumerate(messages):
             if message["role"] == "tool":
@@ -215,3 +227,106 @@ def test_traces_show_what_the_tool_returns():
     assert set(kinds) == {"guess", "correct", "wrong", "retry", "give_up"}
     assert 0.25 < kinds["guess"] / 600 < 0.4
     assert 0.15 < kinds["correct"] / 600 < 0.3
+
+
+def test_two_tools_have_their_corpus_and_their_prompts(two_tools_directory):
+    corpus = rows(two_tools_directory / "corpus.parquet")
+    assert len(corpus) == 2 * 70 and set(corpus[0]) == {"id", "text"}
+    known = {row["text"].split()[3] for row in corpus}
+    assert len(known) == 70
+    val = rows(two_tools_directory / "val.parquet")
+    families = {row["extra_info"]["family"] for row in val}
+    assert families == {"arithmetic", "power_modulo", "range_sum", "fact", "fact_arithmetic", "fact_range_sum"}
+
+    def entities(name: str) -> set[str]:
+        words = {word.strip("?.,") for question in questions(two_tools_directory / name) for word in question.split()}
+        return words & known
+
+    held_out = entities("val.parquet")
+    assert held_out and len(entities("train.parquet")) > 15
+    for name in ("train", "sft", "sft_val", "pretrain"):
+        assert not held_out & entities(f"{name}.parquet"), name
+    schemas = json.loads(rows(two_tools_directory / "sft.parquet")[0]["tools"])
+    assert [schema["function"]["name"] for schema in schemas] == ["code_interpreter", "search"]
+
+
+def test_searches_in_demonstrations_are_the_real_tools(two_tools_directory):
+    """On the corpus that was written, as at reinforcement learning; and the answers are those of the corpus."""
+    config = demo_config(
+        two_tools_directory, *TWO_TOOLS, f"tools.search.corpus={two_tools_directory / 'corpus.parquet'}"
+    )
+    searches = []
+    for row in rows(two_tools_directory / "sft.parquet"):
+        messages = json.loads(row["messages"])
+        for message, result in zip(messages, messages[1:], strict=False):
+            for call in message.get("tool_calls", ()):
+                if call["function"]["name"] == "search":
+                    searches.append((call["function"]["arguments"], result["content"]))
+    assert len(searches) > 50 and any(text == "No passage matches." for _, text in searches)
+
+    async def ask() -> list[str]:
+        async with ToolRegistry.from_config(config.tools, ["search"]) as registry:
+            return [(await registry.call("search", arguments)).text for arguments, _ in searches]
+
+    assert asyncio.run(ask()) == [text for _, text in searches]
+    values = {row["text"][:-1].rsplit(" is ")[0]: row["text"][:-1].rsplit(" ")[-1] for row in
+              rows(two_tools_directory / "corpus.parquet")}  # fmt: skip
+    facts = [row for row in rows(two_tools_directory / "val.parquet") if row["extra_info"]["family"] == "fact"]
+    for row in facts:
+        asked = row["prompt"][1]["content"].rstrip("?.").split("the ")[1]
+        assert row["reward_model"]["ground_truth"] == values[f"The {asked}"]
+
+
+def test_queries_and_code_of_facts_do_what_they_are_meant_to():
+    rng = random.Random(3)
+    facts = make_facts(rng, 80)
+    config = demo_config(Path("unused"), *TWO_TOOLS)
+    run, search = SnippetRunner(INTERPRETER), FactSearch(facts, config.tools.search)
+    misled = 0
+    for fact in facts:
+        assert search(fact.query).text == fact.text and value_in(fact.text) == fact.value
+        assert not any(search(query).succeeded for query in fact.failing_queries)
+        misled += sum(search(query).text != fact.text for query in fact.wrong_queries)
+    assert misled > 1.4 * len(facts)
+    families = fact_families(facts)
+    for index in range(300):
+        problem = draw(rng, list(families)[index % len(families)], families=families)
+        if isinstance(problem, FactProblem):
+            value = problem.fact.value
+            found = str(value) if problem.code_for is None else run(problem.code_for(value).correct).text
+            assert found == str(problem.answer)
+    with pytest.raises(ValueError, match="names for entities"):
+        make_facts(rng, 100_000)
+
+
+def test_traces_with_two_tools():
+    rng = random.Random(5)
+    facts = make_facts(rng, 80)
+    families = fact_families(facts)
+    config = demo_config(Path("unused"), *TWO_TOOLS)
+    tools = DemoTools(SnippetRunner(INTERPRETER), FactSearch(facts, config.tools.search))
+    kinds = {}
+    sequences = set()
+    for index in range(1200):
+        problem = draw(rng, list(families)[index % len(families)], families=families)
+        messages, kind = trace(rng, problem, tools)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        names = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+        sequences.add((isinstance(problem, FactProblem), *names))
+        if kind in ("correct", "retry"):
+            assert messages[-1]["content"] == f"The answer is \\boxed{{{problem.answer}}}."
+        # Code uses what the search showed, also where that was another entity's number.
+        if kind == "correct" and getattr(problem, "code_for", None):
+            code = messages[4]["tool_calls"][0]["function"]["arguments"]["code"]
+            assert str(value_in(messages[3]["content"])) in code
+    assert set(kinds) == {"guess", "correct", "wrong", "retry", "give_up"}
+    assert 0.2 < kinds["correct"] / 1200 < 0.35
+    assert {(True, "search"), (True, "search", "code_interpreter"), (True, "search", "search")} <= sequences
+    assert not any(fact is False and "search" in names for fact, *names in sequences)
+
+
+def test_two_tools_need_both_in_the_prompt(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout\.multi_turn\.tools"):
+        make_demo(demo_config(tmp_path / "data", "demo.variant=two_tools"))
+    with pytest.raises(ConfigError, match=r"demo\.entities"):
+        make_demo(demo_config(tmp_path / "data", *TWO_TOOLS, "demo.entities=100000"))

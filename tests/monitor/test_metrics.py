@@ -32,6 +32,15 @@ def test_rollout_metrics_count_calls_by_status():
     assert metrics["rollout/finish_reason/length"] == 0.25
 
 
+def test_use_of_each_tool_is_told_apart():
+    rows = [trajectory(1, ["ok", "ok"]), trajectory(1, ["error"]), trajectory(-1, ["unknown_tool"]), trajectory(-1, [])]
+    rows[0].tool_calls[1] = ToolCall("search", "", "ok", 0.1)
+    rows[2].tool_calls[0] = ToolCall("serach", "", "unknown_tool", 0.0)
+    metrics = rollout_metrics(rows)
+    rates = {name: value for name, value in metrics.items() if name.startswith("tool/use_rate")}
+    assert rates == {"tool/use_rate": 0.75, "tool/use_rate/code_interpreter": 0.5, "tool/use_rate/search": 0.25}
+
+
 def test_batch_metrics_masks_advantages_and_counts_clipped():
     batch = TrajectoryBatch.from_trajectories([trajectory(1, [], 4), trajectory(-1, [], 2)])
     batch.loss_mask[0] = False

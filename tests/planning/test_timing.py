@@ -221,7 +221,7 @@ def test_phases_add_up_and_follow_the_algorithm() -> None:
     assert 0.25 < step.mfu < 0.5
     _, with_reference, _ = recipe("algorithm.kl_in_loss=0.001")
     assert with_reference.phases()["ref"] == pytest.approx(step.log_probs.total)
-    _, with_critic, _ = recipe("algorithm.advantage=gae")
+    _, with_critic, _ = recipe("algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false")
     assert with_critic.phases()["update_critic"] > step.update.total
     _, bypass, _ = recipe(
         "algorithm.rollout_correction.bypass_old_log_probs=true", "algorithm.rollout_correction.mode=none"

@@ -4,7 +4,13 @@ import types
 import pytest
 
 from megatron_retool.rewards import reasoning_gym
-from megatron_retool.rewards.deep_research import compute_score, format_error, normalize_text, token_f1
+from megatron_retool.rewards.deep_research import (
+    compute_score,
+    compute_score_hermes,
+    format_error,
+    normalize_text,
+    token_f1,
+)
 
 SEARCHED = "<think>who</think><search>tower</search><result>Paris <b>x</b></result>"
 COMPUTED = "<think>how</think><python>print(1)</python><result>1</result>"
@@ -56,6 +62,28 @@ def test_result_says_why():
     info = compute_score("", SEARCHED + COMPUTED + answer("The Paris"), "paris")
     assert info == {"score": 1.1, "acc": 1.0, "pred": "paris", "f1": 1.0, "reason": "correct, both tools"}
     assert compute_score("", "", "x")["reason"] == "format: no <think>"
+
+
+@pytest.mark.parametrize(
+    ("final_turn", "calls", "finish", "score"),
+    [
+        ("It is \\boxed{Paris}.", [], "stop", 1.0),
+        ("It is \\boxed{Paris}.", [("search", "ok")], "stop", 1.0),
+        ("It is \\boxed{Paris}.", [("search", "ok"), ("code_interpreter", "error")], "stop", 1.1),
+        ("It is \\boxed{Rome}.", [("search", "ok"), ("code_interpreter", "ok")], "stop", 0.0),
+        ("It is \\boxed{Paris}.", [("", "parse_error"), ("search", "ok")], "stop", -1.0),
+        ("It is Paris.", [("search", "ok")], "stop", -1.0),
+        ("It is \\boxed{Paris}", [("search", "ok")], "length", -1.0),
+        ("\\boxed{Paris}<tool_call>{}</tool_call>", [("search", "ok")], "tool_limit", -1.0),
+    ],
+)
+def test_scores_of_responses_whose_calls_are_turns(final_turn, calls, finish, score):
+    extra = {
+        "final_turn": final_turn,
+        "tool_calls": [{"name": name, "status": status} for name, status in calls],
+        "finish_reason": finish,
+    }
+    assert compute_score_hermes("", "not read", "paris", extra)["score"] == pytest.approx(score)
 
 
 def test_f1_and_normalisation():

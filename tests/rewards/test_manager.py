@@ -82,6 +82,15 @@ def test_only_the_last_assistant_turn_counts():
         assert [t.reward for t in (early, late, copied)] == [-1.0, 1.0, -1.0]
 
 
+def test_where_a_branch_began_outlives_scoring():
+    """ARPO's hard estimate needs it after the reward is known."""
+    fork = trajectory("calling", "\\boxed{42}")
+    fork.reward_info["branch"] = {"parent": 3, "shared_tokens": 7}
+    with RewardManager(RewardConfig(), Characters()) as manager:
+        manager.score([fork])
+    assert fork.reward_info["branch"] == {"parent": 3, "shared_tokens": 7} and fork.reward_info["acc"] == 1.0
+
+
 def test_symbolic_answers_go_through_the_pool_and_hostile_ones_are_bounded():
     with RewardManager(RewardConfig(timeout_seconds=2.0), Characters()) as manager:
         good = trajectory("\\boxed{\\frac{\\sqrt 2}{2}}", truth="\\sin(\\pi/4)")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_retool.config import SearchConfig
 from tools.search.index import BM25Index, Hit
 from tools.tool import ToolResult
 
@@ -28,21 +29,26 @@ class SearchTool:
         },
     }
 
-    def __init__(self, index: BM25Index, top_k: int) -> None:
+    def __init__(self, index: BM25Index, config: SearchConfig) -> None:
         self._index = index
-        self._top_k = top_k
+        self._config = config
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         started = time.monotonic()
         # In a thread: a search of a large corpus takes milliseconds in which no other trajectory would move.
-        hits = await asyncio.to_thread(self._index.search, arguments["query"], self._top_k)
-        text = "\n\n".join(_render(number, hit) for number, hit in enumerate(hits, 1)) or "No passage matches."
-        return ToolResult("ok", text, time.monotonic() - started)
+        hits = await asyncio.to_thread(self._index.search, arguments["query"], self._config.top_k)
+        return ToolResult("ok", describe(hits, self._config), time.monotonic() - started)
 
     async def close(self) -> None:
         return None
 
 
-def _render(number: int, hit: Hit) -> str:
+def describe(hits: Sequence[Hit], config: SearchConfig) -> str:
+    """What the model reads of a search."""
+    return "\n\n".join(_render(number, hit, config) for number, hit in enumerate(hits, 1)) or "No passage matches."
+
+
+def _render(number: int, hit: Hit, config: SearchConfig) -> str:
     passage = hit.passage
-    return f"[{number}] {passage.title}\n{passage.text}" if passage.title else f"[{number}] {passage.text}"
+    text = f"{passage.title}\n{passage.text}" if passage.title else passage.text
+    return f"[{number}] {text}" if config.show_ranks else text

@@ -9,31 +9,36 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from megatron_retool.config import Config, ConfigError, DemoConfig
-from megatron_retool.data.demo.problems import FAMILIES, Problem, distinct_problems, draw
+from megatron_retool.data.demo.facts import Fact, FactProblem, FactSearch, fact_families, make_facts
+from megatron_retool.data.demo.problems import FAMILIES, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
-from megatron_retool.data.demo.traces import Message, prompt_messages, snippet, trace
+from megatron_retool.data.demo.traces import DemoTools, Message, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet
 from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.search.tool import SearchTool
 
 FORMAT_VERSION = 1
 """Goes up whenever the same settings would give other files, so that an old directory is made again."""
 
 DATA_SOURCE = "demo_integer_math"
+TOOLS = {"one_tool": (CodeInterpreterTool,), "two_tools": (CodeInterpreterTool, SearchTool)}
+"""Tools that each variant's demonstrations call, in the order of the prompt."""
 MANIFEST = "manifest.json"
 
 
 def make_demo(config: Config) -> Path:
     """Write the demo into ``config.demo.directory`` unless it is there already, made from the same settings.
 
-    The files depend on ``config.demo``, ``config.trainer.seed`` and the code interpreter's output settings alone: the
-    same settings give the same bytes. The questions of val.parquet appear in no other file.
+    The files depend on ``config.demo``, ``config.trainer.seed`` and the settings of what the tools return alone: the
+    same settings give the same bytes. The questions of val.parquet appear in no other file, and no other question asks
+    for an entity that one of them asks for.
 
     Returns:
         The directory.
@@ -42,7 +47,7 @@ def make_demo(config: Config) -> Path:
         ConfigError: a setting makes no demo, or the directory holds something that make-demo did not write.
     """
     demo = config.demo
-    _check(demo)
+    _check(config)
     directory = Path(demo.directory)
     manifest = _manifest(config)
     if directory.exists():
@@ -69,8 +74,16 @@ def make_demo(config: Config) -> Path:
     return directory
 
 
-def _check(demo: DemoConfig) -> None:
-    for name in ("pretrain_rows", "sft_rows", "sft_val_rows", "train_rows", "val_rows", "num_layers"):
+def _check(config: Config) -> None:
+    demo = config.demo
+    expected = [tool.name for tool in TOOLS[demo.variant]]
+    if demo.variant != "one_tool" and config.rollout.multi_turn.tools != expected:
+        raise ConfigError(
+            f"demo.variant={demo.variant} teaches the tools {expected}: set rollout.multi_turn.tools to these, not "
+            f"{config.rollout.multi_turn.tools}"
+        )
+    rows = ("pretrain_rows", "sft_rows", "sft_val_rows", "train_rows", "val_rows", "num_layers", "entities")
+    for name in (*rows, "val_entities"):
         if getattr(demo, name) < 1:
             raise ConfigError(f"demo.{name}={getattr(demo, name)} must be at least 1")
     if demo.hidden_size % demo.num_attention_heads or (demo.hidden_size // demo.num_attention_heads) % 2:
@@ -88,11 +101,14 @@ def _check(demo: DemoConfig) -> None:
 def _manifest(config: Config) -> dict[str, Any]:
     demo = dataclasses.asdict(config.demo)
     del demo["directory"]
+    search = dataclasses.asdict(config.tools.search)
+    del search["corpus"]
     return {
         "format_version": FORMAT_VERSION,
         "seed": config.trainer.seed,
         "demo": demo,
-        "code_interpreter": _runner(config).settings(),
+        "code_interpreter": SnippetRunner(config.tools.code_interpreter).settings(),
+        **({"search": search} if config.demo.variant == "two_tools" else {}),
     }
 
 
@@ -114,37 +130,69 @@ def _replace(directory: Path, partial: Path) -> None:
     shutil.rmtree(retired)
 
 
-def _runner(config: Config) -> SnippetRunner:
-    return SnippetRunner(config.tools.code_interpreter)
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """The problems of a variant: those of val.parquet and the others, and what their tools return."""
+
+    families: Mapping[str, Family]
+    val_families: Mapping[str, Family]
+    tools: DemoTools
+    facts: Sequence[Fact] = ()
+
+    @classmethod
+    def of(cls, config: Config, rng: random.Random) -> _Task:
+        """``rng`` makes the facts."""
+        run = SnippetRunner(config.tools.code_interpreter)
+        if config.demo.variant == "one_tool":
+            return cls(FAMILIES, FAMILIES, DemoTools(run))
+        try:
+            facts = make_facts(rng, config.demo.entities + config.demo.val_entities)
+        except ValueError as error:
+            raise ConfigError(f"demo.entities + demo.val_entities: {error}") from error
+        val = facts[: len(facts) * config.demo.val_entities // (config.demo.entities + config.demo.val_entities)]
+        tools = DemoTools(run, FactSearch(facts, config.tools.search))
+        return cls(fact_families(facts[len(val) :]), fact_families(val), tools, facts)
 
 
 def _write(config: Config, directory: Path) -> None:
     from megatron_retool.data.demo.tokenizer import build_tokenizer
 
     demo, seed = config.demo, config.trainer.seed
-    run = _runner(config)
-    tokenizer = build_tokenizer(run, demo.vocab_size)
+    # For the tokenizer the same facts whatever the run's seed.
+    sample = _Task.of(config, random.Random(7))
+    schemas = [tool.schema for tool in TOOLS[demo.variant]]
+    tokenizer = build_tokenizer(sample.families, sample.tools, schemas, demo.vocab_size)
     _write_model(demo, seed, tokenizer, directory / "model")
 
+    task = _Task.of(config, random.Random(f"{seed} facts"))
+    if task.facts:
+        write_parquet(directory / "corpus.parquet", _corpus_table(task.facts))
+
     # A generator for each file: asking for more rows of one leaves the others as they are.
-    val = distinct_problems(random.Random(f"{seed} val"), demo.val_rows)
+    val = distinct_problems(random.Random(f"{seed} val"), demo.val_rows, families=task.val_families)
     held_out = {problem.question for problem in val}
-    train = distinct_problems(random.Random(f"{seed} train"), demo.train_rows, held_out)
+    train = distinct_problems(random.Random(f"{seed} train"), demo.train_rows, held_out, task.families)
     write_parquet(directory / "val.parquet", _prompt_table(val, "test"))
     write_parquet(directory / "train.parquet", _prompt_table(train, "train"))
 
+    def problems(rng: random.Random, count: int) -> Iterator[Problem | FactProblem]:
+        """The families in turn; questions may repeat."""
+        names = list(task.families)
+        for row in range(count):
+            yield draw(rng, names[row % len(names)], held_out, task.families)
+
     rng = random.Random(f"{seed} sft_val")
-    sft_val = [trace(rng, problem, run) for problem in _problems(rng, demo.sft_val_rows, held_out)]
-    write_parquet(directory / "sft_val.parquet", _conversation_table(messages for messages, _ in sft_val))
+    sft_val = [trace(rng, problem, task.tools) for problem in problems(rng, demo.sft_val_rows)]
+    write_parquet(directory / "sft_val.parquet", _conversation_table((messages for messages, _ in sft_val), schemas))
     held_out |= {messages[1]["content"] for messages, _ in sft_val}
 
     rng = random.Random(f"{seed} sft")
-    sft = [trace(rng, problem, run) for problem in _problems(rng, demo.sft_rows, held_out)]
-    write_parquet(directory / "sft.parquet", _conversation_table(messages for messages, _ in sft))
+    sft = [trace(rng, problem, task.tools) for problem in problems(rng, demo.sft_rows)]
+    write_parquet(directory / "sft.parquet", _conversation_table((messages for messages, _ in sft), schemas))
 
     rng = random.Random(f"{seed} pretrain")
-    snippets = (snippet(rng, problem) for problem in _problems(rng, demo.pretrain_rows, held_out))
-    write_parquet(directory / "pretrain.parquet", _conversation_table(snippets))
+    snippets = (snippet(rng, problem, task.tools) for problem in problems(rng, demo.pretrain_rows))
+    write_parquet(directory / "pretrain.parquet", _conversation_table(snippets, schemas))
 
     kinds = Counter(kind for _, kind in sft)
     (directory / "README.txt").write_text(
@@ -154,20 +202,17 @@ def _write(config: Config, directory: Path) -> None:
     )
 
 
-def _problems(rng: random.Random, count: int, excluded: set[str]) -> Iterator[Problem]:
-    """``count`` problems, the families in turn; questions may repeat."""
-    families = list(FAMILIES)
-    for row in range(count):
-        yield draw(rng, families[row % len(families)], excluded)
-
-
-def _conversation_table(conversations: Iterable[list[Message]]) -> pa.Table:
+def _conversation_table(conversations: Iterable[list[Message]], schemas: list[dict[str, Any]]) -> pa.Table:
     # JSON text and no nested columns: Arrow would fill every field that one message has and another lacks with null.
     texts = [json.dumps(messages) for messages in conversations]
-    return pa.table({"messages": texts, "tools": [json.dumps([CodeInterpreterTool.schema])] * len(texts)})
+    return pa.table({"messages": texts, "tools": [json.dumps(schemas)] * len(texts)})
 
 
-def _prompt_table(problems: list[Problem], split: str) -> pa.Table:
+def _corpus_table(facts: Sequence[Fact]) -> pa.Table:
+    return pa.table({"id": [str(row) for row in range(len(facts))], "text": [fact.text for fact in facts]})
+
+
+def _prompt_table(problems: Sequence[Problem | FactProblem], split: str) -> pa.Table:
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.table(
         {

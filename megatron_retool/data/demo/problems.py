@@ -2,23 +2,25 @@
 
 Every family states its problem in two phrasings and knows the code a solver would write: one snippet that is right,
 some that run and print a wrong value, and some that fail (a missing import, a missing parenthesis, nothing printed).
+Problems that need a search first are in ``facts``.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_retool.data.demo.facts import FactProblem
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A question, its integer answer, and the snippets that a demonstration may run."""
+class Snippets:
+    """Code that a demonstration may run."""
 
-    family: str
-    question: str
-    answer: int
     correct: str
     wrong: tuple[str, ...]
     """Run without complaint and print another value than the answer (almost always)."""
@@ -26,17 +28,46 @@ class Problem:
     """Raise, or print nothing."""
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A question, its integer answer, and code for it."""
+
+    family: str
+    question: str
+    answer: int
+    code: Snippets
+
+
+Family = Callable[[random.Random], "Problem | FactProblem"]
+
+
+def arithmetic_code(a: int, b: int, sign: str, c: int) -> Snippets:
+    """Code for a * b ± c."""
+    expression = f"{a}*{b}{sign}{c}"
+    return Snippets(
+        correct=f"print({expression})",
+        wrong=(f"print({a}+{b}{sign}{c})", f"print({a}*{b})"),
+        failing=(f"print({expression}", expression),
+    )
+
+
+def range_sum_code(a: int, b: int) -> Snippets:
+    """Code for the sum of all integers from a to b."""
+    return Snippets(
+        correct=f"print(sum(range({a},{b}+1)))",
+        wrong=(f"print(sum(range({a},{b})))", f"print({a}+{b})"),
+        failing=(f"print(sum({a},{b}+1))", f"print(sum(range({a},{b}+1))"),
+    )
+
+
 def _arithmetic(rng: random.Random) -> Problem:
     a, b, c = rng.randint(11, 299), rng.randint(11, 99), rng.randint(11, 99)
     sign = rng.choice("+-")
-    expression = f"{a}*{b}{sign}{c}"
     return Problem(
         family="arithmetic",
         question=rng.choice((f"What is {a} * {b} {sign} {c}?", f"Compute {a} * {b} {sign} {c}.")),
         answer=a * b + c if sign == "+" else a * b - c,
-        correct=f"print({expression})",
-        wrong=(f"print({a}+{b}{sign}{c})", f"print({a}*{b})"),
-        failing=(f"print({expression}", expression),
+        code=arithmetic_code(a, b, sign, c),
     )
 
 
@@ -47,9 +78,11 @@ def _gcd(rng: random.Random) -> Problem:
         family="gcd",
         question=rng.choice((f"What is the greatest common divisor of {a} and {b}?", f"Find the gcd of {a} and {b}.")),
         answer=math.gcd(a, b),
-        correct=f"import math\nprint(math.gcd({a},{b}))",
-        wrong=(f"print({a}%{b})",),
-        failing=(f"print(gcd({a},{b}))", f"print(math.gcd({a},{b}))"),
+        code=Snippets(
+            correct=f"import math\nprint(math.gcd({a},{b}))",
+            wrong=(f"print({a}%{b})",),
+            failing=(f"print(gcd({a},{b}))", f"print(math.gcd({a},{b}))"),
+        ),
     )
 
 
@@ -59,9 +92,11 @@ def _power_modulo(rng: random.Random) -> Problem:
         family="power_modulo",
         question=rng.choice((f"Find the remainder when {a}^{b} is divided by {m}.", f"What is {a}^{b} modulo {m}?")),
         answer=pow(a, b, m),
-        correct=f"print(pow({a},{b},{m}))",
-        wrong=(f"print({a}^{b}%{m})", f"print({a}*{b}%{m})"),
-        failing=(f"print({a}**{b}%{m}", f"pow({a},{b},{m})"),
+        code=Snippets(
+            correct=f"print(pow({a},{b},{m}))",
+            wrong=(f"print({a}^{b}%{m})", f"print({a}*{b}%{m})"),
+            failing=(f"print({a}**{b}%{m}", f"pow({a},{b},{m})"),
+        ),
     )
 
 
@@ -74,9 +109,7 @@ def _range_sum(rng: random.Random) -> Problem:
             (f"Find the sum of all integers from {a} to {b}.", f"Add up every integer from {a} to {b}, inclusive.")
         ),
         answer=(a + b) * (b - a + 1) // 2,
-        correct=f"print(sum(range({a},{b}+1)))",
-        wrong=(f"print(sum(range({a},{b})))", f"print({a}+{b})"),
-        failing=(f"print(sum({a},{b}+1))", f"print(sum(range({a},{b}+1))"),
+        code=range_sum_code(a, b),
     )
 
 
@@ -86,9 +119,11 @@ def _digit_sum(rng: random.Random) -> Problem:
         family="digit_sum",
         question=rng.choice((f"What is the sum of the digits of {a}^{b}?", f"Find the digit sum of {a}^{b}.")),
         answer=sum(map(int, str(a**b))),
-        correct=f"print(sum(int(d) for d in str({a}**{b})))",
-        wrong=(f"print(len(str({a}**{b})))", f"print({a}^{b})"),
-        failing=(f"print(sum(str({a}**{b})))", f"print(sum(d for d in str({a}**{b})))"),
+        code=Snippets(
+            correct=f"print(sum(int(d) for d in str({a}**{b})))",
+            wrong=(f"print(len(str({a}**{b})))", f"print({a}^{b})"),
+            failing=(f"print(sum(str({a}**{b})))", f"print(sum(d for d in str({a}**{b})))"),
+        ),
     )
 
 
@@ -98,13 +133,15 @@ def _divisor_count(rng: random.Random) -> Problem:
         family="divisor_count",
         question=rng.choice((f"How many positive divisors does {n} have?", f"Find the number of divisors of {n}.")),
         answer=sum(n % d == 0 for d in range(1, n + 1)),
-        correct=f"print(sum({n}%d==0 for d in range(1,{n}+1)))",
-        wrong=(f"print(sum({n}%d==0 for d in range(1,{n})))", f"print(sum(d for d in range(1,{n}+1)))"),
-        failing=(f"print(sum({n}%d==0 for d in range({n})))", f"print(divisors({n}))"),
+        code=Snippets(
+            correct=f"print(sum({n}%d==0 for d in range(1,{n}+1)))",
+            wrong=(f"print(sum({n}%d==0 for d in range(1,{n})))", f"print(sum(d for d in range(1,{n}+1)))"),
+            failing=(f"print(sum({n}%d==0 for d in range({n})))", f"print(divisors({n}))"),
+        ),
     )
 
 
-FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
+FAMILIES: dict[str, Family] = {
     "arithmetic": _arithmetic,
     "gcd": _gcd,
     "power_modulo": _power_modulo,
@@ -114,14 +151,16 @@ FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
 }
 
 
-def draw(rng: random.Random, family: str, excluded: Collection[str] = ()) -> Problem:
+def draw(
+    rng: random.Random, family: str, excluded: Collection[str] = (), families: Mapping[str, Family] = FAMILIES
+) -> Problem | FactProblem:
     """A problem of ``family`` whose question is not in ``excluded``.
 
     Raises:
         ValueError: a thousand draws in a row were excluded (the family has too few questions for what is asked).
     """
     for _ in range(1000):
-        problem = FAMILIES[family](rng)
+        problem = families[family](rng)
         if problem.question not in excluded:
             return problem
     raise ValueError(
@@ -129,13 +168,15 @@ def draw(rng: random.Random, family: str, excluded: Collection[str] = ()) -> Pro
     )
 
 
-def distinct_problems(rng: random.Random, count: int, excluded: Collection[str] = ()) -> list[Problem]:
+def distinct_problems(
+    rng: random.Random, count: int, excluded: Collection[str] = (), families: Mapping[str, Family] = FAMILIES
+) -> list[Problem | FactProblem]:
     """``count`` problems with distinct questions, the families in turn, none of them in ``excluded``."""
     taken = set(excluded)
-    families = list(FAMILIES)
+    names = list(families)
     problems = []
     for row in range(count):
-        problem = draw(rng, families[row % len(families)], taken)
+        problem = draw(rng, names[row % len(names)], taken, families)
         taken.add(problem.question)
         problems.append(problem)
     return problems

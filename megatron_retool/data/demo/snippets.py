@@ -16,7 +16,7 @@ import traceback
 from types import CodeType
 
 from megatron_retool.config import CodeInterpreterConfig
-from megatron_retool.data.demo.traces import ToolOutput
+from megatron_retool.data.demo.tool_output import ToolOutput
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.snippet import FILE_NAME
 from tools.code_interpreter.tool import describe

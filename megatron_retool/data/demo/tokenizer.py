@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_retool.config import ConfigError
-from megatron_retool.data.demo.problems import FAMILIES, draw
-from megatron_retool.data.demo.traces import RunSnippet, trace
+from megatron_retool.data.demo.problems import Family, draw
+from megatron_retool.data.demo.traces import DemoTools, trace
 
 # Text as Qwen2 splits it before byte-pair merges.
 PRE_TOKENIZER_PATTERN = (
@@ -26,7 +26,7 @@ TAG_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response
 SMALLEST_VOCABULARY = 256 + len(CONTROL_TOKENS) + len(TAG_TOKENS)
 
 # Append-only: what a message renders to does not depend on the messages after it, so a rollout may append token ids.
-# The tools' schema is cut down to names and types, which keeps the prompt under sixty tokens.
+# The tools' schema is cut down to names and types, which keeps the prompt of the one-tool demo under sixty tokens.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role == 'system' %}
@@ -75,8 +75,19 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(run: RunSnippet, vocab_size: int, sample_traces: int = 2000) -> Any:
+def build_tokenizer(
+    families: Mapping[str, Family],
+    tools: DemoTools,
+    schemas: Sequence[Mapping[str, Any]],
+    vocab_size: int,
+    sample_traces: int = 2000,
+) -> Any:
     """Train the tokenizer on demonstrations; the result has exactly ``vocab_size`` ids.
+
+    Args:
+        families: of the problems.
+        tools: what the demonstrations' calls return.
+        schemas: the tools' OpenAI function schemas.
 
     Returns:
         transformers.PreTrainedTokenizerFast with its chat template; <|im_end|> ends a turn, <|endoftext|> pads.
@@ -106,7 +117,7 @@ def build_tokenizer(run: RunSnippet, vocab_size: int, sample_traces: int = 2000)
         min_frequency=2,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample_text(run, sample_traces), trainer)
+    tokenizer.train_from_iterator(_sample_text(families, tools, schemas, sample_traces), trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAG_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
@@ -120,16 +131,21 @@ def build_tokenizer(run: RunSnippet, vocab_size: int, sample_traces: int = 2000)
     return fast
 
 
-def _sample_text(run: RunSnippet, count: int) -> Iterator[str]:
+def _sample_text(
+    families: Mapping[str, Family], tools: DemoTools, schemas: Sequence[Mapping[str, Any]], count: int
+) -> Iterator[str]:
     # A seed of its own: the tokenizer is the same whatever the run's seed.
     rng = random.Random(7)
-    families = list(FAMILIES)
+    names = list(families)
     for row in range(count):
-        messages, _ = trace(rng, draw(rng, families[row % len(families)]), run)
+        messages, _ = trace(rng, draw(rng, names[row % len(names)], families=families), tools)
         for message in messages:
             yield f"{message['role']}\n"
             yield message["content"]
             for call in message.get("tool_calls", ()):
                 # Between tags, as the chat template writes it.
                 yield "\n" + json.dumps(call["function"]) + "\n"
-    yield '\n{"name": "code_interpreter", "arguments": {"code": "string"}}\n'
+    for schema in schemas:
+        function = schema["function"]
+        arguments = {name: value["type"] for name, value in function["parameters"]["properties"].items()}
+        yield "\n" + json.dumps({"name": function["name"], "arguments": arguments}) + "\n"

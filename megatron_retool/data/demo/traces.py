@@ -11,26 +11,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_retool.data.demo.problems import Problem
+from megatron_retool.data.demo.facts import FactProblem, value_in
+from megatron_retool.data.demo.problems import Problem, Snippets
+from megatron_retool.data.demo.tool_output import ToolOutput
 from tools.code_interpreter.tool import CodeInterpreterTool
+from tools.search.tool import SearchTool
 
 SYSTEM_PROMPT = "Solve the problem. Put the answer in \\boxed{}."
 
-RunSnippet = Callable[[str], "ToolOutput"]
-
 
 @dataclass(frozen=True)
-class ToolOutput:
-    """What the tool hands to the model for one snippet."""
+class DemoTools:
+    """What the tools return, for demonstrations."""
 
-    text: str
-    succeeded: bool
-    """It ran without an error and printed something."""
+    run: Callable[[str], ToolOutput]
+    """Of a snippet."""
+    search: Callable[[str], ToolOutput] | None = None
+    """Of a query; needed for fact problems alone."""
 
 
 @dataclass(frozen=True)
 class TraceMix:
-    """Shares of the kinds of trace in a family; the rest of the probability runs failing code."""
+    """Shares of the kinds of trace in a family; in the rest of them the tool call fails."""
 
     guess: float
     correct: float
@@ -45,8 +47,11 @@ TRACE_MIX = {
     "digit_sum": TraceMix(guess=0.35, correct=0.15, wrong=0.20),
     "divisor_count": TraceMix(guess=0.35, correct=0.12, wrong=0.28),
 }
+SEARCH_MIX = TraceMix(guess=0.30, correct=0.50, wrong=0.10)
+AFTER_SEARCH_MIX = TraceMix(guess=0.20, correct=0.40, wrong=0.20)
+"""For the code that a found value needs; the guess is the found value itself."""
 RETRY_SHARE = 0.4
-"""Share of the traces with failing code that then run the right code; the others fall back on a guess."""
+"""Share of the traces with a failing call that then make the right one; the others fall back on a guess."""
 
 Message = dict[str, Any]
 
@@ -55,8 +60,16 @@ def prompt_messages(question: str) -> list[Message]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
 
 
-def tool_call(code: str, content: str = "Let me run code.") -> Message:
-    call = {"type": "function", "function": {"name": CodeInterpreterTool.name, "arguments": {"code": code}}}
+def code_call(code: str, content: str = "Let me run code.") -> Message:
+    return _tool_call(CodeInterpreterTool.name, {"code": code}, content)
+
+
+def search_call(query: str, content: str = "Let me search.") -> Message:
+    return _tool_call(SearchTool.name, {"query": query}, content)
+
+
+def _tool_call(name: str, arguments: dict[str, str], content: str) -> Message:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
@@ -74,42 +87,97 @@ def _guess(rng: random.Random, answer: int) -> Message:
     return final_answer(rng.randint(lowest, 10**digits - 1), "I think it is")
 
 
-def trace(rng: random.Random, problem: Problem, run: RunSnippet) -> tuple[list[Message], str]:
+def trace(rng: random.Random, problem: Problem | FactProblem, tools: DemoTools) -> tuple[list[Message], str]:
     """A conversation that works on ``problem`` and its kind: guess, correct, wrong, retry or give_up.
 
-    ``run`` is the tool: whatever it returns is what the conversation shows, so a demonstration never claims an output
-    that the tool would not give.
+    Whatever ``tools`` return is what the conversation shows, so a demonstration never claims an output that the tool
+    would not give.
     """
-    mix = TRACE_MIX[problem.family]
     messages = prompt_messages(problem.question)
-    draw = rng.random()
+    if isinstance(problem, FactProblem):
+        steps, kind = _search_steps(rng, problem, tools)
+        return messages + steps, kind
+    mix, draw = TRACE_MIX[problem.family], rng.random()
     if draw < mix.guess:
         return [*messages, _guess(rng, problem.answer)], "guess"
+    steps, kind = _code_steps(rng, problem.code, problem.answer, mix, draw, tools)
+    return messages + steps, kind
+
+
+def _code_steps(
+    rng: random.Random, code: Snippets, answer: int, mix: TraceMix, draw: float, tools: DemoTools
+) -> tuple[list[Message], str]:
+    """Code, its output and the answer; what kind is decided by ``draw``, of [mix.guess, 1)."""
     if draw < mix.guess + mix.correct + mix.wrong:
         kind = "correct" if draw < mix.guess + mix.correct else "wrong"
-        code = problem.correct if kind == "correct" else rng.choice(problem.wrong)
-        output = run(code).text
-        return [*messages, tool_call(code), tool_result(output), final_answer(output.strip())], kind
+        snippet = code.correct if kind == "correct" else rng.choice(code.wrong)
+        output = tools.run(snippet).text
+        return [code_call(snippet), tool_result(output), final_answer(output.strip())], kind
     # A tool that prints the last expression turns "nothing printed" into a success: then that is no failing snippet.
-    failing = [code for code in problem.failing if not run(code).succeeded]
-    code = rng.choice(failing)
-    messages += [tool_call(code), tool_result(run(code).text)]
+    snippet = rng.choice([snippet for snippet in code.failing if not tools.run(snippet).succeeded])
+    steps = [code_call(snippet), tool_result(tools.run(snippet).text)]
     if rng.random() < RETRY_SHARE:
-        output = run(problem.correct).text
-        messages += [tool_call(problem.correct, "The code failed. Let me fix it."), tool_result(output)]
-        return [*messages, final_answer(output.strip())], "retry"
-    return [*messages, _guess(rng, problem.answer)], "give_up"
+        output = tools.run(code.correct).text
+        steps += [code_call(code.correct, "The code failed. Let me fix it."), tool_result(output)]
+        return [*steps, final_answer(output.strip())], "retry"
+    return [*steps, _guess(rng, answer)], "give_up"
 
 
-def snippet(rng: random.Random, problem: Problem) -> list[Message]:
+def _search_steps(rng: random.Random, problem: FactProblem, tools: DemoTools) -> tuple[list[Message], str]:
+    """A search, then the answer or the code that the found value needs."""
+    assert tools.search is not None
+    fact, draw = problem.fact, rng.random()
+    if draw < SEARCH_MIX.guess:
+        return [_guess(rng, problem.answer)], "guess"
+    kind, steps, query = "correct", [], fact.query
+    if draw >= SEARCH_MIX.guess + SEARCH_MIX.correct + SEARCH_MIX.wrong:
+        failing = rng.choice(fact.failing_queries)
+        steps = [search_call(failing), tool_result(tools.search(failing).text)]
+        if rng.random() >= RETRY_SHARE:
+            return [*steps, _guess(rng, problem.answer)], "give_up"
+        kind, content = "retry", "Nothing was found. Let me search again."
+        steps.append(search_call(fact.query, content))
+    else:
+        if draw >= SEARCH_MIX.guess + SEARCH_MIX.correct:
+            kind, query = "wrong", rng.choice(fact.wrong_queries)
+        steps.append(search_call(query))
+    found = tools.search(query).text
+    steps.append(tool_result(found))
+    value = value_in(found)
+    if problem.code_for is None:
+        return [*steps, final_answer(value)], kind
+    draw = rng.random()
+    if draw < AFTER_SEARCH_MIX.guess:
+        return [*steps, final_answer(value)], "wrong"
+    more, code_kind = _code_steps(rng, problem.code_for(value), problem.answer, AFTER_SEARCH_MIX, draw, tools)
+    return steps + more, kind if kind == "wrong" or code_kind == "correct" else code_kind
+
+
+def snippet(rng: random.Random, problem: Problem | FactProblem, tools: DemoTools) -> list[Message]:
     """A short piece of a conversation for the first training stage, cut exactly as it stands in a whole one.
 
     Half of them are a tool result and the answer that repeats it: reinforcement learning can only reward code whose
     output the model copies digit by digit, and that copying has to be taught first. The other half are a question and
-    the code for it (sometimes code that prints a wrong value).
+    the call for it (sometimes one that gives a wrong value), for a fact's question also what follows its result.
     """
-    if rng.random() < 0.5:
+    repeat = rng.random() < 0.5
+    if isinstance(problem, FactProblem):
+        return _fact_snippet(rng, problem, repeat, tools)
+    if repeat:
         value = rng.randint(0, 10 ** rng.randint(1, 6) - 1)
         return [tool_result(str(value)), final_answer(value)]
-    code = rng.choice((problem.correct, *problem.wrong))
-    return [{"role": "user", "content": problem.question}, tool_call(code)]
+    code = rng.choice((problem.code.correct, *problem.code.wrong))
+    return [{"role": "user", "content": problem.question}, code_call(code)]
+
+
+def _fact_snippet(rng: random.Random, problem: FactProblem, repeat: bool, tools: DemoTools) -> list[Message]:
+    assert tools.search is not None
+    fact = problem.fact
+    question = {"role": "user", "content": problem.question}
+    if not repeat:
+        return [question, search_call(rng.choice((fact.query, *fact.wrong_queries)))]
+    found = [question, search_call(fact.query), tool_result(tools.search(fact.query).text)]
+    if problem.code_for is None:
+        return [*found, final_answer(fact.value)]
+    code = problem.code_for(fact.value)
+    return [*found, code_call(rng.choice((code.correct, *code.wrong)))]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -69,6 +70,10 @@ def test_tool_returns_top_k(corpus: Path) -> None:
             assert (result.status, result.text) == ("ok", "[1] Paris\nThe capital of France lies on the Seine.")
             assert (await registry.call("search", {"query": "zyxwv"})).text == "No passage matches."
             assert (await registry.call("search", {"q": "x"})).status == "bad_arguments"
+        plain = dataclasses.replace(config, search=dataclasses.replace(config.search, show_ranks=False))
+        async with ToolRegistry.from_config(plain, ["search"]) as registry:
+            result = await registry.call("search", {"query": "capital of France"})
+            assert result.text == "Paris\nThe capital of France lies on the Seine."
 
     asyncio.run(scenario())
 
