@@ -30,6 +30,7 @@ from megatron_retool.run_state import complete_checkpoints
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "demo_cpu.yaml"
+TWO_TOOLS_CONFIG = ROOT / "configs" / "demo_two_tools_cpu.yaml"
 
 REAL_MISMATCH = ("rollout.engine.dtype=bfloat16", "weight_sync.round_to_fp8=true")
 """The engine computes in bfloat16 with weights rounded to block-wise FP8 at every sync; the learner stays float32."""
@@ -80,6 +81,7 @@ class Experiment:
         title: of the plots.
         arms: what is compared.
         common: overrides of every arm.
+        config: the demo whose fine-tuned model every run starts from.
         steps: RL steps of each run.
         seeds: runs of each arm.
     """
@@ -88,6 +90,7 @@ class Experiment:
     title: str
     arms: tuple[Arm, ...]
     common: tuple[str, ...] = ()
+    config: Path = CONFIG
     steps: int = 60
     seeds: int = 3
 
@@ -109,7 +112,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help=f"RL steps of each run (default {experiment.steps})")
     parser.add_argument("--arms", nargs="*", help="only these: " + ", ".join(arm.name for arm in experiment.arms))
     parser.add_argument("--output", type=Path, default=Path("runs/mismatch"))
-    parser.add_argument("--base", type=Path, help="take the fine-tuned model of this demo run (runs/demo)")
+    parser.add_argument("--base", type=Path, help=f"take the fine-tuned model of this run of {experiment.config.name}")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value for every run")
     options = parser.parse_intermixed_args(arguments)
     console = Console(soft_wrap=not sys.stdout.isatty())
@@ -149,7 +152,7 @@ def run_experiment(
     """Run what is missing, then write results.jsonl and the plots; the rows of results.jsonl.
 
     Raises:
-        ConfigError: an unknown arm, or ``base`` has no fine-tuned model.
+        ConfigError: an unknown arm, or ``base`` has no fine-tuned model, or one for other tools.
         RuntimeError: a run failed.
     """
     known = {arm.name: arm for arm in experiment.arms}
@@ -158,13 +161,14 @@ def run_experiment(
     chosen = [known[name] for name in arms] if arms else [arm for arm in experiment.arms if arm.quick or not quick]
     seeds = seeds or (1 if quick else experiment.seeds)
     steps = steps or (_QUICK_STEPS if quick else experiment.steps)
-    model = find_base(base) if base is not None else make_base(output, quick, console)
+    variant = load_config(experiment.config).demo.variant
+    model = find_base(base, variant) if base is not None else make_base(output, experiment.config, quick, console)
     directory = output.absolute() / experiment.name
     common = [*experiment.common, *overrides]
     for seed in range(seeds):  # all arms of a seed first: a run that is cut short still compares something
         for arm in chosen:
             settings = [*common, *arm.overrides, *(_QUICK if quick else ())]
-            run_arm(directory / run_name(arm.name, seed), seed, steps, model, settings, console)
+            run_arm(directory / run_name(arm.name, seed), experiment.config, seed, steps, model, settings, console)
     rows = [summary(directory, experiment.name, arm.name, seed) for arm in chosen for seed in range(seeds)]
     _write(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     draw_curves(directory, experiment, [arm.name for arm in chosen], seeds)
@@ -179,7 +183,9 @@ def run_name(arm: str, seed: int) -> str:
     return f"{arm}_seed{seed}"
 
 
-def run_arm(run_dir: Path, seed: int, steps: int, model: Base, overrides: Sequence[str], console: Console) -> None:
+def run_arm(
+    run_dir: Path, config: Path, seed: int, steps: int, model: Base, overrides: Sequence[str], console: Console
+) -> None:
     """One run, or the rest of it.
 
     Raises:
@@ -197,7 +203,7 @@ def run_arm(run_dir: Path, seed: int, steps: int, model: Base, overrides: Sequen
         "trainer.keep_checkpoints=1", "trainer.log_val_generations=0", "demo.enable=false",
         f"demo.directory={model.data}", f"model.path={model.hf}", f"model.mcore_path={model.mcore}", *overrides,
     ]  # fmt: skip
-    code = _call(["train", "--config", str(CONFIG), *settings])
+    code = _call(["train", "--config", str(config), *settings])
     if code:
         raise RuntimeError(f"{run_dir.name} ended with exit code {code}; its logs are in {run_dir / 'logs'}")
 
@@ -214,31 +220,35 @@ def _call(arguments: list[str]) -> int:
     return code
 
 
-def find_base(run_dir: Path) -> Base:
+def find_base(run_dir: Path, variant: str) -> Base:
     """The fine-tuned model of a demo run.
 
     Raises:
-        ConfigError: the run has none.
+        ConfigError: the run has none, or is of another demo.variant.
     """
     base = Base(run_dir / "sft_hf", run_dir / "sft_mcore", run_dir / "data")
     for path in (base.hf, base.mcore, base.data):
         if not path.exists():
             raise ConfigError(f"--base {run_dir}: {path} does not exist; give a demo run whose fine-tuning is done")
+    made = json.loads((base.data / "manifest.json").read_text(encoding="utf-8"))["demo"].get("variant", "one_tool")
+    if made != variant:
+        raise ConfigError(f"--base {run_dir} was made with demo.variant={made}; this experiment needs {variant}")
     return Base(*(path.absolute() for path in (base.hf, base.mcore, base.data)))
 
 
-def make_base(output: Path, quick: bool, console: Console) -> Base:
-    """The demo's data and fine-tuned model under ``output``/base, unless they are there."""
-    overrides = [f"trainer.runs_dir={output.absolute()}", "trainer.experiment_name=base"]
+def make_base(output: Path, config_file: Path, quick: bool, console: Console) -> Base:
+    """The demo's data and fine-tuned model under ``output``, unless they are there; each variant has its own."""
+    name = "base" if config_file == CONFIG else "base_two_tools"
+    overrides = [f"trainer.runs_dir={output.absolute()}", f"trainer.experiment_name={name}"]
     overrides += _QUICK_BASE if quick else ()
-    config = load_config(CONFIG, overrides)
-    arguments = ["--config", str(CONFIG), *overrides]
+    config = load_config(config_file, overrides)
+    arguments = ["--config", str(config_file), *overrides]
     stages = Stages(config.run_dir, config, console)
     stages.run(
         "make-demo", [sys.executable, "-m", "megatron_retool", "make-demo", *arguments], done=Path(config.model.path)
     )
     fine_tune(config, stages, arguments)
-    return find_base(config.run_dir)
+    return find_base(config.run_dir, config.demo.variant)
 
 
 def summary(directory: Path, experiment: str, arm: str, seed: int) -> dict[str, Any]:

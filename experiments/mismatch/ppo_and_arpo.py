@@ -1,11 +1,14 @@
-"""PPO with a critic, and ARPO's branching at uncertain tool results, against DAPO.
+"""PPO with a critic, and ARPO's branching at uncertain tool results, against DAPO, on the demo with two tools.
+
+All arms get the same reward: +1 or -1 for the answer. ARPO's own (F1, -1 for a malformed response, +0.1 where both
+tools were used) is `reward.function=deep_research_hermes`.
 
 `python -m experiments.mismatch.ppo_and_arpo`
 """
 
 import sys
 
-from experiments.mismatch.experiment import Arm, Experiment, main
+from experiments.mismatch.experiment import TWO_TOOLS_CONFIG, Arm, Experiment, main
 
 PPO = (
     "algorithm.advantage=gae",
@@ -17,10 +20,8 @@ PPO = (
 )
 ARPO = (
     "rollout.branching.enable=true",
+    # Half of the group's 8, as the paper's 8 of 16; alpha, beta, threshold and k are the paper's.
     "rollout.branching.initial_rollouts=4",
-    # The demo's model is a little surer after a tool result than at the start (P = 0.49): a threshold of 0.5 on the
-    # tokens after the result would hardly ever branch. This timing draws with probability P.
-    "rollout.branching.timing=before_tool_result",
 )
 
 EXPERIMENT = Experiment(
@@ -30,8 +31,9 @@ EXPERIMENT = Experiment(
         Arm("dapo", ()),
         Arm("ppo", PPO, quick=True),
         Arm("arpo_soft", (*ARPO, "rollout.branching.advantage=soft")),
-        Arm("arpo_hard", (*ARPO, "rollout.branching.advantage=hard")),
+        Arm("arpo_hard", (*ARPO, "rollout.branching.advantage=hard"), quick=True),
     ),
+    config=TWO_TOOLS_CONFIG,
 )
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ EXPERIMENTS = [module.EXPERIMENT for module in (collapse_and_cure, where_it_live
 
 @pytest.mark.parametrize("chosen", EXPERIMENTS, ids=lambda e: e.name)
 def test_arms_are_valid_and_differ(chosen):
-    configs = [load_config(experiment.CONFIG, [*chosen.common, *arm.overrides]) for arm in chosen.arms]
+    configs = [load_config(chosen.config, [*chosen.common, *arm.overrides]) for arm in chosen.arms]
     assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
     quick = [arm for arm in chosen.arms if arm.quick]
     assert quick
     for arm in quick:
-        load_config(experiment.CONFIG, [*chosen.common, *arm.overrides, *experiment._QUICK])
+        load_config(chosen.config, [*chosen.common, *arm.overrides, *experiment._QUICK])
 
 
 def test_the_cures_are_those_of_the_literature():
@@ -38,6 +38,18 @@ def test_the_cures_are_those_of_the_literature():
         config = load_config(experiment.CONFIG, arm.overrides)
         mismatched = (config.rollout.engine.dtype, config.weight_sync.round_to_fp8)
         assert mismatched == (("float32", False) if name == "same_numbers" else ("bfloat16", True))
+
+
+def test_branching_is_the_papers():
+    """arXiv:2507.19849: alpha 0.5, beta 0.2, threshold 0.5, beam 2, half of the group to begin with."""
+    arms = {arm.name: arm for arm in ppo_and_arpo.EXPERIMENT.arms}
+    for name in ("arpo_soft", "arpo_hard"):
+        rollout = load_config(ppo_and_arpo.EXPERIMENT.config, arms[name].overrides).rollout
+        branching = rollout.branching
+        assert (branching.branch_probability, branching.entropy_weight, branching.threshold) == (0.5, 0.2, 0.5)
+        assert branching.timing == "after_tool_result" and branching.beam_size == 2
+        assert 2 * branching.initial_rollouts == rollout.train.n
+        assert rollout.multi_turn.tools == ["code_interpreter", "search"]
 
 
 def write_run(directory, name, accuracies):
@@ -77,4 +89,9 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ConfigError, match="'geo'; known are .*geometric_mis"):
         run(arms=["geo"])
     with pytest.raises(ConfigError, match="sft_hf does not exist"):
+        run(base=tmp_path)
+    for name in ("sft_hf", "sft_mcore", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
+    with pytest.raises(ConfigError, match="made with demo.variant=two_tools; this experiment needs one_tool"):
         run(base=tmp_path)
