@@ -159,9 +159,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class CodeInterpreterConfig:
-    url: str | None = None
-    """An existing SandboxFusion-compatible server; None: the trainer starts its own."""
+    url: Any = None
+    """An existing SandboxFusion-compatible server, or a list of them; None: the trainer starts one on each node."""
     workers: int = 128
+    """Snippets that run at the same time on one server."""
     memory_limit_mb: int = 1024
     run_timeout_seconds: float = 10.0
     port: int = 0
@@ -177,6 +178,11 @@ class CodeInterpreterConfig:
     """A longer result loses its middle, and says so."""
     empty_output_text: str = ""
     """What the model sees when the code prints nothing."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The existing servers of ``url``; none where the trainer starts its own."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
 
 
 @dataclass(frozen=True)
@@ -741,6 +747,10 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+    url = config.tools.code_interpreter.url
+    urls = [url] if isinstance(url, str) else url
+    if url is not None and not (isinstance(urls, list) and urls and all(isinstance(each, str) for each in urls)):
+        raise ConfigError(f"tools.code_interpreter.url={url!r} must be a URL, a list of URLs, or null")
     if rollout.partial.over_sampling_factor < 1:
         raise ConfigError(f"rollout.partial.over_sampling_factor={rollout.partial.over_sampling_factor} is below 1")
     if rollout.branching.enable and rollout.branching.initial_rollouts > rollout.train.n:

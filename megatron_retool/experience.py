@@ -115,6 +115,7 @@ async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Col
             "dynamic_sampling/responses_per_group": len(generated) / len(groups),
             **statistics_since(before, asdict(run.rollout.statistics)),
             **run.rewards.take_metrics(),
+            **run.tools.take_metrics(),
             **timer.metrics(),
         },
         prompt_state=run.prompts.state_dict([group.group_id for group in paused]),

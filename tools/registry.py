@@ -7,31 +7,34 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
 from megatron_retool.config import ConfigError, ToolsConfig
-from tools.tool import Tool, ToolResult
+from tools.tool import ReportsMetrics, Tool, ToolResult
+
+if TYPE_CHECKING:
+    from tools.code_interpreter.client import CodeInterpreterClient
 
 __all__ = ["FACTORIES", "Tool", "ToolRegistry", "ToolResult"]
 
 logger = logging.getLogger(__name__)
 
 
-def _code_interpreter(config: ToolsConfig, url: str | None) -> Tool:
+def _code_interpreter(config: ToolsConfig, client: CodeInterpreterClient | None) -> Tool:
+    from tools.code_interpreter.client import CodeInterpreterClient
     from tools.code_interpreter.tool import CodeInterpreterTool
 
-    url = url or config.code_interpreter.url
-    if url is None:
+    if client is None and not config.code_interpreter.urls:
         raise ConfigError(
             "tools.code_interpreter.url is not set and no server was started: "
             "run python -m tools.code_interpreter.server, or let the trainer start one"
         )
-    return CodeInterpreterTool(config.code_interpreter, url)
+    return CodeInterpreterTool(config.code_interpreter, client or CodeInterpreterClient(config.code_interpreter.urls))
 
 
-def _search(config: ToolsConfig, _: str | None) -> Tool:
+def _search(config: ToolsConfig, _: CodeInterpreterClient | None) -> Tool:
     from tools.search.index import BM25Index, CorpusError
     from tools.search.tool import SearchTool
 
@@ -43,11 +46,11 @@ def _search(config: ToolsConfig, _: str | None) -> Tool:
         raise ConfigError(f"tools.search.corpus: {error}") from error
 
 
-FACTORIES: dict[str, Callable[[ToolsConfig, str | None], Tool]] = {
+FACTORIES: dict[str, Callable[[ToolsConfig, CodeInterpreterClient | None], Tool]] = {
     "code_interpreter": _code_interpreter,
     "search": _search,
 }
-"""Built-in tools: name → function of (settings, URL of the sandbox server)."""
+"""Built-in tools: name → function of (settings, client of the sandbox servers)."""
 
 
 class ToolRegistry:
@@ -69,18 +72,18 @@ class ToolRegistry:
 
     @classmethod
     def from_config(
-        cls, config: ToolsConfig, names: Sequence[str], *, code_interpreter_url: str | None = None
+        cls, config: ToolsConfig, names: Sequence[str], *, code_interpreter: CodeInterpreterClient | None = None
     ) -> ToolRegistry:
         """Make the tools that ``names`` lists.
 
         Args:
             names: built-in names, or ``package.module:factory`` for a function ToolsConfig → Tool of one's own.
-            code_interpreter_url: of the server that the trainer started; takes precedence over the settings.
+            code_interpreter: client of the servers that the trainer starts; None: of those that the settings name.
 
         Raises:
             ConfigError: an unknown name, or a tool that lacks a setting.
         """
-        return cls([_make(config, name, code_interpreter_url) for name in names])
+        return cls([_make(config, name, code_interpreter) for name in names])
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +121,14 @@ class ToolRegistry:
             text = f"Error: the tool failed: {type(error).__name__}"
             return ToolResult("error", text, time.monotonic() - started)
 
+    def take_metrics(self) -> dict[str, float]:
+        """What the tools counted since the last call."""
+        metrics: dict[str, float] = {}
+        for tool in self._tools.values():
+            if isinstance(tool, ReportsMetrics):
+                metrics |= tool.take_metrics()
+        return metrics
+
     async def close(self) -> None:
         """Close the tools' connections."""
         for tool in self._tools.values():
@@ -130,9 +141,9 @@ class ToolRegistry:
         await self.close()
 
 
-def _make(config: ToolsConfig, name: str, code_interpreter_url: str | None) -> Tool:
+def _make(config: ToolsConfig, name: str, code_interpreter: CodeInterpreterClient | None) -> Tool:
     if name in FACTORIES:
-        return FACTORIES[name](config, code_interpreter_url)
+        return FACTORIES[name](config, code_interpreter)
     module_name, colon, factory_name = name.partition(":")
     if not colon:
         known = ", ".join(FACTORIES)

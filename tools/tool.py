@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 STATUSES = ("ok", "error", "timeout", "unknown_tool", "bad_arguments")
 
@@ -33,6 +33,15 @@ class Tool(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A tool that counts something of its own."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """tool/… metrics since the last call."""
+        ...
 
 
 def shorten_middle(text: str, limit: int) -> str:

@@ -21,8 +21,9 @@ from rich.console import Console
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
-from megatron_retool.cluster.placement import check_weight_sync, needs_critic, plan_placement
+from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
+from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
@@ -35,6 +36,7 @@ from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
+from tools.code_interpreter.settings import TOKEN_VARIABLE
 from tools.registry import ToolRegistry
 
 SANDBOX_CHECK_SECONDS = 1.0
@@ -46,6 +48,8 @@ class Deployment:
     learner: LearnerGroup
     critic: LearnerGroup | None = None
     engines: EngineGroup
+    sandboxes: SandboxGroup | None = None
+    """On several nodes, where no other servers are named."""
     rollout: RolloutManager
     rewards: RewardManager
     prompts: PromptSource
@@ -88,7 +92,7 @@ class Deployment:
         self.rewards = self._stack.enter_context(
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )
-        self.tools = await self._start_tools()
+        self.tools = await self._start_tools(placement)
         self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
         if self.with_learner:
             self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
@@ -116,6 +120,9 @@ class Deployment:
                 engines=lambda: self.engines.urls,
             )
             starts = [self.engines.start(config.model.path)]
+            if self.sandboxes is not None:
+                self._stack.push_async_callback(self.sandboxes.stop)
+                starts.append(self.sandboxes.start(self._placement))
             if self.turns.enabled:
                 await self._start_learner()
                 await self.turns.engines_only()
@@ -163,31 +170,38 @@ class Deployment:
         self.prompts.load_state_dict(self._first_prompts)
         await self._start_learner()
 
-    async def _start_tools(self) -> ToolRegistry:
-        """The tools of the run, with a code interpreter server of the run's own unless one is named.
+    async def _start_tools(self, placement: Placement) -> ToolRegistry:
+        """The tools of the run, with a code interpreter server of the run's own unless others are named.
+
+        On several nodes each has a server, which ``self.sandboxes`` starts once Ray is there.
 
         Raises:
-            ConfigError: the named server does not answer.
+            ConfigError: a named server does not answer.
         """
         config = self.config
         names = config.rollout.multi_turn.tools
-        url = config.tools.code_interpreter.url
-        if "code_interpreter" in names and url is None:
+        client = None
+        if placement.sandboxes and config.cluster.nodes > 1:
+            self.sandboxes = SandboxGroup(config, self.console)
+            client = self.sandboxes.client
+        elif placement.sandboxes:
             server = SandboxServerProcess(
                 config.tools.code_interpreter, log_file=config.run_dir / "logs" / "code_interpreter.log"
             )
-            url = server.start()
+            client = CodeInterpreterClient(server.start())
             self._stack.callback(server.stop)
             watch = asyncio.create_task(self._keep_running(server))
             self._stack.callback(watch.cancel)
         elif "code_interpreter" in names:
-            async with CodeInterpreterClient(url) as client:
-                if not await client.ping():
-                    raise ConfigError(
-                        f"tools.code_interpreter.url={url} does not answer: start the server there (python -m "
-                        "tools.code_interpreter.server), or leave the key unset and the trainer starts one"
-                    )
-        registry = ToolRegistry.from_config(config.tools, names, code_interpreter_url=url)
+            client = CodeInterpreterClient(config.tools.code_interpreter.urls)
+            silent = await client.silent_servers()
+            if silent:
+                raise ConfigError(
+                    f"tools.code_interpreter.url: {', '.join(silent)} does not answer, or demands another "
+                    f"{TOKEN_VARIABLE}: start the server there (python -m tools.code_interpreter.server), or leave the "
+                    "key unset and the trainer starts one"
+                )
+        registry = ToolRegistry.from_config(config.tools, names, code_interpreter=client)
         return await self._stack.enter_async_context(registry)
 
     async def _keep_running(self, server: SandboxServerProcess) -> None:

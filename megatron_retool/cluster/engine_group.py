@@ -8,11 +8,9 @@ from typing import Any
 import ray
 
 from megatron_retool.cluster.placement import Placement
-from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
+from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
 from sglang_rollout.engine import EngineProcess
-
-STOP_SECONDS = 6.0
 
 
 class EngineWorker:
@@ -83,8 +81,4 @@ class EngineGroup:
 
     async def stop(self) -> None:
         """End every server. An actor that is still busy starting one is killed, which ends its server as well."""
-        stops = [asyncio.ensure_future(resolved(worker.stop.remote())) for worker in self.workers]
-        await asyncio.wait(stops, timeout=STOP_SECONDS)
-        for stop, worker in zip(stops, self.workers, strict=True):
-            if not stop.done() or stop.exception() is not None:
-                ray.kill(worker)
+        await stop_actors(self.workers)

@@ -2,7 +2,7 @@
 
 Two ways. *disaggregated*: learner ranks, critic ranks (PPO's, as many as the learner's) and engines have GPUs of their
 own. *colocated*: all see the same GPUs and take turns (the engine releases its memory while the learner works). On
-hosts without GPUs the plan holds no GPU, and spreads each role evenly over the nodes.
+hosts without GPUs the plan holds no GPU, and spreads each role evenly over the nodes. Every node has a sandbox.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_retool.config import Config, ConfigError
 
 @dataclass(frozen=True)
 class Slot:
-    """One process. ``role``: learner, critic or engine; ``gpus``: global indices (node x gpus_per_node + local)."""
+    """One process. ``role``: learner, critic, engine or sandbox; ``gpus``: global (node x gpus_per_node + local)."""
 
     role: str
     rank: int
@@ -32,6 +32,8 @@ class Placement:
     slots: tuple[Slot, ...]
     gpus_per_node: int
     colocated: bool
+    sandboxes: tuple[Slot, ...] = ()
+    """Servers of the code interpreter that the trainer starts, one on each node."""
     node_ids: tuple[str, ...] = ()
     """Ray's ids of the nodes, once they are known; with them every process is bound to the node of its slot."""
 
@@ -46,6 +48,10 @@ class Placement:
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray options of an engine's actor."""
         return self._options(self._slot("engine", index))
+
+    def sandbox_options(self, index: int) -> dict[str, Any]:
+        """Ray options of a sandbox server's actor."""
+        return self._options(self.sandboxes[index])
 
     def _slot(self, role: str, rank: int) -> Slot:
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
@@ -66,7 +72,7 @@ class Placement:
         table = Table(title="placement")
         for column in ("role", "rank", "node", "GPUs"):
             table.add_column(column)
-        for slot in self.slots:
+        for slot in (*self.slots, *self.sandboxes):
             gpus = ", ".join(str(gpu % self.gpus_per_node) for gpu in slot.gpus) if slot.gpus else "CPU"
             table.add_row(slot.role, str(slot.rank), str(slot.node), gpus)
         return table
@@ -85,13 +91,15 @@ def plan_placement(config: Config) -> Placement:
         config.rollout.engine.tensor_parallel_size,
     )
     critics = ranks if needs_critic(config) else 0
+    own_sandboxes = "code_interpreter" in config.rollout.multi_turn.tools and not config.tools.code_interpreter.urls
+    sandboxes = tuple(Slot("sandbox", node, node, ()) for node in range(config.cluster.nodes if own_sandboxes else 0))
     if per_node == 0:
         slots = [
             Slot(role, rank, rank * config.cluster.nodes // count, ())
             for role, count in (("learner", ranks), ("critic", critics), ("engine", engines))
             for rank in range(count)
         ]
-        return Placement(tuple(slots), 0, False)
+        return Placement(tuple(slots), 0, False, sandboxes)
     colocated = config.cluster.placement == "colocated"
     available = config.cluster.nodes * per_node
     first_critic_gpu = 0 if colocated else ranks
@@ -117,7 +125,7 @@ def plan_placement(config: Config) -> Placement:
                 "rollout.engine.tensor_parallel_size so that it divides the GPUs left on each node"
             )
         slots.append(Slot("engine", index, first // per_node, gpus))
-    return Placement(tuple(slots), per_node, colocated)
+    return Placement(tuple(slots), per_node, colocated, sandboxes)
 
 
 def check_weight_sync(config: Config, placement: Placement) -> None:

@@ -6,6 +6,7 @@ script has started Ray on every node and ``cluster.ray_address=auto`` joins it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from megatron_retool.config import Config, ConfigError
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
+STOP_SECONDS = 6.0
 
 
 @contextmanager
@@ -102,3 +104,13 @@ def node_address() -> str:
 async def resolved(reference: Any) -> Any:
     """What a Ray reference comes to, as a coroutine that asyncio can make a task of."""
     return await reference
+
+
+async def stop_actors(workers: Sequence[Any]) -> None:
+    """Call ``stop`` of every actor, and kill those that do not come to it in time."""
+    stops = {asyncio.ensure_future(resolved(worker.stop.remote())): worker for worker in workers}
+    if stops:
+        await asyncio.wait(stops, timeout=STOP_SECONDS)
+    for stop, worker in stops.items():
+        if not stop.done() or stop.exception() is not None:
+            ray.kill(worker)

@@ -238,6 +238,6 @@ def workload_of(
         tool_calls=calls,
         tool_result_tokens=result_tokens,
         tool_latency=ToolLatency(0.6 * mean_seconds, mean_seconds, sandbox.run_timeout_seconds),
-        sandbox_workers=sandbox.workers,
+        sandbox_workers=sandbox.workers * (len(sandbox.urls) or config.cluster.nodes),
         kept_groups=1.0 if kept_groups is None else kept_groups,
     )

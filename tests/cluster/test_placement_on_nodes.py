@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
 
 from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import ConfigError, load_config
@@ -36,6 +38,25 @@ def test_processes_are_bound_to_the_nodes_of_their_slots() -> None:
         strategy = options["scheduling_strategy"]
         assert isinstance(strategy, NodeAffinitySchedulingStrategy)
         assert (strategy.node_id, strategy.soft) == (node, False)
+
+
+def test_every_node_has_a_sandbox_that_the_table_shows() -> None:
+    plan = plan_placement(load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml"))
+    placement = plan.on_nodes(["0a" * 28, "0b" * 28])
+    for node in (0, 1):
+        options = placement.sandbox_options(node)
+        assert options["scheduling_strategy"].node_id == placement.node_ids[node] and not options["num_gpus"]
+    output = Console(file=io.StringIO())
+    output.print(placement.table())
+    rows = [line.split() for line in output.file.getvalue().splitlines() if "sandbox" in line]
+    assert [(row[3], row[5]) for row in rows] == [("0", "0"), ("1", "1")]
+
+
+@pytest.mark.parametrize(
+    "override", ["tools.code_interpreter.url=http://elsewhere:8080", "rollout.multi_turn.tools=[]"]
+)
+def test_no_sandbox_is_started_where_none_is_needed(override: str) -> None:
+    assert plan_placement(load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", [override])).sandboxes == ()
 
 
 @pytest.mark.parametrize(

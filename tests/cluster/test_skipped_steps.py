@@ -140,6 +140,7 @@ def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
         watchdog=SimpleNamespace(progress=lambda phase: None),
         rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_groups=0, finish_step=list),
         rewards=SimpleNamespace(score=lambda group: None, take_metrics=dict),
+        tools=SimpleNamespace(take_metrics=dict),
         prompts=SimpleNamespace(
             next_batch=lambda count: [SimpleNamespace(group_id=len(rounds), uid="u") for _ in range(count)],
             state_dict=lambda unfinished: {"drawn": len(rounds)},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_retool.config import CodeInterpreterConfig, ConfigError, SearchConfig, ToolsConfig
+from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.tool import describe
@@ -27,10 +28,13 @@ def url() -> Iterator[str]:
         yield server.url
 
 
-def call(url: str | None, name: str, arguments: Any, config: CodeInterpreterConfig = CONFIG) -> ToolResult:
+def call(
+    url: str, name: str, arguments: Any, config: CodeInterpreterConfig = CONFIG, patience: float = 120
+) -> ToolResult:
     async def scenario() -> ToolResult:
         tools = ToolsConfig(code_interpreter=config)
-        async with ToolRegistry.from_config(tools, ["code_interpreter"], code_interpreter_url=url) as registry:
+        client = CodeInterpreterClient(url, give_up_seconds=patience)
+        async with ToolRegistry.from_config(tools, ["code_interpreter"], code_interpreter=client) as registry:
             return await registry.call(name, arguments)
 
     result = asyncio.run(scenario())
@@ -86,18 +90,8 @@ def test_unknown_tool_names_the_known_ones(url: str) -> None:
     assert result.status == "unknown_tool" and "'calculator'" in result.text and "code_interpreter" in result.text
 
 
-def test_server_out_of_reach_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.code_interpreter import client
-
-    monkeypatch.setattr(
-        client.CodeInterpreterClient.__init__,
-        "__kwdefaults__",
-        {
-            **client.CodeInterpreterClient.__init__.__kwdefaults__,
-            "give_up_seconds": 0.2,
-        },
-    )
-    result = call("http://127.0.0.1:9", "code_interpreter", {"code": "print(1)"})
+def test_server_out_of_reach_is_a_result() -> None:
+    result = call("http://127.0.0.1:9", "code_interpreter", {"code": "print(1)"}, patience=0.2)
     assert result.status == "error" and result.text.startswith("SandboxError")
 
 
@@ -127,8 +121,9 @@ def test_shorten_middle_never_exceeds_its_limit() -> None:
 def test_schemas_are_openai_functions(url: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "one"}\n')
-    config = ToolsConfig(code_interpreter=CONFIG, search=SearchConfig(corpus=str(corpus)))
-    registry = ToolRegistry.from_config(config, ["code_interpreter", "search"], code_interpreter_url=url)
+    interpreter = dataclasses.replace(CONFIG, url=url)
+    config = ToolsConfig(code_interpreter=interpreter, search=SearchConfig(corpus=str(corpus)))
+    registry = ToolRegistry.from_config(config, ["code_interpreter", "search"])
     assert registry.names == ["code_interpreter", "search"]
     for schema in registry.schemas():
         assert schema["type"] == "function"

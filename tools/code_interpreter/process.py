@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.code_interpreter.settings import TOKEN_VARIABLE
+
 if TYPE_CHECKING:
     from megatron_retool.config import CodeInterpreterConfig
 
@@ -28,6 +30,7 @@ class SandboxServerProcess:
         config: CodeInterpreterConfig,
         *,
         host: str = "127.0.0.1",
+        token: str | None = None,
         log_file: str | Path | None = None,
         extra_arguments: tuple[str, ...] = (),
         command_prefix: tuple[str, ...] = (),
@@ -37,6 +40,8 @@ class SandboxServerProcess:
 
         Args:
             config: workers, limits, isolation, port (0: a free one).
+            host: address that the server listens on.
+            token: what its requests must show; None: nothing, unless this process's environment has a token.
             log_file: where the server's output goes; by default only what a failing start says is kept.
             extra_arguments: passed to the server's command line as they are.
             command_prefix: a program (and its arguments) that executes the server in its own place, like setpriv.
@@ -44,6 +49,8 @@ class SandboxServerProcess:
         self.host = host
         self.port = 0
         self._config = config
+        # Not on the command line, which every user of the host can read.
+        self._environment = {**os.environ, TOKEN_VARIABLE: token} if token else None
         self._log_file = Path(log_file) if log_file is not None else None
         self._extra_arguments = extra_arguments
         self._command_prefix = command_prefix
@@ -78,6 +85,7 @@ class SandboxServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    env=self._environment,
                     cwd=Path(__file__).resolve().parents[2],
                     pass_fds=(writer,),
                     start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server in order

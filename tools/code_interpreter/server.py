@@ -3,7 +3,8 @@
     python -m tools.code_interpreter.server --workers 128 --port 8080
 
 POST /run_code runs a Python snippet in a fresh isolated process; GET /v1/ping answers "pong"; GET /health tells which
-isolation is in force; GET /metrics is for Prometheus.
+isolation is in force; GET /metrics is for Prometheus. Where the environment has MEGATRON_RETOOL_SANDBOX_TOKEN, every
+request must show it ("Authorization: Bearer TOKEN"), or is refused with status 401.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -18,6 +20,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import prometheus_client
@@ -25,7 +28,7 @@ from aiohttp import web
 
 from tools.code_interpreter.pool import SandboxStartError, WorkerPool
 from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, InvalidRequest, Outcome
-from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, SandboxSettings
+from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, TOKEN_VARIABLE, SandboxSettings
 
 logger = logging.getLogger("tools.code_interpreter")
 
@@ -67,20 +70,36 @@ class Metrics:
 
 
 class SandboxApplication:
-    """The HTTP routes over a worker pool."""
+    """The HTTP routes over a worker pool.
 
-    def __init__(self, pool: WorkerPool) -> None:
+    Args:
+        token: what requests must show; None: nothing.
+    """
+
+    def __init__(self, pool: WorkerPool, token: str | None = None) -> None:
         self._pool = pool
+        self._token = token
         self._metrics = Metrics(pool)
         self._started = time.monotonic()
 
     def build(self) -> web.Application:
-        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_token])
         application.router.add_post("/run_code", self.run_code)
         application.router.add_get("/v1/ping", self.ping)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics)
         return application
+
+    @web.middleware
+    async def _check_token(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._token is not None:
+            shown = request.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+                text = f"the token is missing or wrong: set {TOKEN_VARIABLE} to the one this server was started with"
+                raise web.HTTPUnauthorized(text=text, headers={"WWW-Authenticate": "Bearer"})
+        return await handler(request)
 
     async def run_code(self, http_request: web.Request) -> web.Response:
         waited = 0.0
@@ -143,7 +162,7 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
         _watch_parent(parent, stop)
     host, port = options.host, options.port
     pool = WorkerPool(settings)
-    application = SandboxApplication(pool)
+    application = SandboxApplication(pool, os.environ.get(TOKEN_VARIABLE) or None)
     runner = web.AppRunner(application.build(), access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=1024)

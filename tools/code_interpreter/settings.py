@@ -11,6 +11,9 @@ ISOLATION_ORDER = ("namespaces", "bubblewrap", "rlimits")
 
 DEFAULT_PREIMPORT = ("numpy", "sympy", "scipy", "math")
 
+TOKEN_VARIABLE = "MEGATRON_RETOOL_SANDBOX_TOKEN"
+"""Environment variable with the token that every request to a server must show; unset or empty: none is needed."""
+
 
 @dataclass(frozen=True)
 class SandboxSettings:

@@ -19,7 +19,7 @@ _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Exit|Inte
 
 
 class CodeInterpreterTool:
-    """Runs the model's Python code on a sandbox server."""
+    """Runs the model's Python code on a sandbox server, or on several."""
 
     name = "code_interpreter"
     schema: dict[str, Any] = {
@@ -35,16 +35,15 @@ class CodeInterpreterTool:
         },
     }
 
-    def __init__(self, config: CodeInterpreterConfig, url: str, client: CodeInterpreterClient | None = None) -> None:
+    def __init__(self, config: CodeInterpreterConfig, client: CodeInterpreterClient) -> None:
         """Prepare; the first call connects.
 
         Args:
             config: limits, and how results are put to the model.
-            url: of the server.
-            client: instead of one of its own with the usual patience.
+            client: of the servers; closed with this tool.
         """
         self._config = config
-        self._client = client or CodeInterpreterClient(url)
+        self._client = client
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         started = time.monotonic()
@@ -62,6 +61,10 @@ class CodeInterpreterTool:
             return ToolResult("error", text, time.monotonic() - started)
         status = "ok" if result.ok else "timeout" if result.outcome is Outcome.TIME_LIMIT_EXCEEDED else "error"
         return ToolResult(status, describe(result, config), time.monotonic() - started)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Requests, failures and retries of each server since the last call."""
+        return self._client.take_metrics()
 
     async def close(self) -> None:
         await self._client.close()
