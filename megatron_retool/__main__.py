@@ -24,13 +24,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
-INTERRUPTED = 130
-REQUEUE = 85
-"""Exit code after SIGUSR1 (the step under way was finished and checkpointed) and of a run that hung: there is more to
-train, from the last checkpoint."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,53 +71,48 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
     config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
     config = load_config(config_file, options.overrides)
-    if options.command == "make-demo":
-        from megatron_retool.data.demo import make_demo
+    with LeaveRequest() as leave:
+        if options.command == "make-demo":
+            from megatron_retool.data.demo import make_demo
 
-        make_demo(config)
-    elif options.command == "sft":
-        from megatron_retool.sft import main as sft
+            make_demo(config)
+        elif options.command == "sft":
+            from megatron_retool.sft import main as sft
 
-        sft(config)
-    elif options.command == "train":
-        return train(config, console)
-    elif options.command == "evaluate":
-        from megatron_retool.validation import evaluate_model
+            return 0 if sft(config, leave=leave) else REQUEUE
+        elif options.command == "train":
+            return train(config, console, leave)
+        elif options.command == "evaluate":
+            from megatron_retool.validation import evaluate_model
 
-        run_async(evaluate_model(config, console))
-    else:
-        from megatron_retool.pipeline import run_pipeline
+            run_async(evaluate_model(config, console))
+        else:
+            from megatron_retool.pipeline import run_pipeline
 
-        return run_pipeline(
-            config, str(config_file), options.overrides, console, lambda settings: train(settings, console)
-        )
+            return run_pipeline(config, str(config_file), options.overrides, console, train, leave)
     return 0
 
 
-def train(config: Config, console: Console) -> int:
-    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave (SIGUSR1) or ended because it hung."""
+def train(config: Config, console: Console, leave: LeaveRequest) -> int:
+    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
     from megatron_retool.cluster.hang_watchdog import RunHung
     from megatron_retool.train_loop import train as loop
 
-    leave = asyncio.Event()
     try:
-        return 0 if run_async(loop(config, console, leave), leave) else REQUEUE
+        return 0 if run_async(loop(config, console, leave)) else REQUEUE
     except RunHung as error:
         console.print("[bold red]error:[/]", escape(str(error)), highlight=False)
         return REQUEUE
 
 
-def run_async(coroutine: Coroutine[Any, Any, Result], leave: asyncio.Event | None = None) -> Result:
-    """Run to the end. SIGINT and SIGTERM cancel the coroutine, whose clean-up stops every process; SIGUSR1 sets
-    ``leave``."""
+def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end. SIGINT and SIGTERM cancel the coroutine, whose clean-up stops every process."""
 
     async def guarded() -> Result:
         task = asyncio.ensure_future(coroutine)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
-        if leave is not None:
-            loop.add_signal_handler(signal.SIGUSR1, leave.set)
         try:
             return await task
         except asyncio.CancelledError:

@@ -5,7 +5,8 @@ Where ``demo.enable`` is off this is training alone. Where it is on:
     make-demo → evaluate the random model → SFT → mcore_to_hf → hf_to_mcore → DAPO → mcore_to_hf → report
 
 Each stage is the command a user would type, and leaves a result that appears complete or not at all; a stage whose
-result is there is not run again, so a pipeline that was stopped goes on where it stopped.
+result is there is not run again, so a pipeline that was stopped goes on where it stopped. One that is asked to leave
+hands that on to its stage: training checkpoints and leaves, the other stages are short and end first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.monitor.report import write_report
 from megatron_retool.run_state import complete_checkpoints, set_aside
@@ -32,9 +34,17 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_pipeline(
-    config: Config, config_file: str, overrides: list[str], console: Console, train: Callable[[Config], int]
+    config: Config,
+    config_file: str,
+    overrides: list[str],
+    console: Console,
+    train: Callable[[Config, Console, LeaveRequest], int],
+    leave: LeaveRequest,
 ) -> int:
-    """Run what is left to do. ``train`` runs the RL loop of a configuration in this process; its exit code is ours.
+    """Run what is left to do. ``train`` runs the RL loop of a configuration in this process.
+
+    Returns:
+        0, or the exit code of ``train``, or REQUEUE where ``leave`` is set before the last stage.
 
     Raises:
         ConfigError: the run's directory holds results that were made under other settings.
@@ -45,10 +55,23 @@ def run_pipeline(
         if moved is not None:
             console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
     if not config.demo.enable:
-        return train(config)
+        return train(config, console, leave)
+    stages = Stages(config.run_dir, config, console, leave)
+    try:
+        return _run_stages(config, config_file, overrides, stages, train)
+    except LeaveAsked:
+        console.print("asked to leave: the next start goes on with the stage that is not complete")
+        return REQUEUE
 
-    run_dir = config.run_dir
-    stages = Stages(run_dir, config, console)
+
+def _run_stages(
+    config: Config,
+    config_file: str,
+    overrides: list[str],
+    stages: Stages,
+    train: Callable[[Config, Console, LeaveRequest], int],
+) -> int:
+    run_dir, console = config.run_dir, stages.console
     command = [sys.executable, "-m", "megatron_retool"]
     common = ["--config", config_file, *overrides]
     model = Path(config.model.path)
@@ -68,7 +91,7 @@ def run_pipeline(
     )
     sft_hf, sft_mcore = fine_tune(config, stages, common)
     rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
-    code = stages.call("rl", lambda: train(rl_config))
+    code = stages.call("rl", lambda: train(rl_config, console, stages.leave))
     if code:
         return code
     export = run_dir / "export"
@@ -135,10 +158,15 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Pat
 
 
 class Stages:
-    """Runs stages in order, remembers how long each took, and refuses to mix results of different settings."""
+    """Runs stages in order, remembers how long each took, and refuses to mix results of different settings.
 
-    def __init__(self, run_dir: Path, config: Config, console: Console) -> None:
+    Raises:
+        LeaveAsked: from ``run`` and ``call``, in place of a stage that would begin after ``leave`` was set.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, console: Console, leave: LeaveRequest | None = None) -> None:
         self.console = console
+        self.leave = leave or LeaveRequest()
         self.file = run_dir / "pipeline.json"
         settings = _settings(config)
         state: dict[str, Any] = {"settings": settings, "seconds": {}}
@@ -164,12 +192,15 @@ class Stages:
         def execute() -> int:
             process = subprocess.Popen(command, cwd=ROOT)
             try:
-                code = process.wait()
+                with passed_on(self.leave, lambda: [process.pid]):
+                    code = process.wait()
             except KeyboardInterrupt:
                 process.wait()  # it got the signal too and cleans up
                 raise
-            if code == 130:
+            if code == INTERRUPTED:
                 raise KeyboardInterrupt
+            if code == REQUEUE:
+                raise LeaveAsked
             if code:
                 raise RuntimeError(f"stage {name} failed with exit code {code}: {' '.join(command)}")
             return 0
@@ -177,6 +208,8 @@ class Stages:
         self.call(name, execute)
 
     def call(self, name: str, work: Callable[[], int]) -> int:
+        if self.leave.is_set():
+            raise LeaveAsked
         self.console.rule(f"[bold]{name}", align="left")
         start = time.perf_counter()
         code = work()

@@ -9,7 +9,7 @@ the command starts the ranks itself, unless torchrun or srun already did.
 
 A run leaves metrics.jsonl, tensorboard/ and checkpoints/global_step_N, and a file COMPLETE once all stages are done.
 Steps are counted through all stages. Batches depend on the seed and the step alone, so a resumed run repeats none and
-skips none.
+skips none. SIGUSR1, to the command or to any rank, ends all ranks after the same step with a checkpoint of it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.config import Config, ConfigError, SFTStage, load_config, save_config
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
+from megatron_retool.leave import LeaveRequest, passed_on
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.run_state import (
@@ -51,8 +53,14 @@ _VALIDATION_BATCHES = 8
 """Batches whose conversations are put through the model in one call for the validation loss."""
 
 
-def main(config: Config, console: Console | None = None) -> None:
-    """Run ``config.sft`` to its end in this process, or in ``learner.world_size`` processes that it starts.
+def main(config: Config, console: Console | None = None, leave: LeaveRequest | None = None) -> bool:
+    """Run ``config.sft`` in this process, or in ``learner.world_size`` processes that it starts.
+
+    Args:
+        leave: when set, on any rank, the step under way is finished and checkpointed, and training stops there.
+
+    Returns:
+        Whether all stages are done.
 
     Raises:
         ConfigError, DataError: a setting or a file is wrong (before any training).
@@ -60,9 +68,9 @@ def main(config: Config, console: Console | None = None) -> None:
         KeyboardInterrupt: stopped by a signal; every rank has ended.
     """
     _check(config)
+    leave = leave or LeaveRequest()
     if "RANK" in os.environ or config.learner.world_size == 1:
-        Run(config, console).run()
-        return
+        return Run(config, leave, console).run()
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; alone it "
@@ -72,7 +80,8 @@ def main(config: Config, console: Console | None = None) -> None:
         set_aside(config.run_dir)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, config.run_dir / "config.yaml")
-    _launch(config, config.run_dir / "config.yaml")
+    _launch(config, config.run_dir / "config.yaml", leave)
+    return (config.run_dir / COMPLETE_MARKER).exists()
 
 
 def _check(config: Config) -> None:
@@ -124,19 +133,21 @@ class Stage:
 class Run:
     """The loop of one rank."""
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
+    def __init__(self, config: Config, leave: LeaveRequest, console: Console | None = None) -> None:
         self.config = config
+        self.leave = leave
         self.rank = int(os.environ.get("RANK", "0"))
         self.console = console or Console(quiet=self.rank != 0, soft_wrap=not sys.stdout.isatty())
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Train; whether all stages are done."""
         config = self.config
         if config.trainer.resume_mode == "disable" and self.rank == 0:
             set_aside(config.run_dir)
         resume = find_resume_point(config)
         if resume is not None and (config.run_dir / COMPLETE_MARKER).exists():
             self.console.print(f"{config.run_dir} is complete: its last checkpoint is {resume.path}")
-            return
+            return True
         self.stages = self._load_data()
         state = self._resume_state(resume)
         stage = self.stages[state["stage"]]
@@ -155,11 +166,13 @@ class Run:
                 self.console.print(f"resuming from {resume.path} (step {resume.step} of {self.stages[-1].last_step})")
                 self.learner.load(resume.learner)
             with self._metric_logger(state["step"] + 1) as log:
-                self._train(state["step"], state["stage"], log)
+                if not self._train(state["step"], state["stage"], log):
+                    return False
             self._barrier()
             if self.rank == 0:
                 _write_marker(config.run_dir / COMPLETE_MARKER)
             self._print_summary()
+            return True
         finally:
             self.learner.close()
 
@@ -209,7 +222,8 @@ class Run:
     def _identity(self) -> dict[str, Any]:
         return {"seed": self.config.trainer.seed, "stages": [stage.describe() for stage in self.stages]}
 
-    def _train(self, completed: int, stage_index: int, log: MetricLogger | None) -> None:
+    def _train(self, completed: int, stage_index: int, log: MetricLogger | None) -> bool:
+        """Train from the step after ``completed``; whether the last step was reached."""
         last_step = self.stages[-1].last_step
         with progress_line(self.console, "sft", last_step) as progress:
             progress.advance(completed)
@@ -224,18 +238,32 @@ class Run:
                     progress.advance()
                     progress.note(f"{stage.settings.name} loss {metrics['loss']:.4f}")
                     ends_stage = step == stage.last_step
+                    leaving = step < last_step and self._asked_to_leave()
                     row: dict[str, float] = {}
                     if stage.val is not None and (ends_stage or _due(step, self.config.sft.test_freq)):
                         row["sft/val_loss"] = stage.report["validation loss"] = self._validation_loss(stage)
-                    if ends_stage or row or _due(step, self.config.sft.log_freq):
+                    if ends_stage or row or leaving or _due(step, self.config.sft.log_freq):
                         row |= window.metrics()
                         stage.report["training loss"] = row["sft/loss"]
                         if log is not None:
                             log.log(step, row)
                         window = _Window()
-                    if step == last_step or _due(step, self.config.sft.save_freq):
+                    if step == last_step or leaving or _due(step, self.config.sft.save_freq):
                         self._save(step, index)
+                    if leaving:
+                        self.console.print(f"asked to leave: checkpoint of step {step} of {last_step} is complete")
+                        return False
                 stage.report["seconds"] = time.perf_counter() - started
+        return True
+
+    def _asked_to_leave(self) -> bool:
+        """Whether any rank was: the signal reaches them between different steps, and all must stop after the same."""
+        import torch
+
+        asked = torch.tensor(float(self.leave.is_set()), device=self.learner.device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
+        return bool(asked)
 
     def _update(self, stage: Stage, step: int, window: _Window) -> dict[str, float]:
         start = time.perf_counter()
@@ -347,7 +375,7 @@ def _write_marker(path: Path) -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _launch(config: Config, config_file: Path) -> None:
+def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
     """Start the ranks under torchrun's agent, in this process, and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -365,7 +393,8 @@ def _launch(config: Config, config_file: Path) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    with _environment(OMP_NUM_THREADS=str(config.learner.threads), GLOO_SOCKET_IFNAME=_loopback()):
+    environment = _environment(OMP_NUM_THREADS=str(config.learner.threads), GLOO_SOCKET_IFNAME=_loopback())
+    with environment, passed_on(leave, _ranks):
         try:
             elastic_launch(settings, sys.executable)("-u", "-m", "megatron_retool.sft", str(config_file))
         except SignalException:
@@ -375,6 +404,16 @@ def _launch(config: Config, config_file: Path) -> None:
             if failure.exitcode == -signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise RuntimeError(_failure_message(rank, failure)) from None
+
+
+def _ranks() -> list[int]:
+    """Process ids of the ranks that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "megatron_retool.sft" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def _failure_message(rank: int, failure: Any) -> str:
@@ -410,14 +449,15 @@ def _end_with_parent() -> None:
 
 
 def worker(config_file: str) -> int:
-    """One rank under torchrun."""
+    """One rank under torchrun. Leaving is no failure to torchrun, which would end the other ranks: 0 as well."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     _end_with_parent()
     handler = get_error_handler()
     handler.initialize()
     try:
-        main(load_config(config_file))
+        with LeaveRequest() as leave:
+            main(load_config(config_file), leave=leave)
     except (ConfigError, OSError) as error:
         handler.record_exception(error)
         return 1

@@ -6,7 +6,6 @@ docs/architecture.md.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from megatron_retool.estimates import (
     write_estimates,
 )
 from megatron_retool.experience import Collected, Experience
+from megatron_retool.leave import LeaveRequest
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, performance_metrics, rollout_metrics
 from megatron_retool.run_state import (
@@ -50,7 +50,7 @@ from megatron_retool.validation import validate
 from sglang_rollout.paused_groups import read_paused_groups, write_paused_groups
 
 
-async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
+async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so.
 
     Args:
@@ -73,7 +73,7 @@ async def train(config: Config, console: Console, leave: asyncio.Event) -> bool:
                 await recovery.after(error)
 
 
-async def train_from_checkpoint(run: Deployment, leave: asyncio.Event) -> bool:
+async def train_from_checkpoint(run: Deployment, leave: LeaveRequest) -> bool:
     """The loop itself, from ``run.checkpoint`` on; metrics of steps that it repeats are dropped.
 
     Raises:

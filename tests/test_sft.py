@@ -15,8 +15,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from rich.console import Console
 
+from conversion.dist_checkpoint import CheckpointPlace, DistCheckpoint
 from megatron_retool import sft
 from megatron_retool.config import Config, ConfigError, OptimizerConfig, SFTStage, save_config
 from megatron_retool.data.files import DataError
@@ -200,12 +202,17 @@ def test_settings_that_cannot_work_are_refused_before_any_work(config, change, m
     assert not config.run_dir.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_command(config, tmp_path, number):
-    endless = dataclasses.replace(config.sft.stages[0], steps=10**6)
-    config = with_sft(config, stages=[endless])
-    config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, world_size=2))
-    file = tmp_path / "config.yaml"
+def weights(config: Config, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, optimizer states included, whatever layout wrote it."""
+    checkpoint = DistCheckpoint(config.run_dir / "checkpoints" / f"global_step_{step}" / "learner")
+    return {
+        key: checkpoint.read(CheckpointPlace(key, (), ()), tuple(stored.size))
+        for key, stored in checkpoint.tensors.items()
+    }
+
+
+def start_command(config: Config, file: Path) -> subprocess.Popen[bytes]:
+    """The command itself, in another process; returns once it has trained two steps."""
     save_config(config, file)
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = subprocess.Popen(
@@ -214,12 +221,57 @@ def test_no_rank_outlives_the_command(config, tmp_path, number):
         env=environment,
         start_new_session=True,
     )
+    deadline = time.monotonic() + 120
+    while len(metrics(config)) < 2:
+        if command.poll() is not None or time.monotonic() > deadline:
+            command.kill()
+            raise AssertionError(f"two steps were not trained; exit code {command.wait()}")
+        time.sleep(0.05)
+    return command
+
+
+@pytest.mark.parametrize(
+    ("ranks", "to_a_rank"), [(1, False), (2, False), (2, True)], ids=["alone", "command", "one_of_two_ranks"]
+)
+def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(config, tmp_path, ranks, to_a_rank):
+    stages = [config.sft.stages[0], dataclasses.replace(config.sft.stages[1], steps=50)]
+    whole = with_sft(with_name(config, "whole"), stages=stages)
+    asked = with_name(whole, "asked")
+    asked = dataclasses.replace(asked, learner=dataclasses.replace(asked.learner, world_size=ranks))
+    command = start_command(asked, tmp_path / "config.yaml")
     try:
-        deadline = time.monotonic() + 120
-        while len(metrics(config)) < 2:
-            assert command.poll() is None, "the command ended by itself"
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        told = command.pid
+        if to_a_rank:  # as srun's ranks get it, at different times
+            children = psutil.Process(command.pid).children()
+            told = next(child.pid for child in children if "megatron_retool.sft" in child.cmdline())
+        os.kill(told, signal.SIGUSR1)
+        assert command.wait(60) == 85
+    finally:
+        command.kill()
+        command.wait()
+    left_at = len(metrics(asked))
+    assert 2 <= left_at < 60
+    assert [checkpoint.step for checkpoint in complete_checkpoints(asked.run_dir)] == [left_at]
+    assert not (asked.run_dir / "COMPLETE").exists()
+
+    sft.main(whole, QUIET)
+    assert sft.main(with_name(whole, "asked"), QUIET)  # on one rank: where it goes on is the same in every layout
+    assert [row["step"] for row in metrics(asked)] == list(range(1, 61))
+    tolerance = 1e-6 if ranks == 1 else 1e-4
+    assert losses(asked) == pytest.approx(losses(whole), abs=tolerance)
+    expected, found = weights(whole, 60), weights(asked, 60)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=10 * tolerance, msg=key)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_command(config, tmp_path, number):
+    endless = dataclasses.replace(config.sft.stages[0], steps=10**6)
+    config = with_sft(config, stages=[endless])
+    config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, world_size=2))
+    command = start_command(config, tmp_path / "config.yaml")
+    try:
         ranks = psutil.Process(command.pid).children(recursive=True)
         assert len(ranks) >= 2
         command.send_signal(number)
