@@ -438,6 +438,9 @@ class TrainerConfig:
     """Steps in a row after which it is named, and again after as many more."""
     hang_timeout_seconds: float = 3600.0
     """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
+    start_hang_timeout_seconds: float = 7200.0
+    """The same for the start of engines, sandboxes and learner, and for a learner that is built anew. Large models on
+    slow file systems take long to load."""
     hang_action: str = choice("dump", "abort")
     """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])

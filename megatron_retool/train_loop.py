@@ -63,7 +63,8 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     if resume is not None and resume.step == config.trainer.total_steps:
         console.print(f"{resume.path} is the last step already: nothing to train")
         return True
-    async with Deployment(config, console) as run, run.watchdog:
+    run = Deployment(config, console)
+    async with run.watchdog, run:
         run.checkpoint = resume
         recovery = LearnerRecovery(run)
         while True:

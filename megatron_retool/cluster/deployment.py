@@ -28,6 +28,7 @@ from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
+from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.run_state import Checkpoint
 from megatron_retool.trajectory import Trajectory
@@ -67,11 +68,13 @@ class Deployment:
         self.pending_save: tuple[int, dict[str, dict[str, Any]]] | None = None
         """Step and JSON files of the checkpoint that the learner is writing."""
         self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
+        self._starting = self.watchdog.watch_start(StepTimer())
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Deployment:
         try:
-            await self._start()
+            with self._starting.phase("start"):
+                await self._start()
         except BaseException:
             await self._stack.aclose()
             raise
@@ -119,7 +122,7 @@ class Deployment:
                 models=lambda: [group for group in (self.learner, self.critic) if group is not None],
                 engines=lambda: self.engines.urls,
             )
-            starts = [self.engines.start(config.model.path)]
+            starts = [self._start_engines()]
             if self.sandboxes is not None:
                 self._stack.push_async_callback(self.sandboxes.stop)
                 starts.append(self.sandboxes.start(self._placement))
@@ -133,7 +136,15 @@ class Deployment:
             RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
         )
 
+    async def _start_engines(self) -> None:
+        with self._starting.phase("start_engines"):
+            await self.engines.start(self.config.model.path)
+
     async def _start_learner(self) -> None:
+        with self._starting.phase("start_learner"):
+            await self._build_learner()
+
+    async def _build_learner(self) -> None:
         config = self.config
         responses = config.data.train_batch_size * config.rollout.train.n
         steps = self.total_steps * responses // config.learner.mini_batch_size
@@ -165,7 +176,8 @@ class Deployment:
                 f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
                 "resumes from its last checkpoint (a Slurm job requeues itself)"
             )
-        await self.turns.engines_leave()
+        with self._starting.phase("engines_leave"):
+            await self.turns.engines_leave()
         self.rollout.drop_paused()
         self.prompts.load_state_dict(self._first_prompts)
         await self._start_learner()
@@ -232,7 +244,7 @@ class Deployment:
             if not culprits:
                 raise
             for url in culprits:
-                new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
+                new_url = await self._start_engine_again(url)
                 self.turns.restarted(new_url)
                 await self.rollout.replace_engine(url, new_url)
             metrics = await self.learner.sync_weights(self.engines.urls, version)
@@ -240,7 +252,7 @@ class Deployment:
 
     async def _restart_engine(self, url: str) -> str | None:
         """Bring a dead engine back with the current weights; the other engines go on meanwhile."""
-        new_url = await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
+        new_url = await self._start_engine_again(url)
         if self.with_learner:
             self.turns.restarted(new_url)
             try:
@@ -250,6 +262,10 @@ class Deployment:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
                 self.console.print(f"[yellow]engine {new_url} is back without the current weights: {error}[/]")
         return new_url
+
+    async def _start_engine_again(self, url: str) -> str:
+        with self._starting.phase("start_engine_again"):
+            return await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
 
     def _stacks_of_nodes(self) -> list[tuple[str, str]]:
         """A private Ray's processes are the driver's children; others are asked for."""

@@ -1,8 +1,9 @@
 """Notices that a run stands still, and writes down where every process of it stands.
 
-A hang is a phase of a step (see ``StepTimer``) without any progress for ``trainer.hang_timeout_seconds``. The stacks
-then go to logs/stacks_<time>_<phase>.txt: of the driver (threads and asyncio tasks), and by py-spy of every Python
-process below it and, on several nodes, below the other nodes' Ray.
+A hang is a phase of a step (see ``StepTimer``) without any progress for ``trainer.hang_timeout_seconds``, or a phase in
+which processes start without any for ``trainer.start_hang_timeout_seconds``. The stacks then go to
+logs/stacks_<time>_<phase>.txt: of the driver (threads and asyncio tasks), and by py-spy of every Python process below
+it and, on several nodes, below the other nodes' Ray.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import psutil
 from rich.console import Console
 
 from megatron_retool.config import Config
+from megatron_retool.leave import REQUEUE
 from megatron_retool.monitor.metrics import StepTimer
 
 DUMP_SECONDS = 30.0
@@ -54,29 +56,45 @@ class HangWatchdog:
         remote_stacks: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._logs = config.run_dir / "logs"
-        self._timeout = config.trainer.hang_timeout_seconds
+        self._settings = config.trainer
         self._abort = config.trainer.hang_action == "abort"
         self._console = console
         self._remote_stacks = remote_stacks
-        self._timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
+        self._timers: weakref.WeakKeyDictionary[StepTimer, str] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: RunHung | None = None
 
-    def watch(self, timer: StepTimer) -> StepTimer:
-        """From now on ``timer``'s phases count."""
-        self._timers.add(timer)
+    def watch(self, timer: StepTimer, setting: str = "hang_timeout_seconds") -> StepTimer:
+        """From now on ``timer``'s phases count. ``setting``: the key of ``trainer`` that limits them."""
+        with self._lock:
+            self._timers[timer] = setting
         return timer
+
+    def watch_start(self, timer: StepTimer) -> StepTimer:
+        """The same for a timer of phases in which processes start."""
+        return self.watch(timer, "start_hang_timeout_seconds")
 
     def progress(self, phase: str) -> None:
         """The phase called so is alive; for phases in which much happens one after another."""
-        for timer in list(self._timers):
+        for timer, _ in self._watched():
             if phase in timer.running:
                 timer.touch()
+
+    def _watched(self) -> list[tuple[StepTimer, str]]:
+        with self._lock:
+            return list(self._timers.items())
+
+    def _limit(self, setting: str) -> float:
+        limit: float = getattr(self._settings, setting)
+        return limit
 
     async def __aenter__(self) -> HangWatchdog:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        if self._timeout > 0:
+        limits = [self._limit(setting) for setting in ("hang_timeout_seconds", "start_hang_timeout_seconds")]
+        self._interval = min([10.0, *(limit / 4 for limit in limits if limit > 0)])
+        if any(limit > 0 for limit in limits):
             threading.Thread(target=self._run, name="hang-watchdog", daemon=True).start()
         return self
 
@@ -84,35 +102,36 @@ class HangWatchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._error is not None and isinstance(error, asyncio.CancelledError):
+        # Cleaning up after the cancellation may end in another error, which is not what the run died of.
+        if self._error is not None and error is not None:
             assert self._task is not None
             self._task.uncancel()
             raise self._error from error
 
     def _run(self) -> None:
-        reported: tuple[int, float] | None = None
-        while not self._ended.wait(min(self._timeout / 4, 10.0)):
-            stuck = self._stuck()
-            if stuck is None or stuck == reported:
-                continue
-            reported = stuck
-            self._report(next(timer for timer in list(self._timers) if id(timer) == stuck[0]))
-            if self._abort:
-                self._end_run()
-                return
+        reported: dict[int, float] = {}  # timer -> since when it had not moved
+        while not self._ended.wait(self._interval):
+            for timer, setting in self._stuck():
+                if reported.get(id(timer)) == timer.last_change:
+                    continue
+                reported[id(timer)] = timer.last_change
+                self._report(timer, setting)
+                if self._abort:
+                    self._end_run()
+                    return
 
-    def _stuck(self) -> tuple[int, float] | None:
-        """Identity of a hang: which timer, and since when it has not moved."""
+    def _stuck(self) -> list[tuple[StepTimer, str]]:
         now = time.monotonic()
-        for timer in list(self._timers):
-            if timer.running and now - timer.last_change > self._timeout:
-                return id(timer), timer.last_change
-        return None
+        return [
+            (timer, setting)
+            for timer, setting in self._watched()
+            if timer.running and 0 < self._limit(setting) < now - timer.last_change
+        ]
 
-    def _report(self, timer: StepTimer) -> None:
+    def _report(self, timer: StepTimer, setting: str) -> None:
         phase, seconds = (timer.running or ["?"])[-1], time.monotonic() - timer.last_change
         path = self._logs / f"stacks_{time.strftime('%Y%m%d-%H%M%S')}_{phase}.txt"
-        what = f"no progress in phase {phase} for {seconds:.0f} s (trainer.hang_timeout_seconds={self._timeout:g})"
+        what = f"no progress in phase {phase} for {seconds:.0f} s (trainer.{setting}={self._limit(setting):g})"
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             with open(path, "w", encoding="utf-8") as file:
@@ -135,7 +154,7 @@ class HangWatchdog:
         self._loop.call_soon_threadsafe(self._task.cancel)
         if not self._ended.wait(ABORT_GRACE_SECONDS):
             self._console.print("[bold red]the driver itself hangs: ending it[/]")
-            os._exit(1)
+            os._exit(REQUEUE)
 
 
 def write_driver_stacks(file: TextIO, loop: asyncio.AbstractEventLoop) -> None:

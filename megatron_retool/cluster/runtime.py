@@ -49,8 +49,8 @@ def ray_runtime(config: Config) -> Iterator[None]:
 
 
 def all_node_ids() -> list[str]:
-    """Ray's ids of all nodes that are alive."""
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    """Ray's ids of all nodes that are alive; none before Ray is there."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
 
 
 def node_ids(config: Config) -> tuple[str, ...]:

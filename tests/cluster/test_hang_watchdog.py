@@ -7,14 +7,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_retool.cluster import hang_watchdog
+from megatron_retool import train_loop
+from megatron_retool.cluster import deployment, hang_watchdog
+from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_dump
+from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import load_config
+from megatron_retool.leave import REQUEUE, LeaveRequest
 from megatron_retool.monitor.metrics import StepTimer
 
 CHILD = (
@@ -125,7 +131,77 @@ def test_a_driver_that_cannot_be_cancelled_is_ended(tmp_path: Path, monkeypatch:
 
     with pytest.raises(RunHung):
         asyncio.run(blocked())
-    assert codes == [1]
+    assert codes == [REQUEUE]
+
+
+def test_starting_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    limits = ["trainer.hang_timeout_seconds=0.3", "trainer.start_hang_timeout_seconds=1.2"]
+    config = load_config(None, [f"trainer.runs_dir={tmp_path}", *limits])
+    console = Console(record=True, width=400)
+
+    async def start(seconds: float) -> None:
+        async with HangWatchdog(config, console) as dog:
+            with dog.watch_start(StepTimer()).phase("start_engines"):
+                await asyncio.sleep(seconds)
+
+    asyncio.run(start(0.9))
+    assert stacks(tmp_path) == []
+    asyncio.run(start(2.0))
+    assert [path.name.rpartition("-")[2][7:] for path in stacks(tmp_path)] == ["start_engines.txt"]
+    assert "(trainer.start_hang_timeout_seconds=1.2)" in console.export_text()
+
+
+class StuckGroup:
+    """A learner whose ranks wait for each other for ever from the ``fine_starts``-th start on."""
+
+    fine_starts = 0
+    started: list[StuckGroup] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.killed = False
+        self.started.append(self)
+
+    async def setup(self, steps: int) -> None:
+        if len(self.started) > self.fine_starts:
+            await asyncio.sleep(60)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("fine_starts", [0, 1], ids=["at_the_start", "built_anew_after_a_death"])
+def test_a_learner_that_does_not_come_up_ends_the_run_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine_starts: int
+) -> None:
+    config = load_config(
+        None,
+        [f"trainer.runs_dir={tmp_path}", "trainer.start_hang_timeout_seconds=0.6", "trainer.hang_action=abort"],
+    )
+    stopped: list[bool] = []
+
+    class OnlyLearner(Deployment):
+        """A run of nothing but a learner."""
+
+        async def _start(self) -> None:
+            self._stack.callback(stopped.append, True)
+            self._placement, self.total_steps, self._first_prompts = SimpleNamespace(node_ids=()), 1, {}
+            self.turns = GpuTurns(False, list, list)
+            self.rollout = SimpleNamespace(drop_paused=lambda: None)
+            self.prompts = SimpleNamespace(load_state_dict=lambda state: None)
+            await self._start_learner()
+
+    async def dies(run: Deployment, leave: Any) -> bool:
+        raise LearnerDied("learner rank 0 died")
+
+    monkeypatch.setattr(StuckGroup, "fine_starts", fine_starts)
+    monkeypatch.setattr(StuckGroup, "started", [])
+    monkeypatch.setattr(deployment, "LearnerGroup", StuckGroup)
+    monkeypatch.setattr(train_loop, "Deployment", OnlyLearner)
+    monkeypatch.setattr(train_loop, "train_from_checkpoint", dies)
+    with pytest.raises(RunHung, match=r"phase start_learner .*trainer\.start_hang_timeout_seconds=0\.6.*resumes"):
+        asyncio.run(asyncio.wait_for(train_loop.train(config, Console(quiet=True), LeaveRequest()), 30))
+    assert stopped and len(StuckGroup.started) == fine_starts + 1
+    assert all(group.killed for group in StuckGroup.started)
 
 
 def test_no_process_no_stacks() -> None:
