@@ -94,6 +94,7 @@ class Loop:
             rollout=self.rollout,
             prompts=PromptSource(config.data, tokenizer, [], config.trainer.seed),
             rewards=SimpleNamespace(score=self.score, take_metrics=dict),
+            tools=SimpleNamespace(take_metrics=dict),
             total_steps=99,
             checkpoint=find_resume_point(config),
             pending_save=None,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_rollout.agent_loop import ToolCaller, ToolResult
+
 
 @dataclass
 class Result:
@@ -41,6 +43,30 @@ class ScriptedTools:
         if "raise" in str(arguments):
             raise RuntimeError("the sandbox is gone")
         return Result("ok", "x" * 900 if "900" in str(arguments) else "42")
+
+
+class FaultyTools:
+    """Real tools, of whose calls ``timeout_rate`` time out and ``error_rate`` raise."""
+
+    def __init__(self, tools: ToolCaller, timeout_rate: float, error_rate: float) -> None:
+        self.tools = tools
+        self.timeout_rate, self.error_rate = timeout_rate, error_rate
+        self.answered = self.running = 0
+        self._random = random.Random(0)
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        chance = self._random.random()
+        if chance < self.timeout_rate:
+            return Result("timeout", "Error: the code did not finish in time")
+        if chance < self.timeout_rate + self.error_rate:
+            raise RuntimeError("the tool is broken")
+        self.running += 1
+        try:
+            result = await self.tools.call(name, arguments)
+        finally:
+            self.running -= 1
+        self.answered += 1
+        return result
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout import weight_sync
 from sglang_rollout.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
@@ -30,8 +30,10 @@ from sglang_rollout.weight_sync import (
 )
 from tests.sglang_rollout import markov_policy
 from tests.sglang_rollout.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
-from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
+from tools.code_interpreter.process import SandboxServerProcess
+from tools.registry import ToolRegistry
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
 
@@ -438,6 +440,7 @@ def test_groups_paused_too_long_are_dropped(engine, tokenizer):
                 await asyncio.wait_for(anext(stream), 0.5)
             await stream.aclose()
             assert manager.paused_groups == 3
+            assert manager.finish_step() == []
             assert await manager.generate_groups([], SamplingConfig(n=2)) == []
             return manager.paused_groups, manager.statistics.dropped_trajectories
 
@@ -451,7 +454,7 @@ def kill_tree(process: EngineProcess) -> None:
 
 
 def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_directory, tmp_path):
-    """512 trajectories, up to 8 turns: an engine is killed, connections drop, tools time out or raise."""
+    """512 trajectories, up to 8 turns: engine and sandbox are killed, connections drop, tools time out or raise."""
     policy = table_model(tokenizer, TOOL_POLICY)
     version = serve(engine, policy)
     config = make_config("rollout.multi_turn.max_assistant_turns=8", "rollout.engine.health_timeout_seconds=5")
@@ -469,16 +472,36 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
         restarted.append(victim.base_url)
         return victim.base_url
 
-    async def scenario():
+    async def kill_sandbox(sandbox: SandboxServerProcess, tools: FaultyTools) -> int:
+        """Kill it under its calls, and start it again on its port, as a deployment does; the calls on its hands."""
+        while tools.answered < 100 or tools.running < 2:
+            await asyncio.sleep(0.002)
+        unanswered = tools.running
+        os.kill(sandbox.pid, signal.SIGKILL)
+        while sandbox.is_running():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        sandbox.start()
+        return unanswered
+
+    async def scenario(sandbox: SandboxServerProcess):
         victim.start()
         with TensorWeightSync([victim.base_url], timeout_seconds=30) as sync:
             sync.push(markov_policy.buckets(policy), version)
-        tools = ScriptedTools(timeout_rate=0.1, seconds=0.005)
         proxy = UnreliableProxy(engine.base_url, drop_rate=0.05)
+        settings = make_config(f"tools.code_interpreter.url={sandbox.url}").tools
         async with (
             proxy as steady,
-            RolloutManager(config, tokenizer, [steady, victim.base_url], tools, restart_engine=restart) as manager,
+            ToolRegistry.from_config(settings, ["code_interpreter"]) as registry,
+            RolloutManager(
+                config,
+                tokenizer,
+                [steady, victim.base_url],
+                tools := FaultyTools(registry, timeout_rate=0.1, error_rate=0.02),
+                restart_engine=restart,
+            ) as manager,
         ):
+            sandbox_death = asyncio.create_task(kill_sandbox(sandbox, tools))
             groups, killed = [], False
             async for group in manager.stream(make_prompts(tokenizer, 64), SamplingConfig(n=8)):
                 groups.append(group)
@@ -489,10 +512,13 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
             while not restarted:
                 await asyncio.sleep(0.1)
             again = await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=8))
-            return groups, again, manager.statistics, proxy.dropped, [e.url for e in manager.router.engines if e.alive]
+            alive = [e.url for e in manager.router.engines if e.alive]
+            return groups, again, manager.statistics, proxy.dropped, alive, await sandbox_death
 
+    interpreter = CodeInterpreterConfig(workers=4, memory_limit_mb=256, preimport=["math"])
     try:
-        groups, again, statistics, dropped, alive = asyncio.run(scenario())
+        with SandboxServerProcess(interpreter, log_file=tmp_path / "sandbox.log") as sandbox:
+            groups, again, statistics, dropped, alive, unanswered = asyncio.run(scenario(sandbox))
     finally:
         victim.stop()
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -500,7 +526,9 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
     check(trajectories, tokenizer)
     assert {t.finish_reason for t in trajectories} <= {FinishReason.STOP, FinishReason.TOOL_LIMIT, FinishReason.LENGTH}
     statuses = Counter(call.status for t in trajectories for call in t.tool_calls)
-    assert statuses["timeout"] > 10 and statuses["ok"] > 100
+    assert statuses["timeout"] > 10 and statuses["ok"] > 200
+    # The calls that the sandbox died under were made again: what failed is what was made to fail.
+    assert unanswered >= 2 and 0 < statuses["error"] < 0.05 * sum(statuses.values())
     assert statistics.engines_lost == 1 and dropped > 10
     assert restarted and restarted[0] in alive and len(alive) == 2 and len(again) == 4
     for trajectory in trajectories[:64]:
