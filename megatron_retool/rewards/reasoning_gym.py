@@ -35,7 +35,11 @@ def compute_score(
     if isinstance(metadata, str):
         metadata = json.loads(metadata)
     entry = {"answer": ground_truth, "question": info.get("question", ""), "metadata": metadata}
-    score = float(_verifier(str(task))(answer=answer, entry=entry))
+    verify = _verifier(str(task))
+    try:
+        score = float(verify(answer=answer, entry=entry))
+    except ValueError:  # prime_factorization's verifier, for one, calls int() on whatever the answer is
+        score = 0.0
     return {"score": score, "acc": float(score >= 1.0), "pred": answer}
 
 

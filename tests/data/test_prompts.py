@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -194,35 +193,24 @@ def test_aime_in_verls_layout_repeats_each_problem(tmp_path):
 
 
 def test_reasoning_gym(monkeypatch):
-    class Sums:
-        def __init__(self, size: int, seed: int, terms: int) -> None:
-            self.size, self.seed, self.terms = size, seed, terms
-
-        def __len__(self) -> int:
-            return self.size
-
-        def __getitem__(self, index: int) -> dict:
-            return {"question": f"{index} + {self.terms}", "answer": str(index + self.terms), "metadata": {"a": (1, 2)}}
-
-    def create_dataset(name: str, **settings) -> Sums:
-        if name != "sums":
-            raise ValueError(f"Dataset '{name}' not registered")
-        return Sums(**settings)
-
-    library = types.ModuleType("reasoning_gym")
-    library.create_dataset = create_dataset
-    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
-    prompts, _ = read_prompts(["reasoning_gym:sums?size=3&terms=7"], instruction="Box it.")
-    assert [prompt.ground_truth for prompt in prompts] == ["7", "8", "9"]
-    assert prompts[1].data_source == "reasoning_gym/sums"
-    assert prompts[1].messages[0]["content"] == "1 + 7\n\nBox it."
-    assert prompts[1].extra_info == {"index": 1, "task": "sums", "question": "1 + 7", "metadata": {"a": (1, 2)}}
-    for source in ("reasoning_gym:nothing", "reasoning_gym:sums?colour=red"):
+    source = "reasoning_gym:chain_sum?size=3&seed=5&min_terms=2&max_terms=2"
+    prompts, _ = read_prompts([source], instruction="Box it.")
+    again, _ = read_prompts([source], instruction="Box it.")
+    assert [prompt.messages for prompt in prompts] == [prompt.messages for prompt in again]
+    assert len(prompts) == 3
+    for index, prompt in enumerate(prompts):
+        question = prompt.extra_info["question"]
+        assert prompt.data_source == "reasoning_gym/chain_sum"
+        assert prompt.messages[0]["content"] == f"{question}\n\nBox it."
+        assert prompt.extra_info["index"] == index and prompt.extra_info["metadata"]["num_terms"] == 2
+        first, sign, second = prompt.extra_info["metadata"]["expression"].split()
+        assert str(int(first) + int(sign + second)) == prompt.ground_truth
+    for refused in ("nothing", "chain_sum?colour=red", "chain_sum?min_terms=0"):
         with pytest.raises(DataError, match="reasoning-gym refuses it"):
-            read_prompts([source])
+            read_prompts([f"reasoning_gym:{refused}"])
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(DataError, match="pip install reasoning-gym"):
-        read_prompts(["reasoning_gym:sums"])
+        read_prompts(["reasoning_gym:chain_sum"])
 
 
 # ---- bad input: one message naming file, row and column

@@ -1,9 +1,5 @@
-import sys
-import types
-
 import pytest
 
-from megatron_retool.rewards import reasoning_gym
 from megatron_retool.rewards.deep_research import (
     compute_score,
     compute_score_hermes,
@@ -91,30 +87,3 @@ def test_f1_and_normalisation():
     assert token_f1("b c", "b c d") == pytest.approx(2 * 2 / 5)
     assert token_f1("x x y", "x y y") == pytest.approx(2 * 2 / 6)
     assert token_f1("", "") == 0.0
-
-
-def test_reasoning_gym_uses_the_tasks_own_verifier(monkeypatch):
-    """A stand-in of the package with its two entry points; the package itself is optional."""
-    seen = {}
-
-    def score_answer(answer, entry):
-        seen.update(entry)
-        return 1.0 if answer == entry["answer"] else 0.01
-
-    package = types.ModuleType("reasoning_gym")
-    package.get_score_answer_fn = lambda name: score_answer if name == "chain_sum" else None
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    reasoning_gym._verifier.cache_clear()
-    good = reasoning_gym.compute_score(
-        "reasoning_gym/chain_sum", "\\boxed{7}", "7", {"metadata": '{"difficulty": 2}', "final_turn": "\\boxed{7}"}
-    )
-    assert good == {"score": 1.0, "acc": 1.0, "pred": "7"} and seen["metadata"] == {"difficulty": 2}
-    assert reasoning_gym.compute_score("x", "\\boxed{8}", "7", {"task": "chain_sum"})["score"] == 0.01
-    reasoning_gym._verifier.cache_clear()
-
-
-def test_reasoning_gym_missing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning_gym._verifier.cache_clear()
-    with pytest.raises(ImportError, match="needs the package reasoning-gym"):
-        reasoning_gym.compute_score("reasoning_gym/chain_sum", "\\boxed{7}", "7", {})
