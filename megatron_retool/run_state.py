@@ -23,6 +23,7 @@ from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.logger import read_metrics
 
 _STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
+_STEP_FILE = re.compile(r"step_(\d+)\..+")
 
 
 class SaveError(RuntimeError):
@@ -90,9 +91,49 @@ def set_aside(run_dir: Path) -> Path | None:
     """Move an earlier run of the same name out of the way; returns where it went. Nothing is deleted."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return None
-    target = run_dir.with_name(f"{run_dir.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    target = _name_aside(run_dir)
     os.rename(run_dir, target)
     return target
+
+
+def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
+    """With ``trainer.resume_mode=resume_path``: move what the run made after the checkpoint that it goes back to.
+
+    Otherwise resume_mode=auto, retention and export would take the abandoned checkpoints for the newest ones. These,
+    rollouts and validations of later steps, export and report come to lie in a directory beside the run's, with a copy
+    of metrics.jsonl. Nothing is deleted.
+
+    Returns:
+        That directory; None where the run has no later checkpoint.
+    """
+    run_dir = config.run_dir
+    if resume is None or config.trainer.resume_mode != "resume_path":
+        return None
+    later = _later_paths(run_dir / "checkpoints", _STEP_DIRECTORY, resume.step)
+    if not later:
+        return None
+    for folder in ("rollouts", "validation"):
+        later += _later_paths(run_dir / folder, _STEP_FILE, resume.step)
+    # Made of the last checkpoint; COMPLETE is fine-tuning's.
+    later += [path for path in map(run_dir.joinpath, ("export", "report", "COMPLETE")) if path.exists()]
+    target = _name_aside(run_dir)
+    for path in later:
+        place = target / path.relative_to(run_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(path, place)
+    for path in map(run_dir.joinpath, ("metrics.jsonl", "config.yaml")):
+        if path.exists():
+            shutil.copy2(path, target / path.name)
+    return target
+
+
+def _later_paths(folder: Path, pattern: re.Pattern[str], step: int) -> list[Path]:
+    matches = [(path, pattern.fullmatch(path.name)) for path in sorted(folder.glob("*"))]
+    return [path for path, match in matches if match and int(match[1]) > step]
+
+
+def _name_aside(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def workspace_path(run_dir: Path, step: int) -> Path:
@@ -140,12 +181,14 @@ def commit_checkpoint(workspace: Path, step: int, files: dict[str, dict[str, Any
         _write_synced(workspace / name, json.dumps(content, indent=1))
     _write_synced(workspace / "COMPLETE", "")
     final = workspace.with_name(f"global_step_{step}")
+    replaced = workspace.with_name(f".global_step_{step}.replaced.partial")
     if final.exists():  # an earlier attempt at the same step, taken again after a resume
-        shutil.rmtree(final)
+        os.replace(final, replaced)
     os.replace(workspace, final)
     directory = os.open(final.parent, os.O_RDONLY)
     os.fsync(directory)
     os.close(directory)
+    shutil.rmtree(replaced, ignore_errors=True)
     return Checkpoint(final, step)
 
 
@@ -182,8 +225,11 @@ def retained_steps(
     return kept
 
 
-def prune_checkpoints(config: Config) -> None:
-    """Delete the checkpoints that ``trainer.keep_*`` do not keep, and leftovers of interrupted saves."""
+def prune_checkpoints(config: Config, written: Checkpoint) -> None:
+    """Delete the checkpoints that ``trainer.keep_*`` do not keep, and leftovers of interrupted saves.
+
+    The one just ``written`` and the one that ``trainer.resume_from_path`` names are never deleted.
+    """
     trainer, run_dir = config.trainer, config.run_dir
     for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -199,8 +245,10 @@ def prune_checkpoints(config: Config) -> None:
         best=best,
         keep_best=trainer.keep_best,
     )
+    kept.add(written.step)
+    origin = Path(trainer.resume_from_path).resolve() if trainer.resume_from_path else None
     for checkpoint in complete:
-        if checkpoint.step not in kept:
+        if checkpoint.step not in kept and checkpoint.path.resolve() != origin:
             # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
             (checkpoint.path / "COMPLETE").unlink()
             shutil.rmtree(checkpoint.path)

@@ -46,6 +46,7 @@ from megatron_retool.run_state import (
     find_resume_point,
     prune_checkpoints,
     set_aside,
+    set_aside_later,
 )
 
 COMPLETE_MARKER = "COMPLETE"
@@ -145,11 +146,16 @@ class Run:
         if config.trainer.resume_mode == "disable" and self.rank == 0:
             set_aside(config.run_dir)
         resume = find_resume_point(config)
-        if resume is not None and (config.run_dir / COMPLETE_MARKER).exists():
+        # With resume_path the run goes back, and rank 0 may be moving the marker just now.
+        done = config.trainer.resume_mode == "auto" and (config.run_dir / COMPLETE_MARKER).exists()
+        if resume is not None and done:
             self.console.print(f"{config.run_dir} is complete: its last checkpoint is {resume.path}")
             return True
         self.stages = self._load_data()
         state = self._resume_state(resume)
+        moved = set_aside_later(config, resume) if self.rank == 0 else None
+        if moved is not None:
+            self.console.print(f"what the run made after {resume.path} was moved to {moved}")
         stage = self.stages[state["stage"]]
 
         from megatron_retool.learner.learner import Learner
@@ -300,10 +306,8 @@ class Run:
         self.learner.save(workspace / "learner")
         self._barrier()
         if self.rank == 0:
-            commit_checkpoint(
-                workspace, step, {"trainer_state.json": {"step": step, "stage": stage_index, **self._identity()}}
-            )
-            prune_checkpoints(self.config)
+            files = {"trainer_state.json": {"step": step, "stage": stage_index, **self._identity()}}
+            prune_checkpoints(self.config, commit_checkpoint(workspace, step, files))
         self._barrier()
 
     def _metric_logger(self, first_step: int) -> contextlib.AbstractContextManager[MetricLogger | None]:

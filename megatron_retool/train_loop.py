@@ -43,6 +43,7 @@ from megatron_retool.run_state import (
     commit_checkpoint,
     find_resume_point,
     prune_checkpoints,
+    set_aside_later,
 )
 from megatron_retool.trainer_state import TrainerState
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, write_trajectories
@@ -60,6 +61,9 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         Whether the last step was reached.
     """
     resume = find_resume_point(config)
+    moved = set_aside_later(config, resume)
+    if moved is not None:
+        console.print(f"what the run made after {resume.path} was moved to {moved}")
     if resume is not None and resume.step == config.trainer.total_steps:
         console.print(f"{resume.path} is the last step already: nothing to train")
         return True
@@ -256,4 +260,4 @@ async def finish_save(run: Deployment) -> None:
             if group is not None:
                 await group.finish_save()
         run.checkpoint = commit_checkpoint(workspace, step, files)
-    prune_checkpoints(run.config)
+    prune_checkpoints(run.config, run.checkpoint)

@@ -145,6 +145,18 @@ def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
         sft.main(with_name(config, "stopped", seed=3), QUIET)
 
 
+def test_a_run_goes_back_to_an_older_checkpoint(config):
+    config = with_sft(config, save_freq=15)
+    sft.main(config, QUIET)
+    first, origin = losses(config), config.run_dir / "checkpoints" / "global_step_15"
+    back = with_name(config, "run", resume_mode="resume_path", resume_from_path=str(origin), keep_checkpoints=1)
+    sft.main(back, QUIET)
+    assert losses(config) == pytest.approx(first, abs=1e-6) and (config.run_dir / "COMPLETE").exists()
+    assert [c.step for c in complete_checkpoints(config.run_dir)] == [15, 20]
+    (aside,) = config.run_dir.parent.glob("run.*")
+    assert [c.step for c in complete_checkpoints(aside)] == [20] and (aside / "COMPLETE").exists()
+
+
 def test_two_ranks_give_the_same_losses_as_one(config):
     config = with_sft(config, stages=config.sft.stages[1:])
     sft.main(with_name(config, "one"), QUIET)
