@@ -28,7 +28,7 @@ from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.monitor.report import write_report
-from megatron_retool.run_state import complete_checkpoints, set_aside
+from megatron_retool.run_state import Checkpoint, complete_checkpoints, set_aside
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,18 +95,8 @@ def _run_stages(
     if code:
         return code
     export = run_dir / "export"
-    stages.run(
-        "export",
-        [
-            sys.executable,
-            str(ROOT / "conversion" / "mcore_to_hf.py"),
-            "--mcore-dir",
-            str(_learner(run_dir)),
-            "--hf-dir",
-            str(export),
-        ],
-        done=export,
-    )
+    newest = complete_checkpoints(run_dir)[-1]
+    stages.run("export", [*_mcore_to_hf(newest, export), "--overwrite"], done=export, step=newest.step)
     summary = demo_summary(run_dir)
     page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
     _print_summary(console, summary, stages.seconds)
@@ -129,18 +119,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Pat
         [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
         done=sft / "COMPLETE",
     )
-    stages.run(
-        "mcore_to_hf",
-        [
-            sys.executable,
-            str(ROOT / "conversion" / "mcore_to_hf.py"),
-            "--mcore-dir",
-            str(_learner(sft)),
-            "--hf-dir",
-            str(sft_hf),
-        ],
-        done=sft_hf,
-    )
+    stages.run("mcore_to_hf", _mcore_to_hf(complete_checkpoints(sft)[-1], sft_hf), done=sft_hf)
     stages.run(
         "hf_to_mcore",
         [
@@ -169,9 +148,9 @@ class Stages:
         self.leave = leave or LeaveRequest()
         self.file = run_dir / "pipeline.json"
         settings = _settings(config)
-        state: dict[str, Any] = {"settings": settings, "seconds": {}}
+        state: dict[str, Any] = {"settings": settings, "seconds": {}, "steps": {}}
         if self.file.exists():
-            state = json.loads(self.file.read_text(encoding="utf-8"))
+            state |= json.loads(self.file.read_text(encoding="utf-8"))
             # A key that is new since then has its default in both.
             changed = [key for key, value in state["settings"].items() if settings.get(key) != value]
             if changed:
@@ -183,9 +162,12 @@ class Stages:
         self.state = state
         self.seconds: dict[str, float] = state["seconds"]
 
-    def run(self, name: str, command: list[str], done: Path) -> None:
-        """Run a command unless ``done`` exists."""
-        if done.exists():
+    def run(self, name: str, command: list[str], done: Path, step: int | None = None) -> None:
+        """Run a command unless its result ``done`` exists, and was made of training step ``step`` where that is given.
+
+        With a step the command has to replace an older result by itself.
+        """
+        if done.exists() and self.state["steps"].get(name) == step:
             self.console.print(f"[dim]{name}: {done} is there already[/]")
             return
 
@@ -203,6 +185,8 @@ class Stages:
                 raise LeaveAsked
             if code:
                 raise RuntimeError(f"stage {name} failed with exit code {code}: {' '.join(command)}")
+            if step is not None:
+                self.state["steps"][name] = step
             return 0
 
         self.call(name, execute)
@@ -271,9 +255,9 @@ def _names(config: Config, stage: str) -> list[str]:
     ]
 
 
-def _learner(run_dir: Path) -> Path:
-    """The newest complete learner checkpoint of a run."""
-    return complete_checkpoints(run_dir)[-1].learner
+def _mcore_to_hf(checkpoint: Checkpoint, hf_dir: Path) -> list[str]:
+    script = ROOT / "conversion" / "mcore_to_hf.py"
+    return [sys.executable, str(script), "--mcore-dir", str(checkpoint.learner), "--hf-dir", str(hf_dir)]
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -1,15 +1,20 @@
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.leave import LeaveAsked, LeaveRequest
-from megatron_retool.pipeline import Stages
+from megatron_retool.pipeline import Stages, run_pipeline
+from megatron_retool.run_state import checkpoint_workspace, commit_checkpoint, workspace_path
 
 
 def stages(tmp_path, *overrides, leave=None):
@@ -38,6 +43,83 @@ def test_a_stage_whose_result_is_there_is_not_run_again(tmp_path):
 def test_a_failed_stage_names_its_command(tmp_path):
     with pytest.raises(RuntimeError, match="stage sft failed with exit code 3: sh -c exit 3"):
         stages(tmp_path).run("sft", ["sh", "-c", "exit 3"], tmp_path / "never")
+
+
+def test_a_result_of_an_older_step_is_made_anew(tmp_path):
+    done = tmp_path / "result"
+    done.touch()  # of an unknown step
+    for step in (3, 3, 5):
+        stages(tmp_path).run("export", ["sh", "-c", f"echo {step} >> {done}"], done, step)
+    assert done.read_text() == "3\n5\n"
+    with pytest.raises(RuntimeError):
+        stages(tmp_path).run("export", ["false"], done, 7)
+    stages(tmp_path).run("export", ["sh", "-c", f"echo 7 >> {done}"], done, 7)
+    assert done.read_text() == "3\n5\n7\n"
+
+
+class FakeCommands:
+    """Stands for the stages' processes: leaves what each would leave, and remembers which were run."""
+
+    METRICS = {
+        "val-core/all/acc/mean@4": 0.5,
+        **{f"val-aux/{name}": 0.5 for name in ("tool/use_rate", "tool/success_rate", "num_turns/mean")},
+    }
+
+    def __init__(self, run_dir):
+        self.run_dir, self.ran = run_dir, []
+
+    def checkpoint(self, run_dir, step):
+        (checkpoint_workspace(run_dir, step) / "learner").mkdir()
+        commit_checkpoint(workspace_path(run_dir, step), step, {})
+
+    def start(self, command, cwd):
+        name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "evaluate", "sft"))
+        self.ran.append(Path(name).name)
+        if name == "evaluate":
+            self.log("untrained", 0)
+        elif name == "sft":
+            self.checkpoint(self.run_dir / "sft", 1)
+            (self.run_dir / "sft" / "COMPLETE").touch()
+        elif name.endswith(".py"):
+            source, target = (command[command.index(option) + 1] for option in ("--mcore-dir", "--hf-dir"))
+            result = Path(source if name.endswith("hf_to_mcore.py") else target)
+            assert not result.exists() or "--overwrite" in command
+            result.mkdir(exist_ok=True)
+            (result / "source").write_text(source)
+        return SimpleNamespace(pid=0, wait=lambda: 0)
+
+    def train(self, config, *_):
+        self.log("", config.trainer.total_steps)
+        self.checkpoint(self.run_dir, config.trainer.total_steps)
+        return 0
+
+    def log(self, stage, step):
+        (self.run_dir / stage).mkdir(parents=True, exist_ok=True)
+        (self.run_dir / stage / "metrics.jsonl").write_text(json.dumps({"step": step, **self.METRICS}) + "\n")
+
+
+def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(f"demo: {{enable: true}}\ntrainer: {{runs_dir: {tmp_path}, experiment_name: e}}\n")
+    commands = FakeCommands(tmp_path / "e")
+    monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: "report")
+
+    def run(total_steps):
+        overrides = [f"trainer.total_steps={total_steps}", f"model.path={tmp_path / 'model'}"]
+        (tmp_path / "model").mkdir(exist_ok=True)
+        commands.ran.clear()
+        config = load_config(config_file, overrides)
+        console = Console(quiet=True)
+        assert run_pipeline(config, str(config_file), overrides, console, commands.train, LeaveRequest()) == 0
+        exported = (tmp_path / "e" / "export" / "source").read_text()
+        assert exported == str(tmp_path / "e" / "checkpoints" / f"global_step_{total_steps}" / "learner")
+        return list(commands.ran)
+
+    assert run(3) == ["evaluate", "sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
+    assert run(3) == []
+    assert run(5) == ["mcore_to_hf.py"]
+    assert run(5) == []
 
 
 LISTENS_LATE = """
