@@ -25,6 +25,7 @@ from rich.markup import escape
 
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveRequest
+from megatron_retool.monitor.write_errors import print_to_full_disks
 
 Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
@@ -133,4 +134,5 @@ def is_users_error(error: BaseException) -> bool:
 
 
 if __name__ == "__main__":
+    print_to_full_disks()
     sys.exit(main())

@@ -6,7 +6,6 @@ Each function takes the step's batch and gives it back with more columns ([T], s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from megatron_retool.algorithms.advantages import compute_advantages, share_bran
 from megatron_retool.algorithms.kl import kl_reward
 from megatron_retool.algorithms.policy_loss import token_weights
 from megatron_retool.algorithms.rollout_correction import rollout_correction
+from megatron_retool.atomic_write import atomic_write
 from megatron_retool.config import Config
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.trainer_state import TrainerState
@@ -171,12 +171,8 @@ def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
     table = {"group_id": pa.array(batch.group_ids), "index": pa.array(batch.indices)}
     for name, column in sorted(batch.columns.items()):
         table[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as handle:
+    with atomic_write(path) as handle:
         pq.write_table(pa.table(table), handle, compression="zstd")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
 
 
 def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:

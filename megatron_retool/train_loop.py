@@ -91,7 +91,13 @@ async def train_from_checkpoint(run: Deployment, leave: LeaveRequest) -> bool:
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(
-            MetricLogger(config.run_dir, config.trainer.loggers, first_step=first_step, console=run.console)
+            MetricLogger(
+                config.run_dir,
+                config.trainer.loggers,
+                first_step=first_step,
+                console=run.console,
+                write_errors=run.write_errors,
+            )
         )
         saves = CheckpointSaves(config, run.console)
         stragglers = StragglerWatch(config, run.console)
@@ -122,10 +128,7 @@ async def train_from_checkpoint(run: Deployment, leave: LeaveRequest) -> bool:
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(int(batch.total_lengths.sum()), timer.seconds["step"], config.learner.world_size),
             }
-            stored = config.run_dir / "rollouts" / f"step_{step:06d}"
-            texts = [run.decode(t) for t in collected.generated]
-            write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
-            write_estimates(batch, stored.with_suffix(".learner.parquet"))
+            store(run, step, collected, batch)
             last = step == run.total_steps
             if last or state.validation_due():
                 with timer.phase("testing"):
@@ -170,6 +173,16 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         return Learned(batch, metrics, SkipReason.REJECTED)
     updates = await update(run, batch, step, timer)
     return Learned(batch, metrics | mean_metrics(updates), SkipReason.NONFINITE if nonfinite_updates(updates) else None)
+
+
+def store(run: Deployment, step: int, collected: Collected, batch: TrajectoryBatch) -> None:
+    """rollouts/step_N.parquet and step_N.learner.parquet, each where the disk has room for it."""
+    stored = run.config.run_dir / "rollouts" / f"step_{step:06d}"
+    texts = [run.decode(t) for t in collected.generated]
+    with run.write_errors.tolerated(stored.with_suffix(".parquet")):
+        write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
+    with run.write_errors.tolerated(stored.with_suffix(".learner.parquet")):
+        write_estimates(batch, stored.with_suffix(".learner.parquet"))
 
 
 async def update(run: Deployment, batch: TrajectoryBatch, step: int, timer: StepTimer) -> list[dict[str, float]]:

@@ -12,7 +12,6 @@ function in ``algorithms/`` speaks this layout.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_retool.atomic_write import atomic_write
 
 IntArray = npt.NDArray[np.int32]
 
@@ -225,14 +226,9 @@ def write_trajectories(
     if texts is not None:
         rows["prompt"], rows["response"] = [t[0] for t in texts], [t[1] for t in texts]
         schema += [("prompt", pa.string()), ("response", pa.string())]
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as handle:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as handle:
         pq.write_table(pa.table(rows, schema=pa.schema(schema)), handle, compression="zstd")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:

@@ -37,7 +37,9 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
             run.watchdog.progress("testing")
     trajectories.sort(key=lambda t: (t.group_id, t.index))
     texts = [run.decode(t) for t in trajectories]
-    write_trajectories(trajectories, config.run_dir / "validation" / f"step_{step:06d}.parquet", texts=texts)
+    stored = config.run_dir / "validation" / f"step_{step:06d}.parquet"
+    with run.write_errors.tolerated(stored):
+        write_trajectories(trajectories, stored, texts=texts)
     first_of_group = [(text, t) for (_, text), t in zip(texts, trajectories, strict=True) if t.index == 0]
     for response, trajectory in first_of_group[: config.trainer.log_val_generations]:
         run.console.print(
@@ -64,5 +66,7 @@ def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
 async def evaluate_model(config: Config, console: Console) -> None:
     """Validate ``model.path`` without a learner; metrics.jsonl and validation/ under the run's directory."""
     async with Deployment(config, console, with_learner=False) as run:
-        with MetricLogger(config.run_dir, config.trainer.loggers, console=console) as log:
+        with MetricLogger(
+            config.run_dir, config.trainer.loggers, console=console, write_errors=run.write_errors
+        ) as log:
             log.log(0, await validate(run, step=0))

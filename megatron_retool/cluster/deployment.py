@@ -29,6 +29,7 @@ from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.run_state import Checkpoint
 from megatron_retool.trajectory import Trajectory
@@ -68,6 +69,7 @@ class Deployment:
         self.pending_save: tuple[int, dict[str, dict[str, Any]]] | None = None
         """Step and JSON files of the checkpoint that the learner is writing."""
         self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
+        self.write_errors = WriteErrors(console)
         self._starting = self.watchdog.watch_start(StepTimer())
         self._stack = AsyncExitStack()
 

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.monitor.write_errors import print_to_full_disks
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
@@ -94,6 +95,7 @@ def redirect_output(path: Path) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
+    print_to_full_disks()
 
 
 def node_address() -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
+
+from megatron_retool.atomic_write import atomic_write
 
 
 class DataError(ValueError):
@@ -75,16 +76,6 @@ def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:
         raise DataError(f"{path}, row {row}, column {column!r}: not valid JSON: {error}") from error
 
 
-def write_atomically(path: str | Path, write: Callable[[Any], None]) -> None:
-    """Let ``write`` fill a binary file under a temporary name, fsync it, and rename it to ``path``."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as handle:
-        write(handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
-
-
 def write_parquet(path: str | Path, table: pa.Table) -> None:
-    write_atomically(path, lambda handle: pq.write_table(table, handle, compression="zstd"))
+    with atomic_write(path) as handle:
+        pq.write_table(table, handle, compression="zstd")

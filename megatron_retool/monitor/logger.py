@@ -1,20 +1,23 @@
 """Where metrics go: metrics.jsonl (always the record), TensorBoard, the console, and wandb where it is installed.
 
 One call, ``MetricLogger.log(step, metrics)``, writes one JSON object per step. A resumed run appends; rows of steps
-that the run is about to repeat are dropped first, so that the file has one row per step.
+that the run is about to repeat are dropped first, so that the file has one row per step. Rows that the disk has no room
+for are written once it has.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+
+from megatron_retool.monitor.append_file import AppendFile
+from megatron_retool.monitor.write_errors import WriteErrors
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
@@ -45,6 +48,7 @@ class MetricLogger:
         loggers: any of console, jsonl, tensorboard, wandb.
         first_step: rows of metrics.jsonl from this step on are removed (the run repeats those steps after a resume).
         console: where the step table is printed.
+        write_errors: counts what cannot be written; monitor/write_errors is logged once that is not 0.
 
     Raises:
         ValueError: an unknown logger.
@@ -59,6 +63,7 @@ class MetricLogger:
         first_step: int = 0,
         console: Console | None = None,
         config: Mapping[str, Any] | None = None,
+        write_errors: WriteErrors | None = None,
     ) -> None:
         unknown = sorted(set(loggers) - set(LOGGERS))
         if unknown:
@@ -66,19 +71,20 @@ class MetricLogger:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.console = console or Console()
+        self._write_errors = write_errors or WriteErrors(self.console)
         self._print = "console" in loggers
         self._rows_printed = 0
-        self._jsonl = None
+        self._jsonl: AppendFile | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         if "jsonl" in loggers:
             path = self.run_dir / "metrics.jsonl"
             drop_rows_from(path, first_step)
-            self._jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._jsonl = AppendFile(path)
         if "tensorboard" in loggers:
-            from torch.utils.tensorboard import SummaryWriter
+            from megatron_retool.monitor.event_file import EventFile
 
-            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=first_step)
+            self._tensorboard = EventFile(self.run_dir / "tensorboard", first_step)
         if "wandb" in loggers:
             try:
                 import wandb
@@ -91,17 +97,18 @@ class MetricLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. Values that are not finite are kept as null in the file, so that it stays valid JSON."""
         values = {name: float(value) for name, value in metrics.items()}
+        if self._write_errors.count:
+            values["monitor/write_errors"] = float(self._write_errors.count)
         if self._jsonl is not None:
             row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
-            self._jsonl.write(json.dumps(row) + "\n")
-            self._jsonl.flush()
-            os.fsync(self._jsonl.fileno())
+            with self._write_errors.tolerated(self._jsonl.path):
+                self._jsonl.append(json.dumps(row).encode() + b"\n")
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+            with self._write_errors.tolerated(self._tensorboard.path):
+                self._tensorboard.add_scalars(step, values)
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            with self._write_errors.tolerated(self.run_dir / "wandb" / "run"):
+                self._wandb.log(values, step=step)
         if self._print:
             self._print_row(step, values)
 
@@ -149,16 +156,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def drop_rows_from(path: Path, step: int) -> None:
-    """Rewrite metrics.jsonl without the rows of ``step`` and later, and without a half-written last line."""
+    """Cut metrics.jsonl off before the first row of ``step`` or later, or before a half-written line.
+
+    This needs no room, which a disk may lack when a run resumes.
+    """
     if not path.exists():
         return
-    kept = [row for row in read_metrics(path) if row["step"] < step]
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as handle:
-        handle.writelines(json.dumps(row) + "\n" for row in kept)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
+    end = 0
+    with open(path, "rb+") as handle:
+        for line in handle:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                    break
+            except json.JSONDecodeError:
+                break
+            end += len(line)
+        handle.truncate(end)
 
 
 def _short(value: float) -> str:

@@ -1,0 +1,56 @@
+"""TensorBoard's event files.
+
+TensorBoard's own writer writes from a thread, which ends at the first error and leaves half a record at the file's end.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from megatron_retool.monitor.append_file import AppendFile
+
+_numbers = itertools.count()
+
+
+class EventFile:
+    """A new event file in ``directory``. TensorBoard hides what older ones have from ``first_step`` on."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        place = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._file = AppendFile(directory / f"events.out.tfevents.{place}")
+        self._header = _record(Event(file_version="brain.Event:2"))
+        self._header += _record(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """
+        Raises:
+            OSError: nothing was written; the step comes with the next.
+        """
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        header, self._header = self._header, b""
+        self._file.append(header + _record(Event(step=step, summary=Summary(value=scalars))))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _record(event: Event) -> bytes:
+    event.wall_time = time.time()
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
