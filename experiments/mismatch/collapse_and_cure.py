@@ -3,7 +3,8 @@
 `python -m experiments.mismatch.collapse_and_cure`
 
 The engine computes in bfloat16 with weights rounded to FP8 at every sync, the learner in float32. Every arm has the
-same learning rate, three times the demo's. "same_numbers" is the control: float32 on both sides.
+same learning rate, ten times the demo's: with three times, nothing went wrong in 100 steps. "same_numbers" is the
+control: float32 on both sides.
 """
 
 import sys
@@ -26,11 +27,11 @@ EXPERIMENT = Experiment(
     name="collapse_and_cure",
     title="Collapse and cure",
     common=(
-        "learner.optimizer.lr=3.0e-4",
+        "learner.optimizer.lr=1.0e-3",
         # Every step generates the same number of responses, so that arms differ in nothing but the correction.
         "algorithm.dynamic_sampling.enable=false",
     ),
-    steps=100,
+    steps=60,
     arms=(
         Arm("same_numbers", NO_CORRECTION),
         Arm("uncorrected", (*REAL_MISMATCH, *NO_CORRECTION), quick=True),
