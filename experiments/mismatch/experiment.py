@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ CURVES = (
 
 _QUICK_BASE = (
     "demo.pretrain_rows=1600", "demo.sft_rows=640", "demo.train_rows=64", "demo.val_rows=12", "demo.sft_val_rows=16",
-    "sft.stages.0.steps=80", "sft.stages.1.steps=60",
 )  # fmt: skip
+_QUICK_SFT_STEPS = 80
 _QUICK = (
     "data.train_batch_size=4", "rollout.train.n=4", "learner.mini_batch_size=8", "learner.world_size=1",
     "rollout.branching.initial_rollouts=2", "data.max_val_samples=8", "rollout.val.n=2",
@@ -240,8 +240,11 @@ def make_base(output: Path, config_file: Path, quick: bool, console: Console) ->
     """The demo's data and fine-tuned model under ``output``, unless they are there; each variant has its own."""
     name = "base" if config_file == CONFIG else "base_two_tools"
     overrides = [f"trainer.runs_dir={output.absolute()}", f"trainer.experiment_name={name}"]
-    overrides += _QUICK_BASE if quick else ()
     config = load_config(config_file, overrides)
+    if quick:
+        stages = [asdict(replace(stage, steps=_QUICK_SFT_STEPS)) for stage in config.sft.stages]
+        overrides += [*_QUICK_BASE, f"sft.stages={json.dumps(stages)}"]
+        config = load_config(config_file, overrides)
     arguments = ["--config", str(config_file), *overrides]
     stages = Stages(config.run_dir, config, console)
     stages.run(

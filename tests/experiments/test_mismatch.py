@@ -1,6 +1,7 @@
 """The experiments' definitions and what becomes of their runs; a real run is in tests/end_to_end."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -50,6 +51,45 @@ def test_branching_is_the_papers():
         assert branching.timing == "after_tool_result" and branching.beam_size == 2
         assert 2 * branching.initial_rollouts == rollout.train.n
         assert rollout.multi_turn.tools == ["code_interpreter", "search"]
+
+
+def test_runs_are_of_the_experiments_own_demo(tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    for name in ("sft_hf", "sft_mcore", "data"):
+        (base / name).mkdir(parents=True)
+    (base / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
+    commands = []
+    monkeypatch.setattr(experiment, "_call", lambda arguments: commands.append(arguments) or 1)
+    with pytest.raises(RuntimeError, match="ppo_seed0 ended with exit code 1"):
+        experiment.run_experiment(
+            ppo_and_arpo.EXPERIMENT, output=tmp_path, quick=True, base=base, arms=["ppo"], console=Console()
+        )
+    ((command, option, file, *settings),) = commands
+    assert (command, option) == ("train", "--config") and file.endswith("configs/demo_two_tools_cpu.yaml")
+    config = load_config(file, settings)
+    assert config.tools.search.corpus == str(base / "data" / "corpus.parquet")
+    assert config.algorithm.advantage == "gae" and config.reward.function == "math"
+
+
+@pytest.mark.parametrize("chosen", [where_it_lives.EXPERIMENT, ppo_and_arpo.EXPERIMENT], ids=lambda e: e.name)
+def test_the_quick_forms_base_is_made_of_less(chosen, tmp_path, monkeypatch):
+    made = {}
+
+    def fine_tune(config, stages, arguments):
+        made["config"] = load_config(arguments[1], arguments[2:])
+        data = Path(config.demo.directory)
+        for path in (data, config.run_dir / "sft_hf", config.run_dir / "sft_mcore"):
+            path.mkdir(parents=True)
+        (data / "manifest.json").write_text(json.dumps({"demo": {"variant": config.demo.variant}}))
+
+    monkeypatch.setattr(experiment, "fine_tune", fine_tune)
+    monkeypatch.setattr(experiment.Stages, "run", lambda *_, **__: None)
+    base = experiment.make_base(tmp_path, chosen.config, True, Console())
+    config, whole = made["config"], load_config(chosen.config)
+    assert base.hf == config.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
+    for stage, full in zip(config.sft.stages, whole.sft.stages, strict=True):
+        assert stage.steps < full.steps and stage.optimizer == full.optimizer
+        assert all(Path(file).parent == base.data for file in stage.train_files)
 
 
 def write_run(directory, name, accuracies):
