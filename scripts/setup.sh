@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
 # Makes .venv with everything pinned in requirements/. Does nothing when it is already there and up to date.
-#   bash scripts/setup.sh [--gpu]
+#   bash scripts/setup.sh [--gpu]      without --gpu: what the environment was made for; a new one, what this host has
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-flavour=cpu
-if [[ "${1:-}" == "--gpu" ]] || { [[ -z "${1:-}" ]] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
-  flavour=gpu
-fi
 venv="${MEGATRON_RETOOL_VENV:-.venv}"
 stamp="$venv/.installed"
-want="$flavour $(cat "requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirements/sglang_only.txt pyproject.toml | sha256sum | cut -c1-16) $PWD"
+if [[ $# -gt 0 && "$*" != --gpu ]]; then
+  echo "setup: unknown arguments $*: only --gpu is known" >&2
+  exit 1
+fi
+flavour=cpu
+if [[ "${1:-}" == --gpu ]] || { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }; then
+  flavour=gpu
+elif [[ -f "$stamp" ]]; then
+  read -r flavour _ <"$stamp" # a login node must not put the CPU's packages over the GPU nodes'
+fi
+lists=("requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirements/sglang_only.txt)
+[[ "$flavour" == cpu ]] || lists+=(requirements/gpu-build.txt)
+want="$flavour $(cat "${lists[@]}" pyproject.toml | sha256sum | cut -c1-16) $PWD"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
   exit 0
 fi
@@ -24,7 +32,7 @@ for candidate in python3.11 python3 python; do
   fi
 done
 if [[ -z "$python" ]]; then
-  echo "setup: Python 3.11 is needed and was not found on PATH" >&2
+  echo "setup: Python 3.11 is needed and was not found on PATH: install it (python3.11 with its venv package, or conda)" >&2
   exit 1
 fi
 
@@ -35,6 +43,7 @@ pip="$venv/bin/python -m pip install ${pip_flags[*]}"
 $pip -r "requirements/$flavour-torch.txt"
 if [[ "$flavour" == gpu ]]; then
   # Transformer Engine compiles its torch extension against the torch that is already there.
+  $pip -r requirements/gpu-build.txt
   $pip --no-build-isolation -r requirements/gpu.txt
 else
   # The list is complete: --no-deps keeps pip from SGLang's CUDA packages and its pin of another torch.
