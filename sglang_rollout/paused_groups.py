@@ -8,7 +8,6 @@ call depends on its name and arguments alone: calls whose results are missing ar
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_retool.atomic_write import atomic_write
 from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout.agent_loop import TrajectoryState
 from sglang_rollout.tool_call_formats import ParsedCall
@@ -78,13 +78,8 @@ def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None
             rows["progress"].append(json.dumps(progress))
     about = [{"group_id": g.group_id, "size": g.size, "age": g.age, "branching": g.branching} for g in groups]
     table = pa.table(rows, schema=_SCHEMA.with_metadata({"groups": json.dumps(about)}))
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as handle:
+    with atomic_write(path) as handle:
         pq.write_table(table, handle, compression="zstd")
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
 
 
 def read_paused_groups(path: str | Path) -> list[PausedGroup]:
