@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import FinishedRun, pids_of, wait_until_gone
+from ray.cluster_utils import Cluster
 
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -182,6 +183,49 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
         assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
         assert steps(run_dir)[step]["rollout_corr/log_prob_abs_diff"] < 1e-4
     assert steps(run_dir)[4]["tool/success_rate"] > 0
+
+
+def test_death_of_a_node_that_ran_a_sandbox_does_not_stop_the_run(demo_run: FinishedRun):
+    """Two Ray nodes: learner and engine on the first, a sandbox on each; the second is killed after step 1."""
+    noticed_soon = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=4, node_name="first", include_dashboard=False, _system_config=noticed_soon)
+        second = nodes.add_node(num_cpus=4, node_name="second")
+        process, marker = demo_run.command_line.start(
+            "train",
+            "trainer.experiment_name=severed",
+            f"demo.directory={demo_run.run_dir / 'data'}",
+            f"model.path={demo_run.run_dir / 'sft_hf'}",
+            "trainer.val_before_train=false",
+            "trainer.total_steps=3",
+            "learner.world_size=1",
+            "cluster.nodes=2",
+            "weight_sync.method=distributed",
+            f"cluster.ray_address={nodes.address}",
+        )
+        run_dir = demo_run.run_dir.with_name("severed")
+        deadline = time.monotonic() + 300
+        while not (run_dir / "rollouts/step_000001.parquet").exists():
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        nodes.remove_node(second, allow_graceful=False)
+        output, _ = process.communicate(timeout=300)
+    finally:
+        nodes.shutdown()
+    assert process.returncode == 0, output
+    assert wait_until_gone(marker, 15) == {}
+    table = [line.split() for line in output.splitlines() if "│ sandbox" in line]
+    assert [(row[3], row[5]) for row in table] == [("0", "0"), ("1", "1")]
+    assert "second left Ray: code runs in the sandboxes of the other nodes" in output
+    rows = steps(run_dir)
+    assert sorted(rows) == [1, 2, 3]
+    assert rows[1]["tool/sandbox_0/requests"] > 0 and rows[1]["tool/sandbox_1/requests"] > 0
+    for step in (1, 2, 3):
+        trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
+        assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
+    assert rows[3]["tool/sandboxes_up"] == 1 and rows[3]["tool/success_rate"] > 0
 
 
 def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):

@@ -1,4 +1,4 @@
-"""The demo on two Slurm nodes: a learner rank and an engine on each, a power cut in the middle, requeue, resume."""
+"""The demo on two Slurm nodes, each with a learner rank, an engine and a sandbox: a power cut, requeue, resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.slurm.jobs import ROOT, SCRIPTS, job_environment
 from tests.slurm.virtual_cluster import VirtualCluster
 
 DEMO = ROOT / "configs" / "demo_cpu.yaml"
+SANDBOX = "tools.code_interpreter.server"
 STEPS = 3
 
 
@@ -59,7 +60,8 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
             processes = "\n".join(slurm.processes(node))
             assert processes.count("ray::LearnerWorker") == 1, f"{node}:\n{processes}"
             assert processes.count("ray::EngineWorker") == 1, f"{node}:\n{processes}"
-            assert "sglang" in processes
+            assert processes.count("ray::SandboxWorker") == 1, f"{node}:\n{processes}"
+            assert "sglang" in processes and f"{SANDBOX} --die-with-parent --host {slurm.address(node)}" in processes
 
         slurm.kill_node("node2")
         slurm.run(["scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=power"])
@@ -78,7 +80,8 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
     assert "\x1b" not in output.read_text(), "the job's output has terminal codes"
     assert (run_dir / "checkpoints" / f"global_step_{STEPS}" / "COMPLETE").exists()
     for node in slurm.nodes:
-        assert not [line for line in slurm.processes(node) if "ray" in line or "sglang" in line]
+        left = slurm.processes(node)
+        assert not [line for line in left if "ray" in line or "sglang" in line or SANDBOX in line]
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_requests_do_not_wait_for_a_server_that_fell_silent(
     victim, _ = pair
 
     async def scenario() -> None:
-        settings = {"ping_interval_seconds": 0.1, "ping_timeout_seconds": 1.5}
+        settings = {"ping_interval_seconds": 0.1, "ping_timeout_seconds": 3.0}
         async with CodeInterpreterClient([server.url for server in pair], **settings) as client:
             load = asyncio.ensure_future(squares(client, 40, seconds=0.3))
             await asyncio.sleep(0.2)
@@ -99,9 +99,7 @@ def test_requests_do_not_wait_for_a_server_that_fell_silent(
                 await load
                 assert time.monotonic() - started < 30
                 metrics = client.take_metrics()
-                assert metrics["tool/sandbox_0/failures"] > 0
-                # Requests that the ping's silence took away, not those of a closed connection.
-                assert metrics["tool/sandboxes_up"] == 1
+                assert metrics["tool/sandbox_0/failures"] > 0 and metrics["tool/sandboxes_up"] == 1
             finally:
                 os.kill(victim.pid, signal.SIGCONT)
             await until(lambda: client.take_metrics()["tool/sandboxes_up"] == 2)
