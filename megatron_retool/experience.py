@@ -177,7 +177,10 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
     prompts = run.prompts.next_batch(len(groups))
     for prompt, group in zip(prompts, groups.values(), strict=True):
         if list(prompt.prompt_ids) != group[0].prompt_ids.tolist():
-            raise ValueError(f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}")
+            raise ValueError(
+                f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}: "
+                "rollout.replay_dir needs the data, tokenizer and trainer.seed of the run that it belongs to"
+            )
     return list(groups.values())
 
 

@@ -184,7 +184,7 @@ class Stages:
             if code == REQUEUE:
                 raise LeaveAsked
             if code:
-                raise RuntimeError(f"stage {name} failed with exit code {code}: {' '.join(command)}")
+                raise RuntimeError(f"stage {name} failed with exit code {code}, see above: {' '.join(command)}")
             if step is not None:
                 self.state["steps"][name] = step
             return 0

@@ -228,7 +228,7 @@ async def restore(run: Deployment) -> TrainerState:
         run.rollout.restore_paused(paused, run.prompts.take_unfinished([group.group_id for group in paused]))
     state.load_state_dict(resume.read("trainer_state.json"))
     if state.step != resume.step:
-        raise ValueError(f"{resume.path}/trainer_state.json says step {state.step}: the checkpoint was renamed")
+        raise ValueError(f"{resume.path}/trainer_state.json says step {state.step}: rename the checkpoint back")
     return state
 
 

@@ -17,6 +17,7 @@ from sglang_rollout.tool_call_formats import ToolCallFormat, truncate_middle
 
 _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"
+_CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
 class ChatTemplateError(ValueError):
@@ -80,7 +81,9 @@ class TurnGlue:
         if call_format.uses_chat_template:
             self.end_of_turn_id = self._template_end_of_turn()
         elif tokenizer.eos_token_id is None:
-            raise ChatTemplateError("the tokenizer has no eos_token, at which a response could end")
+            raise ChatTemplateError(
+                "the tokenizer has no eos_token, at which a response could end: set it in its tokenizer_config.json"
+            )
         else:
             self.end_of_turn_id = tokenizer.eos_token_id
 
@@ -135,10 +138,7 @@ class TurnGlue:
             for index in range(count):
                 before, found, delta = delta.partition(_RESULT.format(index))
                 if not found:
-                    raise ChatTemplateError(
-                        "the tokenizer's chat template does not show the content of tool messages; use a template "
-                        "with tool support, or rollout.multi_turn.format=retool"
-                    )
+                    raise ChatTemplateError(f"the chat template does not show the content of tool messages: {_CURE}")
                 parts.append(before)
             self._delta_parts[count] = [*parts, delta]
         return self._delta_parts[count]
@@ -152,7 +152,9 @@ class TurnGlue:
         after_turn = self._rendered_after_turn(messages)
         end_of_turn = self._end_of_turn_text()
         if not after_turn.startswith(end_of_turn):
-            raise ChatTemplateError("the chat template ends an assistant turn differently before a tool message")
+            raise ChatTemplateError(
+                f"the chat template ends an assistant turn differently before a tool message: {_CURE}"
+            )
         return after_turn[len(end_of_turn) :]
 
     def _rendered_after_turn(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
@@ -162,10 +164,10 @@ class TurnGlue:
             )
         except Exception as error:
             # Templates raise what they like: jinja2 errors, or their own through raise_exception.
-            raise ChatTemplateError(f"the chat template cannot render a tool message: {error}") from error
+            raise ChatTemplateError(f"the chat template cannot render a tool message ({error}): {_CURE}") from error
         head, found, tail = text.rpartition(_ASSISTANT)
         if not found:
-            raise ChatTemplateError("the chat template does not show the content of assistant messages")
+            raise ChatTemplateError(f"the chat template does not show the content of assistant messages: {_CURE}")
         return tail
 
     def _template_end_of_turn(self) -> int:
@@ -181,5 +183,5 @@ class TurnGlue:
                 return token
         raise ChatTemplateError(
             f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that "
-            "a model could sample to stop"
+            f"a model could sample to stop: {_CURE}"
         )

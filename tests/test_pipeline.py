@@ -41,7 +41,7 @@ def test_a_stage_whose_result_is_there_is_not_run_again(tmp_path):
 
 
 def test_a_failed_stage_names_its_command(tmp_path):
-    with pytest.raises(RuntimeError, match="stage sft failed with exit code 3: sh -c exit 3"):
+    with pytest.raises(RuntimeError, match="stage sft failed with exit code 3, see above: sh -c exit 3"):
         stages(tmp_path).run("sft", ["sh", "-c", "exit 3"], tmp_path / "never")
 
 

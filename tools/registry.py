@@ -63,7 +63,8 @@ class ToolRegistry:
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
-            raise ConfigError(f"two tools have the same name: {', '.join(sorted(tool.name for tool in tools))}")
+            names = ", ".join(sorted(tool.name for tool in tools))
+            raise ConfigError(f"rollout.multi_turn.tools: two tools have the same name: {names}")
         self._validators = {}
         for tool in tools:
             parameters = tool.schema["function"]["parameters"]

@@ -217,7 +217,7 @@ def _load(
     if not rows:
         raise DataError(
             f"data.{key}: none of the {counts.rows} rows is left: {overlong} prompts are longer than "
-            f"data.max_prompt_length={config.max_prompt_length}"
+            f"data.max_prompt_length={config.max_prompt_length}; raise it"
         )
     return rows, PromptCounts(counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows))
 

@@ -98,7 +98,9 @@ class SFTDataset:
                     )
                 kept.append(conversation)
         if not kept:
-            raise DataError(f"{', '.join(files)}: none of the {rows} conversations fits into max_length={max_length}")
+            raise DataError(
+                f"{', '.join(files)}: none of the {rows} conversations fits into max_length={max_length}; raise it"
+            )
         self._batch = as_trajectory_batch(kept)
         self.counts = SFTCounts(
             rows=rows,

@@ -107,7 +107,10 @@ def check_precision(
                 "learner.fp8.recipe=null"
             )
         if acceleration.transformer_engine is None:
-            raise ConfigError(f"learner.fp8.recipe={recipe} needs Transformer Engine, which is not installed")
+            raise ConfigError(
+                f"learner.fp8.recipe={recipe} needs Transformer Engine, which is not installed: "
+                "run scripts/setup.sh --gpu"
+            )
         if _version(acceleration.transformer_engine) < needs.minimum_te:
             raise ConfigError(
                 f"learner.fp8.recipe={recipe} needs Transformer Engine {_dotted(needs.minimum_te)} or later, "

@@ -48,5 +48,7 @@ def _verifier(task: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ImportError("reward.function=reasoning_gym needs the package reasoning-gym") from error
+        raise ImportError(
+            "reward.function=reasoning_gym needs the package reasoning-gym: pip install reasoning-gym"
+        ) from error
     return reasoning_gym.get_score_answer_fn(task)
