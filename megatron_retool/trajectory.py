@@ -53,6 +53,7 @@ class Trajectory:
 
     All response arrays have length R; see docs/architecture.md for the table. ``rollout_log_probs`` hold
     log pi_rollout of the sampled token under the distribution that was sampled, 0 where ``loss_mask`` is false.
+    Sampled tokens that were taken out of the loss (rollout.partial.mask_older_tokens) keep turn and weight version.
     """
 
     prompt_ids: IntArray
@@ -91,7 +92,8 @@ class Trajectory:
         if len(self.prompt_ids) == 0:
             raise ValueError(f"trajectory {self.group_id}/{self.index} has an empty prompt")
         outside = ~self.loss_mask
-        if np.any(self.rollout_log_probs[outside]) or np.any(self.turn_ids[outside] != -1):
+        unsampled = outside & (self.weight_versions < 0)
+        if np.any(self.rollout_log_probs[outside]) or np.any(self.turn_ids[unsampled] != -1):
             raise ValueError(f"trajectory {self.group_id}/{self.index}: tool tokens must have log-prob 0 and turn -1")
 
     @property

@@ -114,22 +114,24 @@ class TrajectoryState:
         return replace(self.copy(), index=index, seed=seed)
 
     def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
-        """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss."""
+        """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss.
+
+        They keep their turns: reward and metrics are those of the whole response.
+        """
         if self.finish_reason is None:
             raise ValueError(f"trajectory {self.group_id}/{self.index} is not finished")
         loss_mask = np.array(self.loss_mask, np.bool_)
         log_probs = np.array(self.log_probs, np.float32)
-        turn_ids = np.array(self.turn_ids, np.int16)
         versions = np.array(self.weight_versions, np.int32)
         if oldest_version is not None:
             older = loss_mask & (versions < oldest_version)
-            loss_mask[older], log_probs[older], turn_ids[older] = False, 0.0, -1
+            loss_mask[older], log_probs[older] = False, 0.0
         return Trajectory(
             prompt_ids=np.array(self.prompt_ids, np.int32),
             response_ids=np.array(self.response_ids, np.int32),
             loss_mask=loss_mask,
             rollout_log_probs=log_probs,
-            turn_ids=turn_ids,
+            turn_ids=np.array(self.turn_ids, np.int16),
             weight_versions=versions,
             group_id=self.group_id,
             index=self.index,

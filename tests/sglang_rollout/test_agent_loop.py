@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_retool.config import MultiTurnConfig
+from megatron_retool.config import MultiTurnConfig, RewardConfig
+from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent_loop import AgentLoop, TrajectoryState, engine_needs_tokenizer
 from sglang_rollout.client import GenerateResult
@@ -213,6 +214,18 @@ def test_older_tokens_can_be_taken_out_of_the_loss(tokenizer):
     trajectory = state.to_trajectory(oldest_version=4)
     assert trajectory.loss_mask.tolist() == [False, True]
     assert trajectory.rollout_log_probs.tolist() == [0.0, -2.0]
+
+
+def test_tokens_taken_out_of_the_loss_still_belong_to_their_turn(tokenizer):
+    """The reward reads the last turn, also where a pause or a slow neighbour made it older than the weights."""
+    state = run(make_loop(tokenizer), ScriptedEngine(tokenizer, [CALL + END, "\\boxed{42}" + END]))
+    state.extra_info = {"ground_truth": "42"}
+    current, masked = state.to_trajectory(), state.to_trajectory(oldest_version=6)
+    assert current.loss_mask.any() and not masked.loss_mask.any()
+    assert masked.turn_ids.tolist() == current.turn_ids.tolist() and masked.num_turns == current.num_turns == 3
+    with RewardManager(RewardConfig(), tokenizer) as manager:
+        manager.score([current, masked])
+    assert masked.reward == current.reward == 1.0
 
 
 def test_pausing_before_a_turn_sends_no_request(tokenizer):
