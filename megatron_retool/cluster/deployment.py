@@ -17,13 +17,14 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
-from megatron_retool.cluster.sandbox_group import SandboxGroup
+from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
 from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
@@ -37,7 +38,7 @@ from sglang_rollout.agent_loop import engine_needs_tokenizer
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerProcess
+from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.settings import TOKEN_VARIABLE
 from tools.registry import ToolRegistry
 
@@ -224,8 +225,13 @@ class Deployment:
             await asyncio.sleep(SANDBOX_CHECK_SECONDS)
             if not server.is_running():
                 self.console.print("[yellow]the code interpreter server ended: starting it again[/]")
-                # Not in another thread: the server dies with the thread that started it.
-                server.start()
+                try:
+                    # Not in another thread: the server dies with the thread that started it.
+                    server.start()
+                except SandboxServerError as error:
+                    text = f"the code interpreter server does not start again: {error}"
+                    self.console.print(f"[yellow]{escape(text)}[/]")
+                    await asyncio.sleep(RETRY_SECONDS)
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Give every engine the learner's weights; returns when each of them serves ``version``.
