@@ -5,6 +5,7 @@ Both run in float32, one after the other, in a process of their own; each has to
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,11 @@ def verify_logits(
 
 
 def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, float]:
+    from transformers.utils.logging import disable_progress_bar
+
+    # Of libraries about each other; this process does nothing else, and errors are raised all the same.
+    warnings.simplefilter("ignore", FutureWarning)
+    disable_progress_bar()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
