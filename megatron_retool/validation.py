@@ -31,7 +31,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     trajectories: list[Trajectory] = []
     with progress_line(run.console, f"step {step} validation", len(prompts) * config.rollout.val.n) as progress:
         async for group in run.rollout.stream(prompts, config.rollout.val):
-            await asyncio.to_thread(run.rewards.score, group)
+            await asyncio.to_thread(run.rewards.score, group, "validation")
             trajectories += group
             progress.advance(len(group))
             run.watchdog.progress("testing")
@@ -49,6 +49,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
         **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(_SHOWN)},
+        **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
     }
 
 

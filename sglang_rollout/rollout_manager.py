@@ -60,7 +60,10 @@ class PromptRow(Protocol):
 
 @dataclass
 class RolloutStatistics:
-    """Counts since the manager was made, under the names they have as metrics (rollout/…)."""
+    """Counts since the manager was made, under the names they have as metrics (rollout/…).
+
+    Requests and tokens are those of training streams: validation may run at the same time.
+    """
 
     sampled_tokens: int = 0
     prompt_tokens: int = 0
@@ -107,8 +110,9 @@ class _Group:
 
 @dataclass
 class _Running:
-    """What one stream has in flight."""
+    """What one stream has in flight, and where its requests are counted."""
 
+    statistics: RolloutStatistics
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     requests: dict[str, Engine] = field(default_factory=dict)
     pausing: bool = False
@@ -253,7 +257,8 @@ class RolloutManager:
         taken = [group.group_id for group in groups]
         if len(set(taken)) != len(taken):
             raise ValueError("group ids of a stream must be distinct")
-        running = _Running()
+        validates = isinstance(sampling, ValSamplingConfig)
+        running = _Running(RolloutStatistics() if validates else self.statistics)
         total = sum(group.size for group in groups)
         oldest = await self._current_version() if partial.mask_older_tokens and groups else None
         pending = {group.group_id: group for group in groups}
@@ -522,7 +527,7 @@ class _Session:
                 avoid = engine
                 await self._judge(engine, state, error)
                 continue
-            statistics = manager.statistics
+            statistics = self._running.statistics
             statistics.requests += 1
             statistics.sampled_tokens += len(result.output_ids)
             statistics.prompt_tokens += result.prompt_tokens

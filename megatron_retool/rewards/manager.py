@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +43,8 @@ class RewardManager:
     and failure_message where the function failed. Keys of others that are there before scoring stay.
 
     A failure never stops a run: the response gets ``failure_score``, the failure is one of ``FAILURES`` and counted
-    (``take_metrics``). A function that cannot be loaded does stop it, when the manager is made.
+    (``take_metrics``), for each purpose by itself: validation may run while training generates. A function that cannot
+    be loaded does stop it, when the manager is made.
 
     ``score`` may be called from several threads.
     """
@@ -69,8 +70,7 @@ class RewardManager:
                 soft_punishment(0, max_response_length, config.overlong.buffer_length, config.overlong.penalty)
         except ValueError as error:
             raise ConfigError(f"reward.overlong: {error}") from error
-        self._failures: Counter[str] = Counter()
-        self._scored = 0
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         self._own = threading.local()
@@ -83,27 +83,27 @@ class RewardManager:
                 self.close()
                 raise ConfigError(str(error)) from error
 
-    def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Score all of them; returns when every one has a reward."""
+    def score(self, trajectories: Sequence[Trajectory], purpose: str = "train") -> None:
+        """Score all of them; returns when every one has a reward. ``purpose`` names the counts that they go into."""
         waiting = []
         for trajectory in trajectories:
             request = self._request(trajectory)
             info = self._quick(request)
             if info is None:
-                waiting.append((trajectory, self._threads.submit(self._score_in_worker, request)))
+                waiting.append((trajectory, self._threads.submit(self._score_in_worker, request, purpose)))
             else:
                 self._fill(trajectory, info)
         for trajectory, future in waiting:
             self._fill(trajectory, future.result())
-
-    def take_metrics(self) -> dict[str, float]:
-        """reward/scored and reward/failures/<kind> since the last call."""
         with self._lock:
-            metrics = {"reward/scored": float(self._scored)}
-            metrics |= {f"reward/failures/{kind}": float(self._failures[kind]) for kind in FAILURES}
-            self._failures.clear()
-            self._scored = 0
-        return metrics
+            self._counts[purpose]["scored"] += len(trajectories)
+
+    def take_metrics(self, purpose: str = "train") -> dict[str, float]:
+        """reward/scored and reward/failures/<kind> of ``purpose`` since the last call."""
+        with self._lock:
+            counts = self._counts.pop(purpose, Counter())
+        names = {"scored": "reward/scored", **{kind: f"reward/failures/{kind}" for kind in FAILURES}}
+        return {name: float(counts[count]) for count, name in names.items()}
 
     def close(self) -> None:
         """End the worker processes."""
@@ -141,13 +141,13 @@ class RewardManager:
             return None
         return math_reward.quick_score(request["solution_str"], request["ground_truth"], request["extra_info"])
 
-    def _score_in_worker(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _score_in_worker(self, request: dict[str, Any], purpose: str) -> dict[str, Any]:
         reply = self._worker().ask(request, self._config.timeout_seconds)
         if "result" in reply:
             info: dict[str, Any] = reply["result"]
             return info
         with self._lock:
-            self._failures[reply["failure"]] += 1
+            self._counts[purpose][reply["failure"]] += 1
         return {
             "score": self._config.failure_score,
             "acc": 0.0,
@@ -185,8 +185,6 @@ class RewardManager:
         trajectory.reward = float(info["score"]) + penalty
         # What rollout wrote there stays: where a branch of ARPO began.
         trajectory.reward_info = {**trajectory.reward_info, **info}
-        with self._lock:
-            self._scored += 1
 
 
 def _ids(ids: Any) -> list[int]:

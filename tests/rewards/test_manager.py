@@ -166,6 +166,16 @@ def test_every_failure_is_typed_counted_and_survived(function):
     assert metrics["reward/failures/worker_died"] == metrics["reward/failures/memory"] == 1
 
 
+def test_validation_has_counts_of_its_own():
+    """A step's metrics are those of its own responses, also where validation is scored before or beside it."""
+    with RewardManager(RewardConfig(), Characters()) as manager:
+        manager.score([trajectory("\\boxed{42}")] * 3, "validation")
+        manager.score([trajectory("\\boxed{42}")])
+        assert manager.take_metrics()["reward/scored"] == 1
+        assert manager.take_metrics("validation")["reward/scored"] == 3
+        assert manager.take_metrics("validation")["reward/scored"] == 0
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from megatron_retool.config import SamplingConfig, load_config
+from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.rollout_manager import MAX_ENGINE_FAILURES, RolloutError, RolloutManager
 from tests.sglang_rollout.markov_policy import ANSWER, CALL
@@ -197,3 +197,19 @@ def test_group_sizes_may_differ(tokenizer):
             return [group async for group in manager.stream(PROMPTS[:2], TWO, group_sizes={1: 5})]
 
     assert Counter(t.group_id for group in asyncio.run(scenario()) for t in group) == {0: 2, 1: 5}
+
+
+def test_validation_beside_training_is_not_counted_as_training(tokenizer):
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer).start()
+        async with RolloutManager(make_config(), tokenizer, [engine.url], ScriptedTools()) as manager:
+            groups, _ = await asyncio.gather(
+                manager.generate_groups(PROMPTS, TWO), manager.generate_groups(PROMPTS[:3], ValSamplingConfig(n=2))
+            )
+        await engine.stop()
+        return groups, manager.statistics
+
+    groups, statistics = asyncio.run(scenario())
+    assert_complete(groups)
+    assert statistics.requests == 2 * 12
+    assert statistics.sampled_tokens == sum(int(t.loss_mask.sum()) for group in groups for t in group)
