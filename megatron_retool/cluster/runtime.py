@@ -28,7 +28,7 @@ STOP_SECONDS = 6.0
 @contextmanager
 def ray_runtime(config: Config) -> Iterator[None]:
     """A running Ray for the length of the block; a private one is shut down at its end."""
-    # Ray's agents probe a metrics endpoint and print retries when it is off; nothing here reads it.
+    # The console belongs to the run: Ray's notices and its actors' output stay in files, and its errors are raised.
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
