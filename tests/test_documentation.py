@@ -17,22 +17,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ("megatron_retool", "sglang_rollout", "conversion", "tools")
 FOREIGN_MESSAGES = ("Ray:", "Slurm:", "NCCL:", "CUDA:", "pip:")
-FOREIGN_OPTIONS = {
-    # Slurm, docker, apptainer, tensorboard
-    *(
-        "--batch",
-        "--block",
-        "--exclude",
-        "--gpus",
-        "--gres",
-        "--mem",
-        "--nv",
-        "--no-requeue",
-        "--overlap",
-        "--partition",
-    ),
-    *("--requeue", "--signal", "--time", "--cap-add", "--security-opt", "--logdir"),
-}
+SLURM_OPTIONS = "--batch --exclude --gres --mem --no-requeue --overlap --partition --requeue --signal --time"
+FOREIGN_OPTIONS = {*SLURM_OPTIONS.split(), "--block", "--cap-add", "--gpus", "--logdir", "--nv", "--security-opt"}
 
 
 # --- what the documentation says ------------------------------------------------------------------------------------

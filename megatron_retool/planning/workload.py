@@ -51,10 +51,11 @@ class LengthDistribution:
                 come close to it).
         """
         if not 0 < clip_ratio < 0.5:
-            raise ConfigError(f"a clip ratio of {clip_ratio:g} is not between 0 and 0.5")
+            raise ConfigError(f"a clip ratio of {clip_ratio:g} is not between 0 and 0.5: change --clip-ratio")
         if not clip_ratio * limit < mean < limit:
             raise ConfigError(
-                f"a mean response of {mean:g} tokens with {clip_ratio:.2%} of all at the limit of {limit} is impossible"
+                f"a mean response of {mean:g} tokens with {clip_ratio:.2%} of all at the limit of {limit} is "
+                "impossible: change --response-mean or --clip-ratio"
             )
         z = _NORMAL.inv_cdf(1 - clip_ratio)
         low, high = 1e-6, z
@@ -62,7 +63,7 @@ class LengthDistribution:
         if _clipped_mean(math.log(limit) - z * high, high, limit) > mean:
             raise ConfigError(
                 f"no log-normal tail has {clip_ratio:.2%} of all responses at the limit of {limit} and a mean of only "
-                f"{mean:g} tokens"
+                f"{mean:g} tokens: change --response-mean or --clip-ratio"
             )
         for _ in range(100):
             sigma = (low + high) / 2
@@ -159,7 +160,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not 0 < self.kept_groups <= 1:
-            raise ConfigError(f"the share of kept groups is {self.kept_groups}, which is not in (0, 1]")
+            raise ConfigError(
+                f"the share of kept groups is {self.kept_groups}, which is not in (0, 1]: change --kept-groups"
+            )
 
     @property
     def responses(self) -> int:
