@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conversion.architecture import Architecture
+from megatron_retool.cluster.allocation import check_allocation
+from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import Config, ConfigError, validate
 from megatron_retool.learner.parallel import ParallelLayout, validate_layout
 from megatron_retool.planning.engine_model import EngineModel
@@ -197,7 +199,7 @@ def overrides_of(changes: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A variation of the configuration that fits."""
+    """A variation of the configuration that fits, and that scripts/slurm/submit.sh would submit."""
 
     changes: dict[str, Any]
     layout: ParallelLayout
@@ -228,7 +230,10 @@ class Planner:
         self._generation: dict[tuple[Any, ...], StepResult] = {}
 
     def candidate(self, changes: dict[str, Any]) -> Candidate | None:
-        """The variation, or None where it is invalid or does not fit with some headroom."""
+        """The variation, or None where it is invalid, cannot be placed or does not fit with some headroom.
+
+        Its ``changes`` name ``cluster`` and ``weight_sync.method`` too where the configuration's own do not go with it.
+        """
         if not self._divides(changes):
             return None
         try:
@@ -241,6 +246,10 @@ class Planner:
         memory = plan_memory(config, self.architecture, layout, self.machines, self.workload)
         if not memory.fits or memory.learner_needed > (1 - HEADROOM) * memory.capacity:
             return None
+        submitted = self._submitted(changes)
+        if submitted is None:
+            return None
+        changes, config = submitted
         time = predict_step(
             config,
             self.architecture,
@@ -251,6 +260,27 @@ class Planner:
             generation=self.generation(config),
         )
         return Candidate(changes, layout, memory, time)
+
+    def _submitted(self, changes: dict[str, Any]) -> tuple[dict[str, Any], Config] | None:
+        """``changes`` with what the check before submission wants beside them, or None where nothing satisfies it."""
+        machines = self.machines
+        clusters: list[dict[str, Any]] = [self._cluster()] if not machines.accelerator.is_cpu else []
+        if machines.accelerator.is_cpu or self.config.cluster.gpus_per_node:
+            clusters.insert(0, {})
+        for cluster in clusters:
+            for sync in ({}, *({"weight_sync__method": method} for method in ("tensor", "distributed", "disk"))):
+                complete = {**changes, **cluster, **sync}
+                try:
+                    config = vary(self.config, **complete)
+                    check_allocation(config, config.cluster.nodes)
+                except ConfigError:
+                    continue
+                return complete, config
+        return None
+
+    def _cluster(self) -> dict[str, Any]:
+        machines = self.machines
+        return {"cluster__nodes": machines.nodes, "cluster__gpus_per_node": min(machines.per_node, machines.count)}
 
     def _divides(self, changes: dict[str, Any]) -> bool:
         """The quick part of ``validate``: most of the layouts that are tried do not divide the ranks."""
@@ -401,7 +431,8 @@ class Planner:
         machines = self.machines
         if machines.accelerator.is_cpu:
             return
-        cluster = {"cluster__nodes": machines.nodes, "cluster__gpus_per_node": min(machines.per_node, machines.count)}
+        cluster = self._cluster()
+        models = 2 if needs_critic(self.config) else 1
         for tensor in (1, 2, 4, 8):
             if tensor > min(machines.per_node, machines.count):
                 continue
@@ -415,7 +446,7 @@ class Planner:
             }
             for eighths in (1, 2, 4, 6):
                 engine_gpus = machines.count * eighths // 8 // tensor * tensor
-                world = machines.count - engine_gpus
+                world = (machines.count - engine_gpus) // models
                 if engine_gpus < tensor or world < 1:
                     continue
                 yield {
