@@ -105,18 +105,19 @@ class Loop:
         for trajectory in group:
             trajectory.reward = float(trajectory.index)
 
-    async def steps(self, count: int, saving: bool = True) -> tuple[list[list[Trajectory]], dict[str, float]]:
-        """The trajectories of each step from the last checkpoint on, and the last one's metrics."""
+    async def steps(self, count: int, saving: bool = True) -> tuple[list[list[Trajectory]], list[dict[str, float]]]:
+        """The trajectories and the metrics of each step from the last checkpoint on."""
         state = await restore(self.run)
-        taken = []
+        taken, metrics = [], []
         for _ in range(count):
             state.step += 1
             self.engine.version = state.step - 1
             collected = await collect_groups(self.run, state, state.step)
             taken.append(collected.generated)
+            metrics.append(collected.metrics)
             if saving:
                 await save(self.run, state, collected, wait=True)
-        return taken, collected.metrics
+        return taken, metrics
 
     async def restored(self) -> TrainerState:
         return await restore(self.run)
@@ -135,7 +136,7 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
     async def scenario():
         async with AbortableEngine(tokenizer) as engine:
             first = Loop(tokenizer, engine, prompts_file)
-            before, _ = await first.steps(3)
+            before, rows = await first.steps(3)
             await first.rollout.close()
             # A step that no checkpoint knows of: its process is killed.
             lost = Loop(tokenizer, engine, prompts_file)
@@ -143,11 +144,11 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
             await lost.rollout.close()
             second = Loop(tokenizer, engine, prompts_file)
             checkpoint = second.run.checkpoint
-            after, metrics = await second.steps(3)
+            after, more_rows = await second.steps(3)
             await second.rollout.close()
-            return engine, before, checkpoint, after, metrics, second
+            return engine, before, checkpoint, after, rows + more_rows, second
 
-    engine, before, checkpoint, after, metrics, second = asyncio.run(scenario())
+    engine, before, checkpoint, after, rows, second = asyncio.run(scenario())
     assert checkpoint.step == 3
     paused = {
         (state.group_id, state.index): state
@@ -177,7 +178,9 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
             continued += known > 0
             assert trajectory.weight_versions[:known].tolist() == state.weight_versions
             assert min(trajectory.weight_versions[known:][sampled[known:]]) >= 3
-    assert continued > 0 and metrics["rollout/resumed_trajectories"] > 0
+    assert continued > 0
+    left, resumed = ([row[f"rollout/{name}_trajectories"] for row in rows] for name in ("paused", "resumed"))
+    assert min(left) > 0 and resumed == [0, *left[:-1]]
 
 
 def test_without_partial_rollout_the_paused_prompts_are_drawn_again(tokenizer, prompts_file):

@@ -1,0 +1,83 @@
+"""Partial rollout and over-sampling in a real run that is killed between steps: every prompt is accounted for."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+from conftest import FinishedRun, wait_until_gone
+
+from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.run_state import complete_checkpoints
+from megatron_retool.trajectory import read_trajectories
+from sglang_rollout.paused_groups import read_paused_groups
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: FinishedRun):
+    run_dir = demo_run.run_dir.with_name("partial")
+    arguments = [
+        "trainer.experiment_name=partial",
+        f"demo.directory={demo_run.run_dir / 'data'}",
+        f"model.path={demo_run.run_dir / 'sft_hf'}",
+        f"model.mcore_path={demo_run.run_dir / 'sft_mcore'}",
+        "trainer.val_before_train=false",
+        "learner.world_size=1",
+        "trainer.total_steps=6",
+        "trainer.keep_checkpoints=0",
+        "rollout.partial.enable=true",
+        "rollout.partial.over_sampling_factor=1.5",
+        "rollout.partial.max_age=6",
+    ]
+    process, marker = demo_run.command_line.start("train", *arguments)
+    deadline = time.monotonic() + 300
+    while len(read_metrics(run_dir / "metrics.jsonl")) < 3:  # a step's row follows its checkpoint
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert wait_until_gone(marker, 60) == {}
+    checkpoint = complete_checkpoints(run_dir)[-1]
+    code, output = demo_run.command_line.run("train", *arguments)
+    assert code == 0, output
+    assert f"global_step_{checkpoint.step} (step {checkpoint.step} of 6)" in " ".join(output.split())
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    paused, resumed = ([row[f"rollout/{name}_trajectories"] for row in rows] for name in ("paused", "resumed"))
+    assert sum(paused) > 0 and resumed == [0, *paused[:-1]]
+    assert all(row["rollout/dropped_trajectories"] == 0 for row in rows)
+
+    steps = [read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in range(1, 7)]
+    assert all(len(step) == 4 * 8 for step in steps)
+    done = [(t.group_id, t.index) for step in steps for t in step]
+    last = complete_checkpoints(run_dir)[-1]
+    position = json.loads((last.path / "prompt_source.json").read_text())
+    assert last.step == 6 and position["drawn"] == 6 * 4 + 2
+    # 1.5 x 4 groups are always under way; those that no step has finished wait in the checkpoint.
+    waiting = [
+        (group.group_id, state.index) for group in read_paused_groups(last.paused_groups) for state in group.states
+    ]
+    assert sorted(done + waiting) == [(group, index) for group in range(position["drawn"]) for index in range(8)]
+
+    mixed = 0
+    before = {(s.group_id, s.index): s for g in read_paused_groups(checkpoint.paused_groups) for s in g.states}
+    assert len(before) == 2 * 8
+    for number, step in enumerate(steps, start=1):
+        for t in step:
+            versions = set(t.weight_versions[t.loss_mask].tolist())
+            assert max(versions) <= number - 1
+            mixed += len(versions) > 1
+            state = before.get((t.group_id, t.index))
+            if state is not None:
+                known = len(state.response_ids)
+                assert number > checkpoint.step
+                assert t.response_ids[:known].tolist() == state.response_ids
+                assert t.rollout_log_probs[:known].tolist() == np.float32(state.log_probs).tolist()
+                assert t.weight_versions[:known].tolist() == state.weight_versions
+    assert mixed > 0
