@@ -97,7 +97,8 @@ class EngineProcess:
         tokenizer: load the tokenizer in the server too. Only stop strings need it (token ids go in and out).
         weight_version: version of the weights in ``model_path``, reported with every token.
         colocated: learner and engine take turns on the same GPUs, so weights and KV cache can be released.
-        gpu_ids: CUDA devices of this server (CUDA_VISIBLE_DEVICES); None leaves the environment as it is.
+        gpu_ids: CUDA devices that this server sees (CUDA_VISIBLE_DEVICES); tensor-parallel rank r runs on the r-th.
+            None leaves the environment as it is.
         weights_from_sync: the first weight sync comes before the first request, so an FP8 engine may start empty, in
             the block-quantised layout that syncs have. Without it, SGLang quantises what is in ``model_path``.
         deterministic: honour ``sampling_seed`` of requests.
@@ -114,7 +115,7 @@ class EngineProcess:
         tokenizer: bool = False,
         weight_version: int = 0,
         colocated: bool = False,
-        gpu_ids: Sequence[int] | None = None,
+        gpu_ids: Sequence[int | str] | None = None,
         weights_from_sync: bool = False,
         deterministic: bool | None = None,
         threads: int = 1,

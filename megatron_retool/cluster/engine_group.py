@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
@@ -14,13 +17,20 @@ from sglang_rollout.engine import EngineProcess
 
 
 class EngineWorker:
-    """Owner of one SGLang server. The server dies with this actor, and this actor with the driver."""
+    """Owner of one SGLang server. The server dies with this actor, and this actor with the driver.
 
-    def __init__(self, config: Config, index: int, tokenizer: bool, weights_from_sync: bool) -> None:
+    Args:
+        gpus: what the server sees of its node's GPUs; its tensor-parallel ranks take the first of them.
+    """
+
+    def __init__(
+        self, config: Config, index: int, tokenizer: bool, weights_from_sync: bool, gpus: Sequence[int] = ()
+    ) -> None:
         self.config = config
         self.index = index
         self.tokenizer = tokenizer
         self.weights_from_sync = weights_from_sync
+        self.gpus = gpus
         self.logs = config.run_dir.absolute() / "logs"
         redirect_output(self.logs / f"engine_{index}_actor.log")
         self.engine: EngineProcess | None = None
@@ -36,6 +46,7 @@ class EngineWorker:
             tokenizer=self.tokenizer,
             weights_from_sync=self.weights_from_sync,
             colocated=self.config.cluster.placement == "colocated",
+            gpu_ids=visible_devices(self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")) if self.gpus else None,
         )
         self.engine.start()
         return self.engine.base_url
@@ -65,7 +76,13 @@ class EngineGroup:
         self.config = config
         remote = ray.remote(EngineWorker)
         self.workers: list[Any] = [
-            remote.options(**placement.engine_options(index)).remote(config, index, tokenizer, weights_from_sync)
+            remote.options(**placement.engine_options(index)).remote(
+                config,
+                index,
+                tokenizer,
+                weights_from_sync,
+                placement.engine_gpus(index, config.weight_sync.method),
+            )
             for index in range(config.rollout.engine.count)
         ]
         self.urls: list[str] = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
+from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
@@ -24,6 +26,15 @@ from megatron_retool.trajectory import TrajectoryBatch
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
 
+GPU_ENVIRONMENT = {
+    # SGLang turns both off in its servers, and the settings of the members of an NCCL group must agree.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    # Before Blackwell, communication overlaps only where kernels are launched in the order in which they were issued.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Of ranks with GPUs; what the environment has already wins. Under Slurm scripts/slurm/nccl.env says the same."""
+
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
 
@@ -33,12 +44,15 @@ class LearnerDied(RuntimeError):
 
 
 class LearnerWorker:
-    """One rank. Megatron is imported here and nowhere else in the cluster room."""
+    """One rank, on ``gpus`` of its node. Megatron is imported here and nowhere else in the cluster room."""
 
-    def __init__(self, config: Config, role: str, rank: int) -> None:
+    def __init__(self, config: Config, role: str, rank: int, gpus: Sequence[int] = ()) -> None:
         self.config = config
         self.role = role
         self.rank = rank
+        if gpus:  # before anything asks CUDA for its devices
+            devices = visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            os.environ.update(GPU_ENVIRONMENT | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
         redirect_output(config.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
 
     def rendezvous(self) -> tuple[str, int]:
@@ -52,7 +66,7 @@ class LearnerWorker:
             MASTER_PORT=str(master[1]),
             RANK=str(self.rank),
             WORLD_SIZE=str(self.config.learner.world_size),
-            LOCAL_RANK="0",  # Ray shows each actor its own GPUs alone
+            LOCAL_RANK="0",  # a rank sees its own GPU alone
         )
         from megatron_retool.learner.learner import Learner
 
@@ -130,7 +144,7 @@ class LearnerGroup:
         self.workers = [
             remote.options(
                 **placement.learner_options(rank, role), runtime_env={"env_vars": environment}, max_concurrency=1
-            ).remote(config, role, rank)
+            ).remote(config, role, rank, placement.gpus(role, rank))
             for rank in range(config.learner.world_size)
         ]
         self._seconds = [0.0] * len(self.workers)

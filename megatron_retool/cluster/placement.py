@@ -53,13 +53,25 @@ class Placement:
         """Ray options of a sandbox server's actor."""
         return self._options(self.sandboxes[index])
 
+    def gpus(self, role: str, rank: int) -> tuple[int, ...]:
+        """The process's own GPUs, as places on its node."""
+        return tuple(gpu % self.gpus_per_node for gpu in self._slot(role, rank).gpus)
+
+    def engine_gpus(self, index: int, weight_sync_method: str) -> tuple[int, ...]:
+        """What an engine sees, its own GPUs first.
+
+        CUDA IPC opens memory on the device where it lies, so with ``tensor`` that of the learner's rank 0 comes last.
+        """
+        own = self.gpus("engine", index)
+        sender = self.gpus("learner", 0) if weight_sync_method == "tensor" else ()
+        return (*own, *(gpu for gpu in sender if gpu not in own))
+
     def _slot(self, role: str, rank: int) -> Slot:
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
 
     def _options(self, slot: Slot) -> dict[str, Any]:
-        # Colocated processes share a GPU, which Ray expresses as a fraction of it.
-        roles = len({slot.role for slot in self.slots}) if self.colocated else 1
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": len(slot.gpus) / roles}
+        # The process takes its GPUs itself: see ``gpus``.
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
         if self.node_ids:
             # Here, because the plan is also made where there is no Ray: before a job is submitted.
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -119,7 +131,7 @@ def plan_placement(config: Config) -> Placement:
     for index in range(engines):
         first = first_engine_gpu + index * engine_gpus
         gpus = tuple(range(first, first + engine_gpus))
-        if engine_gpus <= per_node and first // per_node != gpus[-1] // per_node:
+        if first // per_node != gpus[-1] // per_node:
             raise ConfigError(
                 f"engine {index} would span two nodes (GPUs {first} to {gpus[-1]}, {per_node} a node): choose "
                 "rollout.engine.tensor_parallel_size so that it divides the GPUs left on each node"

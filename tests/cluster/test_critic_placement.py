@@ -17,14 +17,14 @@ def gpus_by_role(placement):
 def test_critic_has_gpus_of_its_own_between_learner_and_engines():
     placement = plan_placement(load_config(None, [*PPO, "cluster.nodes=2"]))
     assert gpus_by_role(placement) == {"learner": [0, 1], "critic": [2, 3], "engine": [4, 5, 6, 7]}
-    assert placement.learner_options(1, "critic")["num_gpus"] == 1
+    assert placement.gpus("critic", 1) == (3,)
 
 
-def test_colocated_roles_share_each_gpu_in_three():
+def test_colocated_roles_share_the_same_gpus():
     colocated = ["cluster.nodes=1", "cluster.placement=colocated", "weight_sync.method=tensor"]
     placement = plan_placement(load_config(None, [*PPO, *colocated]))
     assert gpus_by_role(placement) == {"learner": [0, 1], "critic": [0, 1], "engine": [0, 1, 2, 3]}
-    assert placement.learner_options(0, "critic")["num_gpus"] == pytest.approx(1 / 3)
+    assert placement.gpus("critic", 0) == placement.gpus("learner", 0) == placement.gpus("engine", 0) == (0,)
 
 
 def test_too_few_gpus_for_a_critic_is_said():

@@ -1,0 +1,105 @@
+"""Every process sees the GPUs of its slot, and a process that reads another's memory sees that one's too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_retool.cluster import engine_group, learner_group
+from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.placement import plan_placement
+from megatron_retool.config import Config, ConfigError, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "inherited", "devices"),
+    [
+        ((4, 5), None, ["4", "5"]),
+        ((1, 2), "4,5, 6,7", ["5", "6"]),
+        ((1, 0), "GPU-a,GPU-b", ["GPU-b", "GPU-a"]),
+        ((), "", []),
+    ],
+)
+def test_places_among_the_nodes_visible_gpus(gpus: tuple[int, ...], inherited: str | None, devices: list[str]) -> None:
+    assert visible_devices(gpus, inherited) == devices
+
+
+@pytest.mark.parametrize("inherited", ["0,1", ""])
+def test_fewer_visible_gpus_than_planned_is_said(inherited: str) -> None:
+    with pytest.raises(ConfigError, match="GPU 2 of the node.*cluster.gpus_per_node"):
+        visible_devices((2,), inherited)
+
+
+def test_colocated_engines_and_ranks_are_on_the_planned_gpus() -> None:
+    placement = plan_placement(load_config(CONFIGS / "retool_qwen2.5_32b_8xh200.yaml"))
+    assert [placement.gpus("learner", rank) for rank in range(8)] == [(gpu,) for gpu in range(8)]
+    assert [placement.gpus("engine", index) for index in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    # Ray would give two learner ranks half of one GPU each, and an engine of four GPUs two of them.
+    assert placement.learner_options(3)["num_gpus"] == placement.engine_options(1)["num_gpus"] == 0
+
+
+def test_cuda_ipc_needs_the_sending_ranks_gpu_to_be_visible() -> None:
+    placement = plan_placement(load_config(CONFIGS / "retool_qwen2.5_32b_8xh200.yaml"))
+    assert placement.engine_gpus(0, "tensor") == (0, 1, 2, 3)
+    assert placement.engine_gpus(1, "tensor") == (4, 5, 6, 7, 0)
+    assert placement.engine_gpus(1, "disk") == (4, 5, 6, 7)
+
+
+def test_places_are_those_of_the_node() -> None:
+    placement = plan_placement(load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml"))
+    assert placement.gpus("learner", 9) == (1,)
+    assert placement.engine_gpus(3, "disk") == (4, 5, 6, 7)
+
+
+def test_an_engine_larger_than_a_node_is_refused() -> None:
+    overrides = ["cluster.nodes=4", "cluster.gpus_per_node=8", "rollout.engine.tensor_parallel_size=16"]
+    with pytest.raises(ConfigError, match="engine 0 would span two nodes"):
+        plan_placement(load_config(None, [*overrides, "learner.world_size=16"]))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setattr(learner_group, "redirect_output", lambda path: None)
+    monkeypatch.setattr(engine_group, "redirect_output", lambda path: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for name in learner_group.GPU_ENVIRONMENT:
+        # Set and removed again, so that the test's end removes what the worker sets.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return load_config(None, [f"trainer.runs_dir={tmp_path}"])
+
+
+def test_a_rank_sees_its_gpu_and_speaks_nccl_as_engines_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # the user's own setting
+    learner_group.LearnerWorker(config, "learner", 2, (2,))
+    expected = {"CUDA_VISIBLE_DEVICES": "6", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    assert {name: os.environ[name] for name in expected} == expected
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_a_rank_without_gpus_leaves_the_environment_alone(config: Config) -> None:
+    learner_group.LearnerWorker(config, "learner", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and "NCCL_CUMEM_ENABLE" not in os.environ
+
+
+def test_an_engine_gets_its_gpus_by_name(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+
+    class Process:
+        base_url = "http://127.0.0.1:1"
+
+        def __init__(self, settings: Any, **options: Any) -> None:
+            started.update(options)
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(engine_group, "EngineProcess", Process)
+    engine_group.EngineWorker(config, 1, False, True, (2, 3, 0)).start("model")
+    assert started["gpu_ids"] == ["6", "7", "4"]
+    engine_group.EngineWorker(config, 1, False, True).start("model")
+    assert started["gpu_ids"] is None
