@@ -99,8 +99,8 @@ class Packer:
         data_rank, context_rank: this process's place.
         device: where the tensors go.
         quadratic_cost: cost of one query-key pair relative to one token outside attention.
-        token_multiple: a micro-batch's local length is padded to a multiple of this on top of what the layout needs
-            (FP8 kernels want 16 or more).
+        token_multiple: every rank's own part of a micro-batch, under sequence parallelism each of TP, is padded to a
+            multiple of this (FP8 kernels want 16 or more).
         attention_buckets: fill ``MicroBatch.buckets``; Transformer Engine does without.
         pairs_per_call: query-key pairs of padding that are as slow as one more attention call.
     """
@@ -201,7 +201,8 @@ class Packer:
         rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
         lengths = stream.lengths[rows] if len(rows) else np.zeros(1, np.int64)
         padded = np.maximum(self._padded(lengths), self.layout.sequence_multiple)
-        unit = int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * cp))
+        ranks = cp * (self.layout.tensor if self.layout.sequence_parallel else 1)
+        unit = int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * ranks))
         padded[-1] += -int(padded.sum()) % unit
         boundaries = np.concatenate([[0], np.cumsum(padded)])
         total = int(boundaries[-1])

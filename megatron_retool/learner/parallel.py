@@ -208,6 +208,7 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
             )
         else:
             torch.distributed.init_process_group(backend, timeout=timeout)
+        _connect(device)
     global _active
     if _active == layout and parallel_state.model_parallel_is_initialized():
         return
@@ -223,6 +224,15 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     _active = layout
+
+
+def _connect(device: torch.device) -> None:
+    """Make NCCL's communicator of all ranks now, and not in the first exchange of weights.
+
+    A batch of sends and receives between some ranks alone hangs where it is the first thing that a group does.
+    """
+    if device.type == "cuda":
+        torch.distributed.all_reduce(torch.zeros(1, device=device))
 
 
 def shutdown() -> None:

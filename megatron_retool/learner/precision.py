@@ -128,6 +128,8 @@ def check_precision(
             )
     if optimizer.cpu_offload and not (acceleration.cuda and acceleration.transformer_engine):
         raise ConfigError("learner.optimizer.cpu_offload=true needs CUDA and Transformer Engine: set it to false")
+    if optimizer.cpu_offload and not learner.use_distributed_optimizer:
+        raise ConfigError("learner.optimizer.cpu_offload=true needs learner.use_distributed_optimizer=true")
     windowed = architecture.sliding_window is not None
     if windowed and learner.context_parallel_size > 1 and acceleration.transformer_engine:
         raise ConfigError(
@@ -162,6 +164,8 @@ def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceler
                 raise ConfigError(f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}")
             if module in ("moe", "moe_act") and not architecture.is_moe:
                 raise ConfigError(f"learner.recompute.modules: {module} needs a mixture-of-experts model")
+            if module in ("moe_act", "layernorm") and learner.fp8.recipe == "delayed":
+                raise ConfigError(f"learner.recompute.modules: {module} does not work with learner.fp8.recipe=delayed")
             if module == "moe_act" and not acceleration.transformer_engine:
                 raise ConfigError("learner.recompute.modules: moe_act needs Transformer Engine's grouped experts")
     elif recompute.modules:

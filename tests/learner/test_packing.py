@@ -103,6 +103,24 @@ def test_attention_buckets_hold_every_token_where_they_say(
         assert first == piece.input_ids.size(1)
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=lengths_strategy,
+    context=st.sampled_from([1, 2]),
+    tensor=st.sampled_from([1, 4]),
+    multiple=st.sampled_from([16, 128]),
+)
+def test_every_ranks_own_tokens_are_a_multiple_of_what_fp8_kernels_take(
+    lengths: list[tuple[int, int]], context: int, tensor: int, multiple: int
+) -> None:
+    # Transformer Engine quantises a layer's input where sequence parallelism leaves it: one part of TP.
+    packer = _packer(_layout(context=context, tensor=tensor), 4096, token_multiple=multiple)
+    for piece in packer.micro_batches(random_batch(lengths)):
+        own, rest = divmod(piece.input_ids.size(1), tensor)
+        assert rest == 0 and own % multiple == 0
+        assert own * tensor * context == piece.cu_seqlens[-1]
+
+
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from([2, 3, 4]))
 def test_zigzag_shares_have_equal_causal_work(chunks: list[int], context: int) -> None:
     lengths = np.array(chunks) * 2 * context

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from conversion.architecture import Architecture
 from megatron_retool.config import ConfigError, LearnerConfig
+from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import padded_vocab_size, resolve_device, validate_layout
 
 DENSE = Architecture(
@@ -114,3 +116,28 @@ def test_cuda_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         resolve_device("cpu")
+
+
+def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = validate_layout(LearnerConfig(), DENSE)
+    called: list[str] = []
+    monkeypatch.setattr(parallel, "_active", None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("is_initialized", "init_process_group", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: called.append(name))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    monkeypatch.setattr(parallel.parallel_state, "model_parallel_is_initialized", lambda: False)
+    monkeypatch.setattr(
+        parallel.parallel_state, "initialize_model_parallel", lambda **_: called.append("initialize_model_parallel")
+    )
+    monkeypatch.setattr(parallel.tensor_parallel, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
+    parallel.initialize(layout, torch.device("cuda", 0), seed=0)
+    assert [name for name in called if name != "is_initialized"] == [
+        "init_process_group",
+        "all_reduce",
+        "initialize_model_parallel",
+    ]
+    called.clear()
+    parallel._connect(torch.device("cpu"))
+    assert not called

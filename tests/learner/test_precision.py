@@ -22,6 +22,7 @@ CPU = Acceleration(cuda=False)
 H200 = Acceleration(True, (9, 0), "NVIDIA H200", "2.9.0", apex=True, fused_weight_gradient=True)
 B200 = replace(H200, capability=(10, 0), gpu_name="NVIDIA B200")
 A100 = replace(H200, capability=(8, 0), gpu_name="NVIDIA A100")
+RECOMPUTED_NORMS = RecomputeConfig("selective", modules=["layernorm"])
 BARE_H200 = replace(H200, transformer_engine=None, apex=False, fused_weight_gradient=False)
 
 
@@ -42,14 +43,17 @@ def _fp8(recipe: str, **settings: Any) -> LearnerConfig:
         (replace(_fp8("blockwise"), dtype="float32"), {}, H200, r"needs learner.dtype=bfloat16, not float32"),
         (LearnerConfig(dtype="float16"), {}, CPU, r"dtype=float16 needs CUDA"),
         (LearnerConfig(), {"cpu_offload": True}, CPU, r"cpu_offload=true needs CUDA and Transformer Engine"),
+        (LearnerConfig(use_distributed_optimizer=False), {"cpu_offload": True}, H200, r"distributed_optimizer=true"),
         (LearnerConfig(recompute=RecomputeConfig(granularity="some")), {}, CPU, r"'some' is not one of full"),
+        (replace(_fp8("delayed", keep_first_last_bf16=False), recompute=RECOMPUTED_NORMS),
+         {}, H200, r"layernorm does not work with learner.fp8.recipe=delayed"),
         (LearnerConfig(recompute=RecomputeConfig(method="uniform")), {}, CPU, r"belong to .*granularity=full"),
         (LearnerConfig(recompute=RecomputeConfig(modules=["mlp"])), {}, CPU, r"needs .*granularity=selective"),
         (LearnerConfig(recompute=RecomputeConfig("full", num_layers=9)), {}, CPU, r"between 1 and the 8 layers"),
         (LearnerConfig(recompute=RecomputeConfig("selective", modules=["moe"])), {}, CPU, r"mixture-of-experts"),
         (LearnerConfig(recompute=RecomputeConfig("selective", modules=["lm_head"])), {}, CPU, r"not one of core_attn"),
     ],
-)
+)  # fmt: skip
 def test_refused_before_any_work(
     learner: LearnerConfig, optimizer: dict[str, Any], machine: Acceleration, message: str
 ) -> None:
