@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, load_config
 from megatron_retool.learner.parallel import validate_layout
@@ -91,6 +99,59 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
     own = plan.candidate({})
     if own is not None:
         assert found[0].seconds <= own.seconds * 1.02
+
+
+CLUSTERS = [("H200x8", 8), ("H100x16", 8), ("H100x16", 4), ("H200x24", 8), ("A100x64", 8), ("B200x144", 72)]
+OWN = [
+    [],
+    ["cluster.placement=disaggregated", "weight_sync.method=distributed"],
+    ["weight_sync.method=disk"],
+    ["algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"],
+]
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.sampled_from([DENSE, EXPERTS]), st.sampled_from(CLUSTERS), st.sampled_from(OWN), st.integers(0, 10**6))
+def test_whatever_is_suggested_would_be_submitted(
+    file: str, cluster: tuple[str, int], own: list[str], seed: int
+) -> None:
+    gpus, per_node = cluster
+    config = load_config(file, own)
+    _, architecture = resolve_architecture(config)
+    plan = Planner(config, architecture, parse_machines(gpus, per_node), workload_of(config))
+    rollout = plan.generation(config)
+    plan.generation = lambda _: rollout  # type: ignore[method-assign]  # how fast a layout is does not matter here
+    layouts = list(plan._layouts())
+    drawn = [plan.candidate(changes) for changes in Random(seed).sample(layouts, min(8, len(layouts)))]
+    for candidate in [*filter(None, drawn), *plan.cures()[:3]]:
+        submitted = load_config(file, [*own, *overrides_of(candidate.changes)])
+        allocation = check_allocation(submitted, submitted.cluster.nodes)  # raises where submit.sh refuses
+        assert allocation.gpus <= plan.machines.count
+        assert memory(plan, submitted).fits
+
+
+@pytest.mark.parametrize(("gpus", "method"), [("H200x8", "tensor"), ("H100x16", "disk")], ids=["one_node", "two_nodes"])
+def test_colocated_suggestions_sync_in_a_way_that_reaches_every_node(gpus: str, method: str) -> None:
+    methods = set()
+    for candidate in planner(DENSE, gpus).suggestions(20):
+        config = load_config(DENSE, overrides_of(candidate.changes))
+        if config.cluster.placement == "colocated":
+            methods.add(config.weight_sync.method)
+        elif config.cluster.nodes > 1:
+            assert config.weight_sync.method == "distributed"
+    assert methods == {method}
+
+
+def test_submit_accepts_the_first_suggestion(tmp_path: Path) -> None:
+    best = planner(DENSE, "H100x16").suggestions(1)[0]
+    result = subprocess.run(
+        ["bash", "scripts/slurm/submit.sh", "--config", DENSE, "--dry-run", f"trainer.runs_dir={tmp_path}",
+         *overrides_of(best.changes)],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120,
+        env={**os.environ, "MEGATRON_RETOOL_VENV": str(Path(sys.executable).parents[1])},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "--nodes=2" in result.stdout
 
 
 def test_nothing_is_suggested_where_nothing_fits() -> None:
