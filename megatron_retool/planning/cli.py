@@ -84,7 +84,11 @@ def _strategies(config: Config) -> tuple[Strategy, ...]:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megatron_retool plan", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_retool plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", help="YAML file (default: that of --run, or the defaults)")
     parser.add_argument(
         "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
