@@ -1,0 +1,83 @@
+"""scripts/setup.sh: what it installs, in which order, and when it leaves an environment alone. pip is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Checkout:
+    """A copy of what the script reads, with programs that only say how they were called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        shutil.copytree(ROOT / "requirements", path / "requirements")
+        (path / "scripts").mkdir()
+        for name in ("scripts/setup.sh", "pyproject.toml"):
+            shutil.copy(ROOT / name, path / name)
+        self._program("bin/python3.11", "exit 0")
+        self._program(".venv/bin/python", 'echo "$@"')
+        self.set_gpu(False)
+
+    def set_gpu(self, present: bool) -> None:
+        self._program("bin/nvidia-smi", f"exit {int(not present)}")
+
+    def _program(self, name: str, body: str) -> None:
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{body}\n")
+        file.chmod(0o755)
+
+    def setup(self, *arguments: str, code: int = 0) -> list[str]:
+        """What was installed: requirement files and ".", in order."""
+        environment = {"PATH": f"{self.path}/bin:{os.defpath}"}
+        command = ["bash", "scripts/setup.sh", *arguments]
+        done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        calls = [line.split() for line in done.stdout.splitlines() if line.startswith("-m pip install")]
+        return [call[-1].removeprefix("requirements/").removesuffix(".txt") for call in calls]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+CPU = ["cpu-torch", "cpu", "sglang_only", "."]
+GPU = ["gpu-torch", "gpu-build", "gpu", "."]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arguments", "expected"), [(False, (), CPU), (True, (), GPU), (False, ("--gpu",), GPU)]
+)
+def test_installs_for_the_host_or_as_asked(
+    checkout: Checkout, gpu: bool, arguments: tuple[str, ...], expected: list[str]
+) -> None:
+    checkout.set_gpu(gpu)
+    assert checkout.setup(*arguments) == expected
+    assert checkout.setup(*arguments) == [], "it is there already"
+
+
+def test_a_changed_list_is_installed_again(checkout: Checkout) -> None:
+    checkout.setup()
+    with open(checkout.path / "requirements" / "cpu.txt", "a") as file:
+        file.write("another==1.0\n")
+    assert checkout.setup() == CPU
+
+
+def test_an_environment_for_gpus_keeps_its_kind_on_a_login_node(checkout: Checkout) -> None:
+    checkout.setup("--gpu")
+    assert checkout.setup() == []
+    with open(checkout.path / "requirements" / "gpu-build.txt", "a") as file:
+        file.write("another==1.0\n")
+    assert checkout.setup() == GPU
+
+
+def test_an_unknown_argument_is_refused(checkout: Checkout) -> None:
+    assert checkout.setup("--cuda", code=1) == []
