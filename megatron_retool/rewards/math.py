@@ -36,8 +36,10 @@ _LATEX_FRACTION = re.compile(rf"([+-]?)\\[dt]?frac(?:\{{({_NUMBER})\}}|(\d))(?:\
 _TWO_NUMBERS = re.compile(r"\d \d")
 _THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)\d{3})+)(?![\d])")
 _TEXT_UNIT = re.compile(r"(?<=[\d}\s)])\s*\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\.?\Z")
+# Letters right behind a number are a product of variables (2m, 2xyz) unless they can be nothing but a unit.
 _WORD_UNIT = re.compile(
-    r"(?<=\d)\s*(?:[a-zA-Z]{3,}(?:\s+[a-zA-Z]+)*|cm|mm|km|kg|mg|ml|ft|in|hr|m|g|s|h|L)(?:\^\{?\d\}?)?\.?\Z"
+    r"(?<=\d)(?:\s+(?:[a-zA-Z]{3,}(?:\s+[a-zA-Z]+)*|[mgshL])|\s*(?:cm|mm|km|kg|mg|ml|ft|in|hr|min|mph|deg|USD))"
+    r"(?:\^\{?\d\}?)?\.?\Z"
 )
 
 

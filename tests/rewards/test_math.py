@@ -65,6 +65,7 @@ def test_only_the_final_turn_is_read():
         ("10\\text{ cm}", "10", True),
         ("10 \\mathrm{m}^2", "10", True),
         ("10 apples", "10", True),
+        ("10cm", "10 m", True),
         ("60^\\circ", "60", True),
         ("\\$5", "5", True),
         ("\\(7\\)", "7", True),
@@ -76,6 +77,10 @@ def test_only_the_final_turn_is_read():
         (None, "7", False),
         # Not plain: left to the symbolic comparison.
         ("5x", "5", None),
+        ("2m", "2", None),
+        ("2", "2xyz", None),
+        ("3h", "3g", None),
+        ("2sinx", "2", None),
         ("\\sqrt{4}", "2", None),
         ("1/0", "3", None),
         ("x=3", "3", None),
