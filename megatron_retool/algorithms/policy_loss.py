@@ -182,7 +182,8 @@ def policy_loss(
             log_ratio_used = _gspo_log_ratio(log_ratio, loss_mask, inputs)
         else:
             log_ratio_used = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        ratio = log_ratio_used.exp()
+        # A rejected token may have any old log-prob, which 0 x nan would carry into the gradient.
+        ratio = torch.where(active, log_ratio_used, 0.0).exp()
         free_loss = -advantages * ratio
         clip_loss = -advantages * ratio.clamp(low, high)
         clipped = clip_loss > free_loss
@@ -192,7 +193,7 @@ def policy_loss(
             bounded = (advantages < 0) & (losses > bound)
             losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     elif config.policy_loss == "cispo":
-        ratio = log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+        ratio = torch.where(active, log_ratio.detach(), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         clipped = (ratio < low) | (ratio > high)
         losses = -advantages * ratio.clamp(low, high) * inputs.log_probs
     elif config.policy_loss == "policy_gradient":

@@ -236,6 +236,23 @@ def test_bypass_mode_rejects_inside_the_loss():
     assert torch.equal(gradient != 0, kept)
 
 
+@pytest.mark.parametrize("policy", LOSSES)
+def test_a_response_that_the_engine_gave_no_log_prob_leaves_the_others_gradient(policy):
+    data = columns()
+    rules = RolloutCorrectionConfig(mode="none", rejection=[], bypass_old_log_probs=True)
+    config, weights = AlgorithmConfig(policy_loss=policy), weights_of(data, "token-mean")
+    gradients = []
+    for value in (0.0, float("nan"), float("-inf")):
+        old = data["old_log_probs"].clone()
+        broken = data["sequence_ids"] == 1
+        old[torch.nonzero(broken & data["loss_mask"])[0]] = value
+        inputs = PolicyLossInputs(**{**data, "old_log_probs": old}, loss_weights=weights)
+        (gradient,) = torch.autograd.grad(policy_loss(inputs, config, rules).loss, data["log_probs"])
+        gradients.append(gradient)
+    torch.testing.assert_close(gradients[1], torch.where(broken, 0.0, gradients[0]))
+    torch.testing.assert_close(gradients[2], gradients[1])
+
+
 def test_what_settings_need_is_asked_for():
     data = columns()
     weights = weights_of(data, "token-mean")
