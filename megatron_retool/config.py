@@ -253,16 +253,20 @@ class AdaptiveSamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Training-inference mismatch: docs/algorithms.md has the definitions, docs/mismatch.md figures."""
+    """Training-inference mismatch: docs/algorithms.md has the definitions, docs/mismatch.md figures.
+
+    The defaults are those for Megatron and SGLang (Geo-MIS) with responses of thousands of tokens; short ones need
+    wider geometric bounds.
+    """
 
     level: str = choice("token", "sequence", "geometric")
     """Level of the importance weight."""
-    mode: str = choice("none", "truncate", "clip", "mask")
+    mode: str = choice("truncate", "none", "clip", "mask")
     """What happens to the weight outside its bounds; "none" turns weights off and leaves rejection on."""
     lower: float = 0.0
     upper: float = 2.0
-    rejection: list[str] = field(default_factory=list)
-    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see algorithms/rollout_correction.py."""
+    rejection: list[str] = field(default_factory=lambda: ["geometric_ratio 0.999 1.001"])
+    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see algorithms/rejection_rules.py."""
     veto_threshold: float | None = 1e-4
     """Drop a sequence with any token ratio strictly below it."""
     batch_k3_limit: float | None = None
@@ -658,6 +662,12 @@ def _validate_rollout_correction(correction: RolloutCorrectionConfig) -> None:
     if correction.bypass_old_log_probs and correction.batch_k3_limit is not None:
         raise ConfigError(
             f"{key}.batch_k3_limit needs the learner's log-probs before the update, which bypass_old_log_probs skips"
+        )
+    rejects = bool(correction.rejection) or correction.veto_threshold is not None
+    if correction.bypass_old_log_probs and correction.denominator == "post" and rejects:
+        raise ConfigError(
+            f"{key}.denominator=post counts what rejection leaves before the update, but with "
+            f"bypass_old_log_probs=true rejection happens in the update: set {key}.denominator=pre"
         )
 
 

@@ -50,9 +50,8 @@ def test_overlong_responses_keep_their_weight_and_give_no_loss():
 
 
 def test_mismatch_is_weighed_and_rejected():
-    config = load_config(
-        None, ["algorithm.rollout_correction.mode=truncate", "algorithm.rollout_correction.veto_threshold=0.01"]
-    )
+    settings = ["mode=truncate", "rejection=[]", "veto_threshold=0.01"]
+    config = load_config(None, [f"algorithm.rollout_correction.{setting}" for setting in settings])
     rows = four()
     batch = make_batch(*rows)
     old = batch.rollout_log_probs.copy()
@@ -64,7 +63,8 @@ def test_mismatch_is_weighed_and_rejected():
 
 
 def test_bypass_reports_what_needs_no_learner():
-    config = load_config(None, ["algorithm.rollout_correction.bypass_old_log_probs=true"])
+    settings = ["bypass_old_log_probs=true", "mode=none"]
+    config = load_config(None, [f"algorithm.rollout_correction.{setting}" for setting in settings])
     rows = four()
     batch, metrics, skip = correct_rollout(config, make_batch(*rows), rows, 2)
     assert not skip

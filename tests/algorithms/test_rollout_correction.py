@@ -28,7 +28,7 @@ def correct_golden(dtype=torch.float64, **settings_):
         ROWS,
         5,
         torch.tensor([0, 0, 1, 1] * 5),
-        RolloutCorrectionConfig(**({"veto_threshold": None} | settings_)),
+        RolloutCorrectionConfig(**({"mode": "none", "rejection": [], "veto_threshold": None} | settings_)),
     )
 
 
@@ -50,6 +50,19 @@ def kept_per_row(result):
 def test_golden_rules(rule, kept):
     for dtype in (torch.float64, torch.float32):
         assert kept_per_row(correct_golden(dtype, rejection=[rule])) == kept
+
+
+def test_default_is_geo_mis():
+    """Geometric mask and veto over token weights truncated at 2: nobody has to ask for the cure."""
+    d = torch.tensor([1.0, -1.0, 0.0015, 0.0, -12.0, 12.0])
+    rollout, mask, ids = torch.full((6,), -13.0), torch.ones(6, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 2, 2])
+    config = load_config().algorithm.rollout_correction
+    result = rollout_correction(rollout + d, rollout, mask, ids, 3, torch.zeros(6), config)
+    assert result.keep_mask.tolist() == [True, True, True, True, False, False]
+    assert result.importance_weights[:2].tolist() == pytest.approx([2.0, math.exp(-1)])
+    higher = rollout_correction(rollout + 2 * d.abs(), rollout, mask, ids, 3, torch.zeros(6), config)
+    assert not higher.keep_mask.any()
+    assert not load_config(None, ["algorithm.rollout_correction.rejection=[]"]).algorithm.rollout_correction.rejection
 
 
 def test_golden_veto():
@@ -148,7 +161,7 @@ def test_veto_is_strict_and_unclamped():
     ids, mask = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
 
     def kept(threshold):
-        config = RolloutCorrectionConfig(veto_threshold=threshold)
+        config = RolloutCorrectionConfig(rejection=[], veto_threshold=threshold)
         return rejection_mask(d, torch.zeros_like(d), mask, ids, 2, config).tolist()
 
     assert kept(1e-4) == [True, False]
@@ -331,7 +344,8 @@ def test_bad_rules_are_refused_by_the_configuration(text, message):
         (["veto_threshold=2"], "veto_threshold"),
         (["mode=clip", "lower=2", "upper=1"], "lower=2.0 < upper=1.0"),
         (["bypass_old_log_probs=true", "mode=truncate"], "twice"),
-        (["bypass_old_log_probs=true", "batch_k3_limit=0.1"], "batch_k3_limit"),
+        (["bypass_old_log_probs=true", "mode=none", "batch_k3_limit=0.1"], "batch_k3_limit"),
+        (["bypass_old_log_probs=true", "mode=none", "denominator=post"], "denominator=post"),
     ],
 )
 def test_contradicting_settings_are_refused(overrides, message):
