@@ -40,9 +40,11 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 
 from megatron_retool.config import Config
+from sglang_rollout.engine import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +383,7 @@ class TensorWeightSync(WeightSync):
     """Handles of memory that the engines map: shared memory on CPU, CUDA IPC on GPU.
 
     Engines must run on the learner's host (and, on GPU, see its devices). Each bucket is copied once into a flat
-    buffer, which stays the same from bucket to bucket: one handle whatever the number of tensors.
+    buffer: one handle for each reader, whatever the number of tensors.
     """
 
     def __init__(self, engines: Sequence[str], **common: Any) -> None:
@@ -399,13 +401,8 @@ class TensorWeightSync(WeightSync):
             )
 
     def _send(self, bucket: Bucket) -> None:
-        size = sum(tensor.nbytes for _, tensor in bucket)
         device = bucket[0][1].device
-        if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            if device.type == "cpu":
-                _share_through_file_system(self._buffer)
-        flat = self._buffer[:size]
+        flat = self._flat(sum(tensor.nbytes for _, tensor in bucket), device)
         metadata, offset = [], 0
         for name, tensor in bucket:
             end = offset + tensor.nbytes
@@ -431,6 +428,23 @@ class TensorWeightSync(WeightSync):
         }
         path = "/update_weights_from_tensor"
         self._await_all(self._start_all(path, bodies), path)
+
+    def _end(self, version: int) -> None:
+        super()._end(version)
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # every rank has closed its handles: the memory is the learner's again
+
+    def _flat(self, size: int, device: torch.device) -> torch.Tensor:
+        """Memory for a bucket of ``size`` bytes."""
+        if device.type == "cuda":
+            # Never the one before: an engine answers when its first rank is done, while others may be reading still.
+            # torch gives memory back when every reader has closed it, and not earlier.
+            torch.cuda.ipc_collect()
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            _share_through_file_system(self._buffer)
+        return self._buffer[:size]
 
     def close(self) -> None:
         super().close()
@@ -500,7 +514,7 @@ class DistributedWeightSync(WeightSync):
         sizes = {url: int(self._infos[url].get("tp_size") or 1) for url in self.engines}
         world_size = 1 + sum(sizes.values())
         address = _own_address(self.engines)
-        port = _free_port()
+        port = free_port("")
         self._group_name = f"weight_sync_{port}_{time.monotonic_ns()}"
         bodies: dict[str, dict[str, Any] | None] = {}
         offset = 1
@@ -532,7 +546,7 @@ class DistributedWeightSync(WeightSync):
         """Give up a group whose collective failed. Not awaited: that could hang on the peer that did not come."""
         group, self._group = self._group, None
         if group is not None:
-            self._pool.submit(torch.distributed.destroy_process_group, group)
+            self._pool.submit(_leave, group, self._backend)
 
     def close(self) -> None:
         if self._group is not None:
@@ -555,11 +569,23 @@ def _join_group(backend: str, address: str, port: int, world_size: int, name: st
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
     store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
+    # NCCL's watchdog ends the process when a collective's time is over: our own wait has to end first.
+    group_timeout = 2 * timeout if backend == "nccl" else timeout
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=group_timeout
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
+
+
+def _leave(group: Any, backend: str | None) -> None:
+    """Leave a group in which a collective may hang: NCCL's ordinary way out waits for it."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    if backend == "nccl":
+        _abort_process_group(group)
+    else:
+        torch.distributed.destroy_process_group(group)
 
 
 def _send_away(address: str, port: int, world_size: int) -> None:
@@ -664,16 +690,9 @@ def _own_address(engines: Sequence[str]) -> str:
 
 
 def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    if host in ("127.0.0.1", "localhost", "::1"):
-        return True
     try:
-        return socket.gethostbyname(host) in {"127.0.0.1", *socket.gethostbyname_ex(socket.gethostname())[2]}
+        address = socket.gethostbyname(urlsplit(url).hostname or "")
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    # The host's name resolves to one of its addresses at most, and an engine may be known by another.
+    return any(entry.address == address for entries in psutil.net_if_addrs().values() for entry in entries)

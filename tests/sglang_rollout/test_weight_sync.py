@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_retool.config import load_config
+from sglang_rollout import weight_sync
 from sglang_rollout.weight_sync import (
     DiskWeightSync,
     DistributedWeightSync,
@@ -216,3 +219,17 @@ def test_the_configured_method(method, kind):
     config = load_config(None, [f"weight_sync.method={method}", "weight_sync.timeout_seconds=12"])
     with make_weight_sync(config, ["http://127.0.0.1:1/"]) as sync:
         assert type(sync) is kind and sync.timeout_seconds == 12 and sync.engines == ["http://127.0.0.1:1"]
+
+
+def test_an_engine_on_any_of_this_hosts_addresses_is_local():
+    addresses = {
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    assert "127.0.0.1" in addresses
+    for address in addresses | {"localhost"}:
+        assert weight_sync._is_local(f"http://{address}:30000")
+    assert not weight_sync._is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
+    assert not weight_sync._is_local("http://no-such-host.invalid:30000")
