@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.config import ClusterConfig, Config, ConfigError, load_config
@@ -173,14 +174,14 @@ def main(arguments: list[str] | None = None) -> int:
         nodes = config.cluster.nodes if options.nodes is None else options.nodes
         allocation = check_allocation(config, nodes, options.gpus_per_node, sft=options.sft)
     except ConfigError as error:
-        console.print(f"[bold red]error:[/] {error}")
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
         return 1
     console.print(allocation.summary())
     placement = allocation.placement
     if placement is not None and len(placement.slots) <= _TABLE_ROWS:
         console.print(placement.table())
     for warning in allocation.warnings:
-        console.print(f"[yellow]warning:[/] {warning}")
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
     values = {
         "run_dir": str(config.run_dir.absolute()),
         "experiment_name": config.trainer.experiment_name,

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
@@ -230,7 +229,7 @@ class Deployment:
                     server.start()
                 except SandboxServerError as error:
                     text = f"the code interpreter server does not start again: {error}"
-                    self.console.print(f"[yellow]{escape(text)}[/]")
+                    self.console.print(text, style="yellow", markup=False)
                     await asyncio.sleep(RETRY_SECONDS)
 
     async def sync_weights(self, version: int) -> dict[str, float]:
@@ -248,7 +247,8 @@ class Deployment:
             metrics = await self.learner.sync_weights(self.engines.urls, version)
         except WeightSyncError as error:
             culprits = getattr(error, "cause", error).engines
-            self.console.print(f"[yellow]weight sync failed, restarting {', '.join(culprits)}: {error}[/]")
+            text = f"weight sync failed, restarting {', '.join(culprits)}: {error}"
+            self.console.print(text, style="yellow", markup=False)
             if not culprits:
                 raise
             for url in culprits:
@@ -268,7 +268,8 @@ class Deployment:
                     await self.learner.sync_weights([new_url], self.version)
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
-                self.console.print(f"[yellow]engine {new_url} is back without the current weights: {error}[/]")
+                text = f"engine {new_url} is back without the current weights: {error}"
+                self.console.print(text, style="yellow", markup=False)
         return new_url
 
     async def _start_engine_again(self, url: str) -> str:

@@ -143,7 +143,7 @@ class HangWatchdog:
             where = f"the stacks of every process are in {path}"
         except Exception as error:  # the watchdog goes on whatever a look at a sick run meets
             where = f"the stacks in {path} are incomplete: {error}"
-        self._console.print(f"[bold red]{what}; {where}[/]", highlight=False)
+        self._console.print(f"{what}; {where}", style="bold red", markup=False, highlight=False)
         if self._abort:
             self._error = RunHung(
                 f"{what}; {where}. trainer.hang_action=abort ends the run, which resumes from its last checkpoint"

@@ -46,9 +46,11 @@ class LearnerRecovery:
                     "(nvidia-smi -q -d ECC, dmesg | grep Xid): exclude the node. Starting the run again resumes it"
                 ) from error
             self._restarts += 1
-            run.console.print(f"[yellow]{error}[/]", highlight=False)
+            run.console.print(str(error), style="yellow", markup=False, highlight=False)
             run.console.print(
-                f"[yellow]building the learner anew ({self._restarts} of {limit}): the run goes on from {place}[/]",
+                f"building the learner anew ({self._restarts} of {limit}): the run goes on from {place}",
+                style="yellow",
+                markup=False,
                 highlight=False,
             )
             try:
@@ -88,7 +90,9 @@ class CheckpointSaves:
                 raise
             self._failed += 1
             self._console.print(
-                f"[bold red]{error}. Training goes on (trainer.on_failed_save), and the next step tries again[/]",
+                f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again",
+                style="bold red",
+                markup=False,
                 highlight=False,
             )
         return {"checkpoint/failed_saves": float(self._failed)}

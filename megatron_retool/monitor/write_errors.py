@@ -46,8 +46,10 @@ class WriteErrors:
                 # The console's own output may go to the disk that is full.
                 with contextlib.suppress(OSError):
                     self._console.print(
-                        f"[bold red]{path} was not written: {error.strerror or error}. The run goes on without it, and "
-                        "without what cannot be written there after it (monitor/write_errors counts)[/]",
+                        f"{path} was not written: {error.strerror or error}. The run goes on without it, and without "
+                        "what cannot be written there after it (monitor/write_errors counts)",
+                        style="bold red",
+                        markup=False,
                         highlight=False,
                         soft_wrap=True,
                     )

@@ -107,6 +107,12 @@ def test_restarts_are_bounded_until_there_is_a_new_checkpoint() -> None:
     assert "goes on from checkpoint global_step_5" in run.console.export_text()
 
 
+def test_an_error_may_look_like_markup_of_the_console() -> None:
+    run = FakeRun()
+    asyncio.run(LearnerRecovery(run).after(LearnerDied(f"learner rank 0 lost its links: {GLOO}")))  # type: ignore[arg-type]
+    assert "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]" in run.console.export_text()
+
+
 def test_a_death_while_restarting_counts_too() -> None:
     run = FakeRun(deaths_while_restarting=1)
     recover(LearnerRecovery(run))  # type: ignore[arg-type]
