@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_retool.config import ConfigError, load_config
@@ -132,7 +133,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
         console.print("[yellow]stopped; the same command goes on from here[/]")
         return 130
     except (ConfigError, RuntimeError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False)
+        console.print("[bold red]error:[/]", escape(str(error)), highlight=False)
         return 1
     return 0
 
