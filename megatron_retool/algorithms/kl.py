@@ -58,11 +58,15 @@ def kl_reward(
         ref_log_probs: float [T]. loss_mask: bool [T].
 
     Returns:
-        (float32 [T], 0 where ``loss_mask`` is false; mean KL over sampled tokens, 0.0 if there are none).
+        (float32 [T], 0 where ``loss_mask`` is false or a log-prob is not finite; mean KL over the other tokens, 0.0 if
+        there are none). Rollout correction drops and counts responses with such log-probs; their group and an adaptive
+        coefficient must outlive them.
     """
     with torch.no_grad():
-        penalty = torch.where(loss_mask, kl_penalty(log_probs, ref_log_probs, estimator), 0.0)
-        count = int(loss_mask.sum())
+        penalty = kl_penalty(log_probs, ref_log_probs, estimator)
+        known = loss_mask & torch.isfinite(penalty)
+        penalty = torch.where(known, penalty, 0.0)
+        count = int(known.sum())
         mean = float(penalty.to(torch.float64).sum()) / count if count else 0.0
         return (-coefficient * penalty).float(), mean
 

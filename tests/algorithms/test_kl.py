@@ -56,3 +56,13 @@ def test_controller_moves_towards_its_target():
 def test_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="'k4' is not one of k1, k2"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("missing", [float("nan"), float("-inf")])
+def test_a_token_without_a_log_prob_spoils_neither_rewards_nor_mean(estimator, missing):
+    log_probs, reference = torch.tensor([-1.0, missing, -2.0]), torch.tensor([-1.5, -1.0, -2.0])
+    rewards, mean = kl_reward(log_probs, reference, torch.ones(3, dtype=torch.bool), 0.1, estimator)
+    expected = kl_penalty(log_probs, reference, estimator)
+    assert rewards.tolist() == pytest.approx([-0.1 * float(expected[0]), 0.0, 0.0])
+    assert mean == pytest.approx(float(expected[0]) / 2)
