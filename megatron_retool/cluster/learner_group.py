@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
-from megatron_retool.config import Config
+from megatron_retool.config import Config, ConfigError
 from megatron_retool.run_state import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -50,6 +51,7 @@ class LearnerWorker:
         self.config = config
         self.role = role
         self.rank = rank
+        self.gpus = tuple(gpus)
         if gpus:  # before anything asks CUDA for its devices
             devices = visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
             os.environ.update(GPU_ENVIRONMENT | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
@@ -60,7 +62,17 @@ class LearnerWorker:
         return node_address(), free_port()
 
     def setup(self, master: tuple[str, int], total_optimizer_steps: int) -> str:
-        """Join the process group and build model, optimizer and scheduler; the name of this node."""
+        """Join the process group and build model, optimizer and scheduler; the name of this node.
+
+        Raises:
+            ConfigError: the plan gives this rank a GPU that CUDA does not find; the CPU would take its place silently.
+        """
+        if self.gpus and not torch.cuda.is_available():
+            raise ConfigError(
+                f"{self.role} rank {self.rank} is planned on GPU {self.gpus[0]} of {socket.gethostname()}, where CUDA "
+                f"finds none as CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: check nvidia-smi there and "
+                "cluster.gpus_per_node"
+            )
         os.environ.update(
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),

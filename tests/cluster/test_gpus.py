@@ -82,6 +82,12 @@ def test_a_rank_sees_its_gpu_and_speaks_nccl_as_engines_do(config: Config, monke
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+def test_a_rank_whose_gpu_is_not_there_does_not_turn_to_the_cpu(config: Config) -> None:
+    worker = learner_group.LearnerWorker(config, "learner", 2, (2,))
+    with pytest.raises(ConfigError, match="rank 2 is planned on GPU 2.*CUDA_VISIBLE_DEVICES=6"):
+        worker.setup(("127.0.0.1", 1), 1)
+
+
 def test_a_rank_without_gpus_leaves_the_environment_alone(config: Config) -> None:
     learner_group.LearnerWorker(config, "learner", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and "NCCL_CUMEM_ENABLE" not in os.environ
