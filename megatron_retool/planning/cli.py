@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -162,7 +163,11 @@ def _workload(options: argparse.Namespace, config: Config, measured: dict[str, f
         if generated and kept:
             logged["kept_groups"] = min(1.0, kept / generated)
         figures = {key: value if value is not None else logged.get(key) for key, value in figures.items()}
-    return workload_of(config, **figures)
+    workload = workload_of(config, **figures)
+    if measured and options.tool_seconds is None:
+        # What a run logs of a call contains its wait for a worker: it must not wait again.
+        workload = replace(workload, sandbox_workers=max(workload.sandbox_workers, workload.responses))
+    return workload
 
 
 def read_measurements(path: Path) -> dict[str, float]:

@@ -57,7 +57,7 @@ class Assumptions:
 
     dense_efficiency: float = 0.55
     moe_efficiency: float = 0.25
-    cpu_efficiency: float = 0.25
+    cpu_efficiency: float = 0.5
     fp8_speedup: float = 1.35
     link_efficiency: float = 0.75
     hidden_context_exchange: float = 0.5

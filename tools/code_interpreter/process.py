@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -93,7 +93,9 @@ class SandboxServerProcess:
         finally:
             os.close(writer)
         try:
-            answered = select.select([reader], [], [], self._start_timeout)[0]
+            with selectors.DefaultSelector() as selector:  # select() itself refuses descriptors above 1023
+                selector.register(reader, selectors.EVENT_READ)
+                answered = bool(selector.select(self._start_timeout))
             port = os.read(reader, 16) if answered else b""
             if not port:
                 said = log_file.read_bytes()[start_of_log:][-2000:].decode(errors="replace").strip()
