@@ -139,7 +139,8 @@ def test_the_demo_takes_about_as_long_as_predicted() -> None:
         config, response_mean=71.2, clip_ratio=0.0156, prompt_tokens=60.2, tool_calls=1.05, tool_seconds=0.094,
         kept_groups=17 / 29,
     )  # fmt: skip
-    workload = replace(workload, sandbox_workers=workload.responses)  # the seconds of a call contain its wait for a worker
+    # The seconds measured for a call contain its wait for a worker.
+    workload = replace(workload, sandbox_workers=workload.responses)
     architecture = demo_architecture(config)
     layout = validate_layout(config.learner, architecture)
     step = predict_step(config, architecture, layout, parse_machines("CPUx2"), workload)
