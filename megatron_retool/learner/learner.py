@@ -537,8 +537,12 @@ class Learner:
         load_checkpoint(self, directory)
 
     def close(self) -> None:
-        """Complete a checkpoint that is being written, and leave the process groups."""
+        """Complete a checkpoint that is being written, and leave the process groups; the learner is of no use after."""
         self.finish_save()
+        # Hooks on gradients hold the configuration through C++, where the garbage collector sees no cycle: by these
+        # functions the weights and the process groups would stay for as long as the process lives.
+        config = self.transformer_config
+        config.no_sync_func = config.finalize_model_grads_func = config.grad_scale_func = None
         parallel.shutdown()
 
 

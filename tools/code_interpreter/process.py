@@ -74,8 +74,13 @@ class SandboxServerProcess:
         Raises:
             SandboxServerError: it ended or did not become ready in time.
         """
-        log_file = self._log_file or Path(tempfile.mkstemp(prefix="retool-sandbox-", suffix=".log")[1])
-        log_file.parent.mkdir(parents=True, exist_ok=True)
+        if self._log_file is None:
+            descriptor, name = tempfile.mkstemp(prefix="retool-sandbox-", suffix=".log")
+            os.close(descriptor)
+            log_file = Path(name)
+        else:
+            log_file = self._log_file
+            log_file.parent.mkdir(parents=True, exist_ok=True)
         reader, writer = os.pipe()
         try:
             with log_file.open("ab") as log:

@@ -440,7 +440,8 @@ import builtins; builtins.left = 1
     assert attacked.run(code).ok
     look = """
 import builtins, os
-print(os.listdir("."), os.listdir(os.environ["TMPDIR"]), hasattr(builtins, "left"), os.path.exists("/dev/shm/left.txt"))
+left = [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("left")]
+print(os.listdir("."), left, hasattr(builtins, "left"), os.path.exists("/dev/shm/left.txt"))
 """
     assert attacked.run(look).stdout == "['main.py'] [] False False\n"
 
