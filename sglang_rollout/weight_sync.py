@@ -431,8 +431,11 @@ class TensorWeightSync(WeightSync):
 
     def _end(self, version: int) -> None:
         super()._end(version)
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # every rank has closed its handles: the memory is the learner's again
+        self._free()
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._free()
 
     def _flat(self, size: int, device: torch.device) -> torch.Tensor:
         """Memory for a bucket of ``size`` bytes."""
@@ -448,7 +451,14 @@ class TensorWeightSync(WeightSync):
 
     def close(self) -> None:
         super().close()
+        self._free()
+
+    def _free(self) -> None:
+        # A segment of shared memory has a name, and outlives a process that is killed: between two syncs, where a run
+        # spends its time and ends, there is none.
         self._buffer = None
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # every rank has closed its handles: the memory is the learner's again
 
 
 class DistributedWeightSync(WeightSync):

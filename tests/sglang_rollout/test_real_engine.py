@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import aclosing, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,6 +237,7 @@ def test_new_weights_change_what_is_sampled(engine, tokenizer, tmp_path, model_d
             version = next(versions)
             report = sync.push(markov_policy.buckets(model), version)
             assert report.tensors == len(model.state_dict()) and report.verified_tensors > 10
+            assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")), "a killed learner would leave this memory"
             result, served = on_client(engine, greedy)
             assert served == version and set(result.weight_versions) == {version}
             expected = hf_log_probs(model, [5, 6, 7, 8], result.output_ids)
