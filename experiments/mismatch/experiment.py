@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_retool.atomic_write import atomic_write
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.monitor.mismatch_report import write_mismatch_report
@@ -46,7 +46,8 @@ CURVES = (
     ("rollout/acc/mean", "accuracy of generated responses", False),
     ("actor/grad_norm", "gradient norm", True),
     ("rollout_corr/k3_kl", "k3 KL", True),
-    ("rollout_corr/training_ppl", "perplexity under the learner", True),
+    # Not the perplexity itself: a single response that the model all but excludes would outweigh all others.
+    ("rollout_corr/training_log_ppl", "log-perplexity under the learner (nats)", False),
     ("actor/entropy", "entropy (nats)", False),
     ("rollout_corr/masked_fraction", "rejected tokens", False),
 )
@@ -171,7 +172,8 @@ def run_experiment(
             settings = [*common, *arm.overrides, *(_QUICK if quick else ())]
             run_arm(directory / run_name(arm.name, seed), experiment.config, seed, steps, model, settings, console)
     rows = [summary(directory, experiment.name, arm.name, seed) for arm in chosen for seed in range(seeds)]
-    _write(directory / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    with atomic_write(directory / "results.jsonl") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
     draw_curves(directory, experiment, [arm.name for arm in chosen], seeds)
     for arm in chosen:
         write_mismatch_report(directory / run_name(arm.name, 0))
@@ -304,7 +306,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def draw_curves(directory: Path, experiment: Experiment, arms: Sequence[str], seeds: int) -> Path:
-    """curves.png: for every arm the mean over seeds, with the range of the seeds as a band."""
+    """curves.png: for every arm the mean over seeds, with the range of the seeds as a band, averaged over 5 steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -321,7 +323,10 @@ def draw_curves(directory: Path, experiment: Experiment, arms: Sequence[str], se
             steps = sorted(set.intersection(*(set(run) for run in runs)))
             if not steps:
                 continue
-            values = np.array([[run[step] for step in steps] for run in runs])
+            window = min(5, len(steps))
+            smooth = np.ones(window) / window
+            values = np.array([np.convolve([run[step] for step in steps], smooth, mode="valid") for run in runs])
+            steps = steps[window - 1 :]
             positive &= bool((values > 0).all())
             (line,) = axes.plot(steps, values.mean(0), label=arm)
             axes.fill_between(steps, values.min(0), values.max(0), alpha=0.15, color=line.get_color())
@@ -330,13 +335,12 @@ def draw_curves(directory: Path, experiment: Experiment, arms: Sequence[str], se
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
     panels[0, 0].legend(fontsize=8)
-    canvas.suptitle(f"{experiment.title} ({seeds} seed{'s' if seeds > 1 else ''})")
+    canvas.suptitle(f"{experiment.title} ({seeds} seed{'s' if seeds > 1 else ''}, running means of 5 steps)")
     canvas.tight_layout()
     target = directory / "curves.png"
-    partial = target.with_name(".curves.partial.png")
-    canvas.savefig(partial, dpi=110)
+    with atomic_write(target) as file:
+        canvas.savefig(file, format="png", dpi=110)
     plt.close(canvas)
-    os.replace(partial, target)
     return target
 
 
@@ -357,10 +361,3 @@ def results_table(experiment: Experiment, rows: Sequence[dict[str, Any]]) -> Tab
             f"{sum(row['seconds'] for row in own):.0f}",
         )
     return table
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
