@@ -451,7 +451,7 @@ class TensorWeightSync(WeightSync):
 
     def close(self) -> None:
         super().close()
-        self._free()
+        self._buffer = None
 
     def _free(self) -> None:
         # A segment of shared memory has a name, and outlives a process that is killed: between two syncs, where a run

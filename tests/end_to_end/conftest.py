@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_TEST_RUN"
+_RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def processes_of(marker: str) -> dict[int, str]:
@@ -42,6 +43,20 @@ def wait_until_gone(marker: str, seconds: float) -> dict[int, str]:
     while (left := processes_of(marker)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def kill_driver(process: subprocess.Popen[str], marker: str) -> None:
+    """SIGKILL to the driver alone; all that works for the run goes with it.
+
+    Two agents of Ray without work stay a minute longer: before they end they try for 60 s, which is written into Ray,
+    to report their raylet's death to a control store that has gone too.
+    """
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while left := [command for command in processes_of(marker).values() if not command.startswith(_RAY_AGENTS)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 @dataclass

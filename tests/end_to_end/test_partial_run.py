@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 
 import numpy as np
 import pytest
-from conftest import FinishedRun, wait_until_gone
+from conftest import FinishedRun, kill_driver
 
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.run_state import complete_checkpoints
@@ -39,9 +38,7 @@ def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: F
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert wait_until_gone(marker, 60) == {}
+    kill_driver(process, marker)
     checkpoint = complete_checkpoints(run_dir)[-1]
     code, output = demo_run.command_line.run("train", *arguments)
     assert code == 0, output

@@ -15,6 +15,7 @@ from megatron_retool.trajectory import read_trajectories
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_ppo_trains_what_was_sampled_and_resumes(demo_run: FinishedRun):
     run_dir = demo_run.run_dir.with_name("ppo")
     arguments = [

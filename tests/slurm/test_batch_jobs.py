@@ -144,6 +144,7 @@ def test_node_failure_requeues_and_resumes(slurm: VirtualCluster, submit: Submit
     assert job.record(start=1)["arguments"][-1] == "trainer.resume_mode=auto"
 
 
+@pytest.mark.slow
 def test_ray_on_every_node(slurm: VirtualCluster, submit: Submitter) -> None:
     """Ray joins, the driver reaches both nodes, a dead raylet requeues the job, and nothing is left at the end."""
     job = submit("ray", script="train_dapo_megatron.sbatch")
@@ -167,6 +168,7 @@ def test_ray_on_every_node(slurm: VirtualCluster, submit: Submitter) -> None:
         assert not list((slurm.directory / f"tmp.{node}").iterdir())
 
 
+@pytest.mark.slow
 def test_node_that_does_not_come_is_named(slurm: VirtualCluster, submit: Submitter, tmp_path: Path) -> None:
     bin_directory = tmp_path / "venv" / "bin"
     bin_directory.mkdir(parents=True)
