@@ -36,6 +36,13 @@ CONSOLE_COLUMNS = {
 }
 """Metric -> heading in the step table."""
 
+VALIDATION_WORDS = {
+    "val-aux/num_turns/mean": "turns",
+    "val-aux/tool/use_rate": "tool use",
+    "val-aux/tool/success_rate": "tool ok",
+}
+"""Metric -> word in the line about a validation, after the accuracies of all prompts."""
+
 _COLUMN_WIDTH = 8
 _HEADER_EVERY = 20
 
@@ -113,10 +120,13 @@ class MetricLogger:
             self._print_row(step, values)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
+        if validated := validation_line(values):
+            self.console.print(f"step {step:>5}  validation: {validated}", soft_wrap=True, highlight=False)
+        values = {name: value for name, value in values.items() if not name.startswith(("val-core/", "val-aux/"))}
         shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in values}
         if not shown:
-            parts = (f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in values.items())
-            self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
+            if parts := [f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in values.items()]:
+                self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
             return
         if self._rows_printed % _HEADER_EVERY == 0:
             header = f"{'step':>6}" + "".join(f"{heading:>{_COLUMN_WIDTH + 1}}" for heading in shown.values())
@@ -172,6 +182,23 @@ def drop_rows_from(path: Path, step: int) -> None:
                 break
             end += len(line)
         handle.truncate(end)
+
+
+def validation_line(values: Mapping[str, float]) -> str:
+    """mean@n of all prompts, best, majority and worst of n, and how the model behaved; empty without a validation."""
+    prefix = "val-core/all/acc/"
+    means = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(f"{prefix}mean@")}
+    parts = []
+    for name, mean in means.items():
+        count = name.removeprefix("mean@")
+        parts.append(f"{name} {mean:.3f}")
+        parts += [
+            f"{kind}@{count} {values[key]:.3f}"
+            for kind in ("best", "maj", "worst")
+            if (key := f"{prefix}{kind}@{count}/mean") in values
+        ]
+    parts += [f"{word} {values[name]:.3g}" for name, word in VALIDATION_WORDS.items() if name in values]
+    return "  ".join(parts) if means else ""
 
 
 def _short(value: float) -> str:

@@ -1,7 +1,9 @@
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
 from megatron_retool.monitor.logger import MetricLogger, read_metrics
 from megatron_retool.monitor.report import write_report
@@ -57,3 +59,21 @@ def test_report_has_a_picture_for_what_was_logged(tmp_path):
 def test_report_without_metrics(tmp_path):
     with pytest.raises(FileNotFoundError, match="metrics.jsonl"):
         write_report(tmp_path)
+
+
+def test_a_validation_is_one_readable_line(tmp_path):
+    out = io.StringIO()
+    validated = {
+        "val-core/all/acc/mean@4": 0.5, "val-core/all/acc/std@4": 0.1, "val-core/all/acc/best@4/mean": 0.75,
+        "val-core/all/acc/best@2/mean": 0.6, "val-core/all/acc/maj@4/mean": 0.55, "val-core/aime/acc/mean@4": 0.5,
+        "val-aux/all/reward/mean@4": 0.0, "val-aux/tool/use_rate": 0.9,
+    }  # fmt: skip
+    with MetricLogger(tmp_path, ["console"], console=Console(file=out, width=400)) as log:
+        log.log(0, validated)
+        log.log(1, {"rollout/acc/mean": 0.25, "timing_s/step": 3.0, **validated})
+        log.log(2, {"sft/loss": 1.5})
+    before, validation, header, row, sft = out.getvalue().splitlines()
+    assert before == "step     0  validation: mean@4 0.500  best@4 0.750  maj@4 0.550  tool use 0.9"
+    assert validation == before.replace("0 ", "1 ", 1)
+    assert header.split() == ["step", "acc", "step", "s"] and row.split() == ["1", "0.250", "3.000"]
+    assert sft == "step     2  loss 1.5"
