@@ -239,10 +239,11 @@ def _print_summary(console: Console, summary: dict[str, dict[str, float]], secon
     for name, row in summary.items():
         table.add_row(name, *(f"{value:.3f}" for value in row.values()))
     console.print(table)
-    times = Table(title="time by stage (s)")
-    for name in (*seconds, "all"):
-        times.add_column(name, justify="right")
-    times.add_row(*(f"{value:.0f}" for value in (*seconds.values(), sum(seconds.values()))))
+    times = Table(title="time by stage")
+    times.add_column("stage")
+    times.add_column("seconds", justify="right")
+    for name, value in {**seconds, "all": sum(seconds.values())}.items():
+        times.add_row(name, f"{value:.0f}")
     console.print(times)
 
 

@@ -120,20 +120,20 @@ class MetricLogger:
             self._print_row(step, values)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
+        own = {name: value for name, value in values.items() if not name.startswith(("val-core/", "val-aux/"))}
+        shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in own}
+        if shown:
+            if self._rows_printed % _HEADER_EVERY == 0:
+                header = f"{'step':>6}" + "".join(f"{heading:>{_COLUMN_WIDTH + 1}}" for heading in shown.values())
+                self.console.print(header, style="bold", soft_wrap=True, highlight=False)
+            row = f"{step:>6}" + "".join(f"{_short(own[name]):>{_COLUMN_WIDTH + 1}}" for name in shown)
+            self.console.print(row, soft_wrap=True, highlight=False)
+            self._rows_printed += 1
+        elif own:
+            parts = (f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in own.items())
+            self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
         if validated := validation_line(values):
             self.console.print(f"step {step:>5}  validation: {validated}", soft_wrap=True, highlight=False)
-        values = {name: value for name, value in values.items() if not name.startswith(("val-core/", "val-aux/"))}
-        shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in values}
-        if not shown:
-            if parts := [f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in values.items()]:
-                self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
-            return
-        if self._rows_printed % _HEADER_EVERY == 0:
-            header = f"{'step':>6}" + "".join(f"{heading:>{_COLUMN_WIDTH + 1}}" for heading in shown.values())
-            self.console.print(header, style="bold", soft_wrap=True, highlight=False)
-        row = f"{step:>6}" + "".join(f"{_short(values[name]):>{_COLUMN_WIDTH + 1}}" for name in shown)
-        self.console.print(row, soft_wrap=True, highlight=False)
-        self._rows_printed += 1
 
     def close(self) -> None:
         if self._jsonl is not None:

@@ -72,7 +72,7 @@ def test_a_validation_is_one_readable_line(tmp_path):
         log.log(0, validated)
         log.log(1, {"rollout/acc/mean": 0.25, "timing_s/step": 3.0, **validated})
         log.log(2, {"sft/loss": 1.5})
-    before, validation, header, row, sft = out.getvalue().splitlines()
+    before, header, row, validation, sft = out.getvalue().splitlines()
     assert before == "step     0  validation: mean@4 0.500  best@4 0.750  maj@4 0.550  tool use 0.9"
     assert validation == before.replace("0 ", "1 ", 1)
     assert header.split() == ["step", "acc", "step", "s"] and row.split() == ["1", "0.250", "3.000"]
