@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -177,7 +178,9 @@ def run_experiment(
     draw_curves(directory, experiment, [arm.name for arm in chosen], seeds)
     for arm in chosen:
         write_mismatch_report(directory / run_name(arm.name, 0))
-    console.print(results_table(experiment, rows))
+    console.print(
+        results_table(experiment, rows), width=100, crop=False
+    )  # whole, also where that is wider than the terminal
     console.print(f"results {directory / 'results.jsonl'}\nplots {directory / 'curves.png'}, {directory}/*/report/")
     return rows
 
@@ -346,11 +349,14 @@ def draw_curves(directory: Path, experiment: Experiment, arms: Sequence[str], se
 
 def results_table(experiment: Experiment, rows: Sequence[dict[str, Any]]) -> Table:
     """Means over the seeds of each arm."""
-    columns = ("final_accuracy", "best_accuracy", "held_out_accuracy", "max_grad_norm", "max_k3_kl", "mean_rejected")
-    table = Table(title=experiment.title)
-    table.add_column("arm")
-    for column in (*columns, "degraded", "seconds"):
-        table.add_column(column.replace("_", " "), justify="right")
+    columns = {
+        "final_accuracy": "final", "best_accuracy": "best", "held_out_accuracy": "held-out", "max_k3_kl": "k3 KL",
+        "mean_rejected": "rejected",
+    }  # fmt: skip
+    table = Table(title=experiment.title, box=box.SIMPLE)
+    table.add_column("arm", no_wrap=True)
+    for heading in (*columns.values(), "degraded"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
         means = [_mean(own, column) for column in columns]
@@ -358,6 +364,5 @@ def results_table(experiment: Experiment, rows: Sequence[dict[str, Any]]) -> Tab
             arm,
             *("–" if mean is None else f"{mean:.3g}" for mean in means),
             f"{sum(row['degraded'] for row in own)}/{len(own)}",
-            f"{sum(row['seconds'] for row in own):.0f}",
         )
     return table
