@@ -178,9 +178,7 @@ def run_experiment(
     draw_curves(directory, experiment, [arm.name for arm in chosen], seeds)
     for arm in chosen:
         write_mismatch_report(directory / run_name(arm.name, 0))
-    console.print(
-        results_table(experiment, rows), width=100, crop=False
-    )  # whole, also where that is wider than the terminal
+    console.print(results_table(experiment, rows))
     console.print(f"results {directory / 'results.jsonl'}\nplots {directory / 'curves.png'}, {directory}/*/report/")
     return rows
 
@@ -350,10 +348,10 @@ def draw_curves(directory: Path, experiment: Experiment, arms: Sequence[str], se
 def results_table(experiment: Experiment, rows: Sequence[dict[str, Any]]) -> Table:
     """Means over the seeds of each arm."""
     columns = {
-        "final_accuracy": "final", "best_accuracy": "best", "held_out_accuracy": "held-out", "max_k3_kl": "k3 KL",
+        "final_accuracy": "final", "held_out_accuracy": "held-out", "max_k3_kl": "k3 KL",
         "mean_rejected": "rejected",
     }  # fmt: skip
-    table = Table(title=experiment.title, box=box.SIMPLE)
+    table = Table(title=experiment.title, box=box.SIMPLE, pad_edge=False)
     table.add_column("arm", no_wrap=True)
     for heading in (*columns.values(), "degraded"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -362,7 +360,7 @@ def results_table(experiment: Experiment, rows: Sequence[dict[str, Any]]) -> Tab
         means = [_mean(own, column) for column in columns]
         table.add_row(
             arm,
-            *("–" if mean is None else f"{mean:.3g}" for mean in means),
+            *("–" if mean is None else f"{mean:.2g}" for mean in means),
             f"{sum(row['degraded'] for row in own)}/{len(own)}",
         )
     return table
