@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -207,31 +208,29 @@ def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
     """The strategies on one cluster; ``outcomes[0]`` is what the others are compared with."""
     table = Table(
         title=f"{scenario.gpus} GPUs: {scenario.engines} engines of TP {scenario.engine_gpus}, "
-        f"{scenario.workload.responses} responses a step"
+        f"{scenario.workload.responses} responses a step",
+        box=box.SIMPLE,
     )
-    table.add_column("strategy", no_wrap=True)
-    for column in (
-        "GPUs", "generation s", "of it tail s", "training s", "step s", "speed-up", "tokens/s/GPU", "idle engines",
-        "stale tokens", "dropped", "mean length", "at limit",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    base = outcomes[0]
+    table.add_column("", no_wrap=True)
     for outcome in outcomes:
-        table.add_row(
-            outcome.strategy.name,
-            str(outcome.gpus),
-            f"{outcome.generation_seconds:.0f}",
-            f"{outcome.tail_seconds:.0f}",
-            f"{outcome.train_seconds:.0f}",
-            f"{outcome.step_seconds:.0f}",
-            f"{base.step_seconds / outcome.step_seconds:.2f}",
-            f"{outcome.tokens_per_second_per_gpu:,.0f}",
-            f"{outcome.idle:.0%}",
-            f"{outcome.stale_share:.0%}",
-            f"{outcome.dropped_share:.0%}",
-            f"{outcome.mean_length:.0f}",
-            f"{outcome.clip_ratio:.2%}",
-        )
+        table.add_column(outcome.strategy.name, justify="right", overflow="fold")
+    base = outcomes[0].step_seconds
+    rows: dict[str, Callable[[Outcome], str]] = {
+        "GPUs": lambda o: str(o.gpus),
+        "generation s": lambda o: f"{o.generation_seconds:.0f}",
+        "of it tail s": lambda o: f"{o.tail_seconds:.0f}",
+        "training s": lambda o: f"{o.train_seconds:.0f}",
+        "step s": lambda o: f"{o.step_seconds:.0f}",
+        "speed-up": lambda o: f"{base / o.step_seconds:.2f}",
+        "tokens/s/GPU": lambda o: f"{o.tokens_per_second_per_gpu:,.0f}",
+        "idle engines": lambda o: f"{o.idle:.0%}",
+        "stale tokens": lambda o: f"{o.stale_share:.0%}",
+        "dropped": lambda o: f"{o.dropped_share:.0%}",
+        "mean length": lambda o: f"{o.mean_length:.0f}",
+        "at limit": lambda o: f"{o.clip_ratio:.2%}",
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(outcome) for outcome in outcomes))
     return table
 
 
