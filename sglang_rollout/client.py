@@ -24,6 +24,9 @@ from megatron_retool.config import SamplingConfig
 CONNECT_TIMEOUT_SECONDS = 10.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 CLOSE_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 30.0
+"""Idle connections are used again for this long. A server must keep them longer: a request on one that it is just
+closing fails."""
 RETRY_BASE_SECONDS = 0.2
 RETRY_MAX_SECONDS = 5.0
 MAX_SUPPORT = 4096
@@ -285,7 +288,7 @@ class EngineClient:
             raise EngineUnavailable(self.base_url, f"{path}: the client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=30.0),
+                connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_SECONDS),
                 auto_decompress=False,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )

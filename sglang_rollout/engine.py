@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_retool.config import EngineConfig
+from sglang_rollout.client import KEEP_ALIVE_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +303,12 @@ class EngineProcess:
 
     def environment(self) -> dict[str, str]:
         """The server's environment."""
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(2 * KEEP_ALIVE_SECONDS)),
+        }
         # The learner's torchrun variables would make SGLang join the wrong process group.
         for name in list(environment):
             if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):

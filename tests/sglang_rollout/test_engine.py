@@ -14,6 +14,7 @@ import pytest
 from megatron_retool.config import EngineConfig
 from sglang_rollout import engine as engine_module
 from sglang_rollout import process_guard
+from sglang_rollout.client import KEEP_ALIVE_SECONDS
 from sglang_rollout.engine import CPU_SHIMS, EngineProcess, EngineStartError, resolve_device
 from tests.sglang_rollout import markov_policy
 
@@ -41,6 +42,7 @@ def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(CPU_SHIMS)
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["CUDA_VISIBLE_DEVICES"] == ""
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > KEEP_ALIVE_SECONDS
     assert flag(engine, "--device") == "cpu" and flag(engine, "--attention-backend") == "torch_native"
     assert flag(engine, "--max-total-tokens") == "4096" and flag(engine, "--weight-version") == "0"
     assert "--skip-tokenizer-init" in engine.command()
