@@ -29,9 +29,9 @@ import torch
 # Run as a script, this file hides the package of the same name.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-from conversion.architecture import Architecture
-from conversion.hf_checkpoint import TensorSpec, plan_files, write_file, write_index
-from conversion.weight_map import WeightMap
+from conversion.files.hf_checkpoint import TensorSpec, plan_files, write_file, write_index
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap
 
 REPEATS = 3
 SCRIPTS = Path(__file__).resolve().parent.parent / "conversion"

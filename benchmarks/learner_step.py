@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.learner.learner import Learner
 from megatron_retool.trajectory import TrajectoryBatch
@@ -216,7 +216,7 @@ def main() -> None:
             theirs = statistics.median(times["transformers"])
             line += f"; transformers {1e3 * theirs:.1f} ms, {tokens / theirs:.0f} tokens/s; ratio {theirs / mine:.2f}"
         if cuda:
-            from megatron_retool.learner.flops import peak_flops
+            from conversion.model.flops import peak_flops
 
             peak = peak_flops(learner.acceleration.gpu_name)
             achieved = learner.model_flops(batch) / mine / world

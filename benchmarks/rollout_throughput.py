@@ -26,10 +26,10 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_retool.config import SamplingConfig, load_config
-from sglang_rollout.client import EngineClient, GenerateRequest, GenerateResult
-from sglang_rollout.engine import EngineProcess
+from sglang_rollout.engine.client import EngineClient, GenerateRequest, GenerateResult
+from sglang_rollout.engine.process import EngineProcess
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.markov_policy import CALL, Table, build_tokenizer, save, table_model
+from tests.sglang_rollout.agent.markov_policy import CALL, Table, build_tokenizer, save, table_model
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
 # Turns of about 35 tokens; half of them end with a tool call.

@@ -21,8 +21,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_retool.config import EngineConfig
-from sglang_rollout.engine import EngineProcess
-from sglang_rollout.weight_sync import Bucket, DiskWeightSync, DistributedWeightSync, TensorWeightSync
+from sglang_rollout.engine.process import EngineProcess
+from sglang_rollout.weight_sync.base import Bucket, DiskWeightSync, DistributedWeightSync, TensorWeightSync
 
 
 def buckets(weights: list[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:

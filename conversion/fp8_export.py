@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conversion.directory import new_directory
-from conversion.hf_checkpoint import TensorSpec, copy_companions
-from conversion.weight_map import Mapping, WeightMap
-from conversion.workers import run_jobs
+from conversion.files.directory import new_directory
+from conversion.files.hf_checkpoint import TensorSpec, copy_companions
+from conversion.files.workers import run_jobs
+from conversion.model.weight_map import Mapping, WeightMap
 
 BLOCK = 128
 E4M3_MAX = 448.0

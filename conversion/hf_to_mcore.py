@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from conversion.architecture import Architecture, UnsupportedArchitecture
-from conversion.directory import COMPLETE_NAME, new_directory
-from conversion.dist_checkpoint import Chunk, ChunkWriter, write_metadata
-from conversion.hf_checkpoint import (
+from conversion.files.directory import COMPLETE_NAME, new_directory
+from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
+from conversion.files.hf_checkpoint import (
     HFCheckpoint,
     HFCheckpointError,
     StoredTensor,
@@ -33,8 +32,9 @@ from conversion.hf_checkpoint import (
     copy_companions,
     write_text,
 )
-from conversion.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
-from conversion.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.model.architecture import Architecture, UnsupportedArchitecture
+from conversion.model.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
 
 COMPANIONS = "hf"
 """Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from conversion import fp8_export
-from conversion.architecture import Architecture, UnsupportedArchitecture
-from conversion.byte_ranges import ByteRange
-from conversion.directory import COMPLETE_NAME, new_directory
-from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
-from conversion.hf_checkpoint import (
+from conversion.files.byte_ranges import ByteRange
+from conversion.files.directory import COMPLETE_NAME, new_directory
+from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.files.hf_checkpoint import (
     TensorSpec,
     check_tokenizer,
     copy_companions,
@@ -36,9 +35,10 @@ from conversion.hf_checkpoint import (
     write_index,
     write_text,
 )
+from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 from conversion.hf_to_mcore import COMPANIONS, DTYPES, local_directory, print_report
-from conversion.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
-from conversion.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.model.architecture import Architecture, UnsupportedArchitecture
+from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a safetensors file, as the hub recommends it."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conversion.architecture import Architecture
+from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.files.workers import run_jobs
 from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise, is_quantized, quantize_blockwise
-from conversion.hf_checkpoint import HFCheckpoint
-from conversion.weight_map import WeightMap, to_hf, to_mcore
-from conversion.workers import run_jobs
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 
 NUM_SEQUENCES = 2
 SEQUENCE_LENGTH = 48

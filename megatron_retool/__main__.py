@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveRequest
 from megatron_retool.monitor.write_errors import print_to_full_disks
+from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace, console: Console) -> int:
     if options.command == "report":
-        from megatron_retool.monitor.mismatch_report import write_mismatch_report
-        from megatron_retool.monitor.report import write_report
+        from megatron_retool.reports.mismatch import write_mismatch_report
+        from megatron_retool.reports.run import write_report
 
         kind = options.overrides[0] if len(options.overrides) == 2 else "run"
         writers = {"run": write_report, "mismatch": write_mismatch_report}
@@ -84,7 +84,7 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
         elif options.command == "train":
             return train(config, console, leave)
         elif options.command == "evaluate":
-            from megatron_retool.validation import evaluate_model
+            from megatron_retool.loop.validation import evaluate_model
 
             run_async(evaluate_model(config, console))
         else:
@@ -97,7 +97,7 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:
     """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
     from megatron_retool.cluster.hang_watchdog import RunHung
-    from megatron_retool.train_loop import train as loop
+    from megatron_retool.loop.train import train as loop
 
     try:
         return 0 if run_async(loop(config, console, leave)) else REQUEUE

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.monitor.logger import read_metrics
-from megatron_retool.monitor.report import write_report
-from megatron_retool.run_state import Checkpoint, complete_checkpoints, set_aside
+from megatron_retool.reports.run import write_report
+from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
+from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 
 ROOT = Path(__file__).parents[1]
 

@@ -36,10 +36,9 @@ from rich.table import Table
 from megatron_retool.config import Config, ConfigError, SFTStage, load_config, save_config
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
-from megatron_retool.leave import LeaveRequest, passed_on
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.progress import progress_line
-from megatron_retool.run_state import (
+from megatron_retool.runs.checkpoints import (
     Checkpoint,
     checkpoint_workspace,
     commit_checkpoint,
@@ -48,6 +47,7 @@ from megatron_retool.run_state import (
     set_aside,
     set_aside_later,
 )
+from megatron_retool.runs.leave import LeaveRequest, passed_on
 
 COMPLETE_MARKER = "COMPLETE"
 _VALIDATION_BATCHES = 8
@@ -280,7 +280,7 @@ class Run:
 
     def _flops(self, batch: Any) -> float | None:
         """Model FLOPs of the step over the peak of all devices in a second, where the peak is known."""
-        from megatron_retool.learner import flops
+        from conversion.model import flops
 
         peak = flops.peak_flops(self.learner.acceleration.gpu_name)
         return None if peak is None else self.learner.model_flops(batch) / peak / self.config.learner.world_size

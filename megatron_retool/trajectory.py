@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.atomic_write import atomic_write
+from megatron_retool.runs.files import atomic_write
 
 IntArray = npt.NDArray[np.int32]
 

@@ -22,18 +22,18 @@ from typing import Any, Protocol
 
 from megatron_retool.config import Config, SamplingConfig, ValSamplingConfig
 from megatron_retool.trajectory import Trajectory
-from sglang_rollout.agent_loop import AgentLoop, ToolCaller, TrajectoryState
-from sglang_rollout.branching import EntropyBranching
-from sglang_rollout.client import (
+from sglang_rollout.agent.branching import EntropyBranching
+from sglang_rollout.agent.loop import AgentLoop, ToolCaller, TrajectoryState
+from sglang_rollout.agent.paused_groups import PausedGroup
+from sglang_rollout.agent.turn_glue import Tokenizer
+from sglang_rollout.engine.client import (
     EngineClient,
     EngineClientError,
     EngineRejected,
     GenerateRequest,
     GenerateResult,
 )
-from sglang_rollout.paused_groups import PausedGroup
-from sglang_rollout.router import Engine, Lease, Router
-from sglang_rollout.turn_glue import Tokenizer
+from sglang_rollout.engine.router import Engine, Lease, Router
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.leave import LeaveAsked, LeaveRequest
 from megatron_retool.pipeline import Stages, run_pipeline
-from megatron_retool.run_state import checkpoint_workspace, commit_checkpoint, workspace_path
+from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint, workspace_path
+from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
 
 
 def stages(tmp_path, *overrides, leave=None):

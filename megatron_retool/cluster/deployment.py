@@ -19,23 +19,23 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
+from megatron_retool.cluster.gpu_phases import GpuTurns
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
-from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager
-from megatron_retool.run_state import Checkpoint
+from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import Trajectory
-from sglang_rollout.agent_loop import engine_needs_tokenizer
+from sglang_rollout.agent.loop import engine_needs_tokenizer
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.weight_sync import WeightSyncError
+from sglang_rollout.weight_sync.base import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.settings import TOKEN_VARIABLE

@@ -13,7 +13,7 @@ from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
-from sglang_rollout.engine import EngineProcess
+from sglang_rollout.engine.process import EngineProcess
 
 
 class EngineWorker:

@@ -26,8 +26,8 @@ import psutil
 from rich.console import Console
 
 from megatron_retool.config import Config
-from megatron_retool.leave import REQUEUE
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.leave import REQUEUE
 
 DUMP_SECONDS = 30.0
 """Longest look at one process."""

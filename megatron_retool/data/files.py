@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from megatron_retool.atomic_write import atomic_write
+from megatron_retool.runs.files import atomic_write
 
 
 class DataError(ValueError):

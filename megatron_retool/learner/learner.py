@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from conversion.architecture import Architecture
 from conversion.hf_to_mcore import local_directory
+from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
 from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
@@ -36,7 +36,8 @@ from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_retool.learner import flops, parallel
+from conversion.model import flops
+from megatron_retool.learner import parallel
 from megatron_retool.learner.model import (
     CriticModel,
     PackedModel,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner import cpu

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import cpu
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

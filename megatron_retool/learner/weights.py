@@ -1,9 +1,9 @@
 # ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
 
-Both directions walk ``conversion.weight_map``.  Loading reads, on every rank, just the rows that the rank owns.  Export
-assembles full tensors on global rank 0 bucket by bucket: every other rank sends its parts, and no rank ever holds more
-than one bucket beside its own shard.
+Both directions walk ``conversion.model.weight_map``.  Loading reads, on every rank, the rows that the rank owns.
+Export assembles full tensors on global rank 0 bucket by bucket: every other rank sends its parts, and no rank ever
+holds more than one bucket beside its own shard.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conversion.architecture import Architecture
-from conversion.checksum import tensor_checksum
-from conversion.hf_checkpoint import HFCheckpoint
-from conversion.weight_map import (
+from conversion.files.checksum import tensor_checksum
+from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import (
     Arrangement,
     Mapping,
     WeightMap,

@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_retool.monitor.append_file import AppendFile
+from megatron_retool.runs.append_file import AppendFile
 
 _numbers = itertools.count()
 

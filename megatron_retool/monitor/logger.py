@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_retool.monitor.append_file import AppendFile
 from megatron_retool.monitor.write_errors import WriteErrors
+from megatron_retool.runs.append_file import AppendFile
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
+from conversion.model.flops import pair_flops, token_flops
 from megatron_retool.config import EngineConfig
-from megatron_retool.learner.flops import pair_flops, token_flops
 from megatron_retool.planning.hardware import Accelerator
 from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
 

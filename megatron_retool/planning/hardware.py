@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from conversion.model.flops import PEAK_FLOPS
 from megatron_retool.config import ConfigError
-from megatron_retool.learner.flops import PEAK_FLOPS
 
 GIB = 2**30
 

@@ -1,8 +1,8 @@
 """Memory of one GPU, component by component, for every layout.
 
 Parameters, gradients, optimizer states and checkpoints are exact: they are counted from the weight map's own shapes
-(``conversion.weight_map``), and tests hold them against Megatron-Core models built on the meta device.  Activations and
-logits are the sums of the tensors that a training step keeps; runtime overhead is an allowance.
+(``conversion.model.weight_map``), and tests hold them against Megatron-Core models built on the meta device.
+Activations and logits are the sums of the tensors that a training step keeps; runtime overhead is an allowance.
 
 Notation: TP, PP, VPP, CP, EP, ETP, DP sizes of the layout; h hidden size, L layers, V vocabulary padded to a multiple
 of 8 TP; t = tokens of a packed micro-batch on one context-parallel rank = max_tokens_per_micro_batch / CP; b = bytes
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from conversion.architecture import Architecture
-from conversion.weight_map import WeightMap, shard_shape
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap, shard_shape
 from megatron_retool.config import Config, LearnerConfig, RecomputeConfig
 from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
 

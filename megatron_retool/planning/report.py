@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
 from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.hardware import GIB, Machines

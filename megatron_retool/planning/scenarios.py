@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
 from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.engine_model import EngineModel

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import Config, ConfigError, validate

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron_retool import train_loop
 from megatron_retool.cluster import deployment, hang_watchdog
 from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.cluster.gpu_phases import GpuTurns
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_dump
 from megatron_retool.cluster.learner_group import LearnerDied
-from megatron_retool.cluster.turns import GpuTurns
 from megatron_retool.config import load_config
-from megatron_retool.leave import REQUEUE, LeaveRequest
+from megatron_retool.loop import train as train_loop
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 CHILD = (
     "import time\ndef stuck_in_the_child():\n    print('ready', flush=True)\n    time.sleep(60)\nstuck_in_the_child()"

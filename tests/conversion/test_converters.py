@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 import conversion
 from conversion import hf_to_mcore, mcore_to_hf
-from conversion.architecture import Architecture
-from conversion.dist_checkpoint import DistCheckpoint, DistCheckpointError
-from conversion.hf_checkpoint import HFCheckpointError, copy_companions
+from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.files.hf_checkpoint import HFCheckpointError, copy_companions
+from conversion.files.workers import even_ranges
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
-from conversion.weight_map import WeightMap, checkpoint_place, to_mcore
-from conversion.workers import even_ranges
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap, checkpoint_place, to_mcore
 from tests.conversion.conftest import assert_same_bits, read_all
 
 SCRIPTS = Path(conversion.__file__).parent

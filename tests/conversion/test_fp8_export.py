@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conversion.architecture import Architecture
 from conversion.fp8_export import (
     dequantize_blockwise,
     export_with_modelopt,
@@ -20,7 +19,8 @@ from conversion.fp8_export import (
 )
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
-from conversion.weight_map import WeightMap
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap
 from tests.conversion.conftest import assert_same_bits, read_all
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conversion.architecture import Architecture
-from conversion.hf_checkpoint import copy_companions
+from conversion.files.hf_checkpoint import copy_companions
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap, merge, shard, to_hf, to_mcore
 from conversion.verify import dequantized
-from conversion.weight_map import WeightMap, merge, shard, to_hf, to_mcore
 from tests.conversion.conftest import assert_same_bits, read_all
 
 pytestmark = pytest.mark.real_weights

@@ -10,9 +10,9 @@ import pytest
 from conftest import FinishedRun, kill_driver
 
 from megatron_retool.monitor.logger import read_metrics
-from megatron_retool.run_state import complete_checkpoints
+from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.trajectory import read_trajectories
-from sglang_rollout.paused_groups import read_paused_groups
+from sglang_rollout.agent.paused_groups import read_paused_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

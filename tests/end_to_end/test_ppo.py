@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import FinishedRun
 
-from megatron_retool.estimates import read_estimates
+from megatron_retool.loop.columns import read_estimates
 from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.trajectory import read_trajectories
 

@@ -282,7 +282,7 @@ def test_what_goes_wrong_is_said_and_harms_nothing(models: Path) -> None:
 
 class TestRetention:
     def test_union_of_last_multiples_and_best(self) -> None:
-        from megatron_retool.run_state import retained_steps
+        from megatron_retool.runs.checkpoints import retained_steps
 
         steps = [10, 20, 30, 40, 50, 60, 70]
         assert retained_steps(steps, keep_last=2) == {60, 70}
@@ -303,7 +303,7 @@ class TestRetention:
         keep_best=st.integers(0, 4),
     )
     def test_the_newest_stays_and_nothing_is_invented(self, steps, keep_last, keep_every, best, keep_best) -> None:
-        from megatron_retool.run_state import retained_steps
+        from megatron_retool.runs.checkpoints import retained_steps
 
         kept = retained_steps(steps, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best)
         assert max(steps) in kept and kept <= steps

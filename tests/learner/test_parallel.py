@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import padded_vocab_size, resolve_device, validate_layout

@@ -50,7 +50,7 @@ def _export(directory: Path) -> dict[str, Any]:
 
 
 def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> None:
-    from conversion.checksum import tensor_checksum
+    from conversion.files.checksum import tensor_checksum
 
     for family, found in run_ranks(_export, 4, models / "export", models).items():
         expected = load_file(models / family / "model.safetensors")
@@ -68,7 +68,7 @@ def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> Non
 
 
 def _misfits(directory: Path) -> dict[str, str]:
-    from conversion.architecture import Architecture
+    from conversion.model.architecture import Architecture
     from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
 
     said = {}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.monitor.logger import MetricLogger, read_metrics
-from megatron_retool.monitor.report import write_report
+from megatron_retool.reports.run import write_report
 
 
 def test_rows_repeat_steps_once_after_resume(tmp_path):

@@ -18,17 +18,17 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_retool import train_loop
-from megatron_retool.atomic_write import atomic_write
 from megatron_retool.config import load_config
-from megatron_retool.experience import Collected
-from megatron_retool.leave import LeaveRequest
-from megatron_retool.monitor.append_file import AppendFile
+from megatron_retool.loop import train as train_loop
+from megatron_retool.loop.experience import Collected
+from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.logger import MetricLogger, read_metrics
 from megatron_retool.monitor.write_errors import WriteErrors
-from megatron_retool.trainer_state import TrainerState
+from megatron_retool.runs.append_file import AppendFile
+from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories
-from tests.cluster.test_skipped_steps import trajectory
+from tests.loop.test_skipped_steps import trajectory
 
 
 @contextlib.contextmanager

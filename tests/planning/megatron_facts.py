@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.learner import Learner

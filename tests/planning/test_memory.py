@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conversion.architecture import Architecture
+from conversion.model.architecture import Architecture
 from megatron_retool.config import AlgorithmConfig, Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.learner.parallel import validate_layout
 from megatron_retool.planning import memory

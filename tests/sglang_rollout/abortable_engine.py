@@ -11,7 +11,7 @@ import random
 
 from aiohttp import web
 
-from tests.sglang_rollout.markov_policy import CALL, WORD, WORDS, single
+from tests.sglang_rollout.agent.markov_policy import CALL, WORD, WORDS, single
 
 
 class AbortableEngine:

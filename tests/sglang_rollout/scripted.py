@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.agent_loop import ToolCaller, ToolResult
+from sglang_rollout.agent.loop import ToolCaller, ToolResult
 
 
 @dataclass

@@ -17,20 +17,20 @@ import torch
 
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout import weight_sync
-from sglang_rollout.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
-from sglang_rollout.engine import EngineProcess
-from sglang_rollout.process_guard import descendants
+from sglang_rollout.engine.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
+from sglang_rollout.engine.process import EngineProcess
+from sglang_rollout.engine.process_guard import descendants
 from sglang_rollout.rollout_manager import RolloutError, RolloutManager
-from sglang_rollout.weight_sync import (
+from sglang_rollout.weight_sync.base import (
     DiskWeightSync,
     DistributedWeightSync,
     TensorWeightSync,
     WeightSyncError,
     push_weights,
 )
-from tests.sglang_rollout import markov_policy
-from tests.sglang_rollout.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
+from sglang_rollout.weight_sync.base import base as weight_sync
+from tests.sglang_rollout.agent import markov_policy
+from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
 from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
 from tools.code_interpreter.process import SandboxServerProcess

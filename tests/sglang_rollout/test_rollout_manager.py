@@ -11,7 +11,7 @@ from aiohttp import web
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.rollout_manager import MAX_ENGINE_FAILURES, RolloutError, RolloutManager
-from tests.sglang_rollout.markov_policy import ANSWER, CALL
+from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
 

@@ -1,0 +1,390 @@
+"""Hugging Face checkpoint directories: reading slices of their tensors, and writing sharded ones.
+
+Reading goes through ``pread`` into tensors that the caller keeps, not through memory maps: mapped pages count as the
+process's memory until the file is closed, and the converters promise to hold one layer at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conversion.files.byte_ranges import ByteRange, RangeCopier, write_at_position
+from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_FILE_NAME = "model.safetensors"
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
+TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+"""A directory has a tokenizer when it has every file of one of these."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class HFCheckpointError(ValueError):
+    """The directory is incomplete or does not fit the model. The message names the file or the tensor."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: ``offset`` in bytes from the start of ``file``."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * _count(self.shape)
+
+
+class HFCheckpoint:
+    """The safetensors of a Hugging Face model directory.
+
+    Raises:
+        HFCheckpointError: no safetensors, an index that names missing files or tensors, or a damaged file.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in self._files():
+            for tensor in _read_header(self.directory / file, file):
+                if tensor.name in self.tensors:
+                    raise HFCheckpointError(
+                        f"{self.directory}: tensor {tensor.name} is in {self.tensors[tensor.name].file} and in {file}"
+                    )
+                self.tensors[tensor.name] = tensor
+        self._check_index()
+
+    def _files(self) -> list[str]:
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            try:
+                self._index: dict[str, str] | None = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise HFCheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+            return sorted(set(self._index.values()))
+        self._index = None
+        if (self.directory / SINGLE_FILE_NAME).is_file():
+            return [SINGLE_FILE_NAME]
+        raise HFCheckpointError(
+            f"{self.directory} has neither {INDEX_NAME} nor {SINGLE_FILE_NAME}: save the model with "
+            "save_pretrained(..., safe_serialization=True)"
+        )
+
+    def _check_index(self) -> None:
+        for name, file in (self._index or {}).items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise HFCheckpointError(f"{self.directory / INDEX_NAME} places tensor {name} in {file}, which lacks it")
+
+    @property
+    def largest_file_bytes(self) -> int:
+        """Size of the largest safetensors file."""
+        return max((self.directory / file).stat().st_size for file in {t.file for t in self.tensors.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def check(self, weight_map: WeightMap) -> None:
+        """Hold every tensor's name, shape and dtype against the model's weight map, without reading data.
+
+        Raises:
+            HFCheckpointError: a tensor is missing or is not known to the family.
+            WeightMapError: a tensor has the wrong shape or dtype.
+        """
+        missing = sorted(weight_map.hf_names - self.tensors.keys())
+        if missing:
+            raise HFCheckpointError(f"{self.directory} lacks {_some(missing)}, which {self._family(weight_map)} needs")
+        known = set(weight_map.hf_names)
+        extra = sorted(n for n in self.tensors if n not in known and not IGNORED_HF_NAMES.search(n))
+        if weight_map.architecture.tie_word_embeddings and "lm_head.weight" in extra:
+            extra.remove("lm_head.weight")
+            self._check_tied_copy()
+        if extra:
+            raise HFCheckpointError(
+                f"{self.directory} holds {_some(extra)}, which {self._family(weight_map)} does not have"
+            )
+        for mapping in weight_map:
+            stored = [self.tensors[name] for name in mapping.hf_names]
+            check_tensors(mapping, [t.shape for t in stored], [t.dtype for t in stored], str(self.directory))
+
+    def _check_tied_copy(self) -> None:
+        head, embedding = self.tensors["lm_head.weight"], self.tensors["model.embed_tokens.weight"]
+        same = head.shape == embedding.shape and head.dtype == embedding.dtype
+        step = max(1, 2**24 // max(1, _count(head.shape[1:])))
+        for start in range(0, head.shape[0] if same else 0, step):
+            stop = min(start + step, head.shape[0])
+            same = same and torch.equal(
+                self.read("lm_head.weight", (start, stop)), self.read("model.embed_tokens.weight", (start, stop))
+            )
+        if not same:
+            raise HFCheckpointError(
+                f"{self.directory}: config.json ties the embeddings (tie_word_embeddings), but lm_head.weight differs "
+                "from model.embed_tokens.weight: set tie_word_embeddings to false to keep both"
+            )
+
+    def _family(self, weight_map: WeightMap) -> str:
+        return f"a {weight_map.architecture.family} model of {weight_map.architecture.num_layers} layers"
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, out: Tensor | None = None) -> Tensor:
+        """Tensor ``name``, or its rows ``rows``; into ``out`` (contiguous, same shape and dtype) where it is given.
+
+        Raises:
+            HFCheckpointError: the tensor does not exist or the file ends before it does.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise HFCheckpointError(f"{self.directory} has no tensor {name}")
+        shape, start = stored.shape, 0
+        if rows is not None:
+            start, shape = rows[0], (rows[1] - rows[0], *stored.shape[1:])
+        if out is None:
+            out = torch.empty(shape, dtype=stored.dtype)
+        offset = stored.offset + start * _count(stored.shape[1:]) * stored.dtype.itemsize
+        if out.numel():
+            _read_into(out, self.directory / stored.file, offset, name)
+        return out
+
+    def row_ranges(self, mapping: Mapping, start: int, stop: int) -> list[ByteRange]:
+        """The bytes that make up rows ``start:stop`` of a full Megatron-Core parameter without padding, in order."""
+        ranges = []
+        for segment in mapping.row_segments(start, stop):
+            assert segment.source is not None
+            stored = self.tensors[mapping.hf_names[segment.source]]
+            row = _count(stored.shape[1:]) * stored.dtype.itemsize
+            path = self.directory / stored.file
+            ranges.append(ByteRange(path, stored.offset + segment.start * row, (segment.stop - segment.start) * row))
+        return ranges
+
+    def read_rows(self, mapping: Mapping, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop`` of a full Megatron-Core parameter, on the CPU in the stored dtype.
+
+        Only these rows are read, each run of them straight to its place.
+        """
+        dtype = self.tensors[mapping.hf_names[0]].dtype
+        part = torch.empty(stop - start, *mapping.mcore_shape[1:], dtype=dtype)
+        position = 0
+        for segment in mapping.row_segments(start, stop):
+            target = part[position : position + segment.stop - segment.start]
+            if segment.source is None:
+                target.zero_()
+            else:
+                self.read(mapping.hf_names[segment.source], (segment.start, segment.stop), target)
+            position += segment.stop - segment.start
+        return part
+
+    def read_shard(self, mapping: Mapping, tp_size: int = 1, tp_rank: int = 0) -> Tensor:
+        """One tensor-parallel rank's part of a Megatron-Core parameter; it reads no other rank's rows."""
+        blocks = [self.read_rows(mapping, start, stop) for start, stop in mapping.shard_rows(tp_size, tp_rank)]
+        part = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        columns = mapping.shard_columns(tp_size, tp_rank)
+        return part if columns is None else part[:, columns[0] : columns[1]].contiguous()
+
+
+def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise HFCheckpointError(f"{path} is missing") from None
+    except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
+        raise HFCheckpointError(f"{path} is not a safetensors file: {error}") from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise HFCheckpointError(f"{path}: tensor {name} has the unknown dtype {entry['dtype']}")
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(name, file, tuple(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + begin)
+        if end - begin != tensor.nbytes or tensor.offset + tensor.nbytes > size:
+            raise HFCheckpointError(f"{path}: tensor {name} is cut short: fetch the file again")
+        yield tensor
+
+
+def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:
+    buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            if count == 0:
+                raise HFCheckpointError(f"{path} ends inside tensor {name}: fetch the file again")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * _count(self.shape)
+
+
+def plan_files(groups: Iterable[Sequence[TensorSpec]], max_file_bytes: int) -> list[tuple[str, list[TensorSpec]]]:
+    """Distribute tensors over safetensors files, in order; a group (one parameter's tensors) is never torn apart.
+
+    Returns:
+        (file name, tensors) pairs; a single file is called model.safetensors.
+    """
+    files: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for group in groups:
+        size = sum(spec.nbytes for spec in group)
+        if files[-1] and filled + size > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].extend(group)
+        filled += size
+    if len(files) == 1:
+        return [(SINGLE_FILE_NAME, files[0])]
+    return [(f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", specs) for i, specs in enumerate(files)]
+
+
+def write_file(
+    path: Path, specs: Sequence[TensorSpec], contents: Iterable[tuple[str, Tensor | list[ByteRange]]]
+) -> None:
+    """Write one safetensors file from a stream of contents, in the order of ``specs``.
+
+    It is made durable by ``new_directory``, together with its neighbours. A content is a tensor, or the byte ranges of
+    other files that hold it. One is in memory at a time.
+
+    Raises:
+        HFCheckpointError: the stream departs from ``specs``.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "wb", buffering=0) as stream, RangeCopier() as copier:
+        target, position = stream.fileno(), 8 + len(encoded)
+        write_at_position(target, struct.pack("<Q", len(encoded)) + encoded, 0)
+        remaining = iter(contents)
+        for spec in specs:
+            name, content = next(remaining, (None, []))
+            if isinstance(content, Tensor):
+                if name != spec.name or tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
+                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}: {content.dtype} {content.shape}")
+                if content.numel():
+                    flat = content.contiguous().view(-1).view(torch.uint8)
+                    write_at_position(target, memoryview(flat.numpy()), position)
+            else:
+                if name != spec.name or sum(part.length for part in content) != spec.nbytes:
+                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}")
+                copier.copy(content, target, position)
+            position += spec.nbytes
+
+
+def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> None:
+    """Write model.safetensors.index.json where there is more than one file."""
+    if len(files) == 1:
+        return
+    weight_map = {spec.name: file for file, specs in files for spec in specs}
+    total = sum(spec.nbytes for _, specs in files for spec in specs)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    write_text(directory / INDEX_NAME, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and fsync a text file."""
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Make sure that a tokenizer lies beside the weights.
+
+    Raises:
+        HFCheckpointError: naming the files that would make one.
+    """
+    if not any(all((directory / file).is_file() for file in files) for files in TOKENIZER_FILES):
+        wanted = ", or ".join(" with ".join(files) for files in TOKENIZER_FILES)
+        raise HFCheckpointError(
+            f"{directory} has no tokenizer ({wanted}): copy its files there, or pass --allow-missing-tokenizer"
+        )
+
+
+def copy_companions(source: Path, target: Path, keep: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Copy config, generation config, tokenizer, chat template and the like: every plain file that holds no weights.
+
+    Returns:
+        The names that were copied.
+    """
+    copied = []
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name.startswith(".") or path.name.endswith(WEIGHT_SUFFIXES):
+            continue
+        if keep(path.name):
+            shutil.copyfile(path, target / path.name)
+            copied.append(path.name)
+    return copied
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    """``tensor a`` / ``tensors a, b and 7 more``."""
+    shown = ", ".join(names[:limit])
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,0 +1,492 @@
+"""The one statement of how Hugging Face tensors and Megatron-Core parameters correspond.
+
+A family is a table of ``Rule``: a Megatron-Core name, the Hugging Face names whose rows it is made of, how the rows are
+arranged, and the dimension that tensor parallelism splits.  ``WeightMap`` expands a family's table for one model into
+``Mapping`` objects.  Offline conversion, weight sync, gradient comparison and FP8 export are walks over them:
+
+    to_mcore   Hugging Face tensors     -> the full Megatron-Core tensor
+    to_hf      full Megatron-Core tensor -> Hugging Face tensors (linear, so it maps gradients too)
+    shard      full tensor               -> one tensor-parallel rank's part
+    merge      every rank's part         -> the full tensor
+
+All four follow from two facts about a mapping: ``segments``, which says where each run of rows of the Megatron-Core
+tensor comes from, and ``shard_rows``, which says which rows a rank owns.
+
+Names are those of Megatron-Core's local layer spec with global layer and expert numbers; ``canonical_name`` maps the
+Transformer Engine spec's names (norms fused into the next linear layer, grouped experts) onto them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from conversion.model.architecture import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
+
+
+class WeightMapError(ValueError):
+    """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
+
+
+class Arrangement(Enum):
+    """How the rows (dimension 0) of the Hugging Face tensors lie in the Megatron-Core tensor."""
+
+    COPY = "copy"
+    """One tensor, rows unchanged."""
+    VOCABULARY = "vocabulary"
+    """One tensor, followed by zero rows up to the padded vocabulary size."""
+    QUERY_GROUPS = "query_groups"
+    """q, k, v interleaved: for each query group its R = heads / groups query heads, its key head, its value head."""
+    GATE_UP = "gate_up"
+    """gate over up; tensor parallelism splits each half by itself."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a family's table. ``{layer}`` and ``{expert}`` stand for global numbers; see ``_sizes``."""
+
+    mcore: str
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[str, ...], ...]
+    """Shape of each Hugging Face tensor."""
+    arrangement: Arrangement = Arrangement.COPY
+    tp_dim: int | None = None
+    """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
+
+
+def _norm(mcore: str, hf: str, size: str = "hidden") -> Rule:
+    return Rule(mcore, (hf,), ((size,),))
+
+
+_EMBEDDING = Rule(
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    (("vocab", "hidden"),),
+    Arrangement.VOCABULARY,
+    0,
+)
+_FINAL_NORM = _norm("decoder.final_layernorm.weight", "model.norm.weight")
+_OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), Arrangement.VOCABULARY, 0)
+
+_HF_LAYER, _MCORE_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+_QKV_NAMES = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
+_ATTENTION = (
+    _norm(_MCORE_LAYER + "input_layernorm.weight", _HF_LAYER + "input_layernorm.weight"),
+    Rule(
+        _MCORE_LAYER + "self_attention.linear_qkv.weight",
+        tuple(f"{name}.weight" for name in _QKV_NAMES),
+        (("query", "hidden"), ("key_value", "hidden"), ("key_value", "hidden")),
+        Arrangement.QUERY_GROUPS,
+        0,
+    ),
+    Rule(
+        _MCORE_LAYER + "self_attention.linear_proj.weight",
+        (_HF_LAYER + "self_attn.o_proj.weight",),
+        (("hidden", "query"),),
+        tp_dim=1,
+    ),
+    _norm(_MCORE_LAYER + "pre_mlp_layernorm.weight", _HF_LAYER + "post_attention_layernorm.weight"),
+)
+_QKV_BIAS = Rule(
+    _MCORE_LAYER + "self_attention.linear_qkv.bias",
+    tuple(f"{name}.bias" for name in _QKV_NAMES),
+    (("query",), ("key_value",), ("key_value",)),
+    Arrangement.QUERY_GROUPS,
+    0,
+)
+_QK_NORM = (
+    _norm(_MCORE_LAYER + "self_attention.q_layernorm.weight", _HF_LAYER + "self_attn.q_norm.weight", "head_dim"),
+    _norm(_MCORE_LAYER + "self_attention.k_layernorm.weight", _HF_LAYER + "self_attn.k_norm.weight", "head_dim"),
+)
+
+
+def _swiglu(mcore: str, hf: str, width: str) -> tuple[Rule, Rule]:
+    return (
+        Rule(
+            mcore + "linear_fc1.weight",
+            (hf + "gate_proj.weight", hf + "up_proj.weight"),
+            ((width, "hidden"), (width, "hidden")),
+            Arrangement.GATE_UP,
+            0,
+        ),
+        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1),
+    )
+
+
+_DENSE_MLP = _swiglu(_MCORE_LAYER + "mlp.", _HF_LAYER + "mlp.", "ffn")
+_EXPERTS = (
+    Rule(_MCORE_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), (("experts", "hidden"),)),
+    *_swiglu(_MCORE_LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"),
+)
+
+FAMILY_RULES: dict[str, tuple[Rule, ...]] = {
+    QWEN2: (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
+    QWEN3: (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
+    QWEN3_MOE: (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, _FINAL_NORM, _OUTPUT),
+    LLAMA: (_EMBEDDING, *_ATTENTION, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
+    MISTRAL: (_EMBEDDING, *_ATTENTION, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
+}
+
+IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Tensors that old checkpoints store and that are a function of the config."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``start:stop`` of Hugging Face tensor number ``source`` (None: zero padding)."""
+
+    source: int | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One Megatron-Core parameter of one model and the Hugging Face tensors it is made of."""
+
+    mcore_name: str
+    """Global name, local spec: ``decoder.layers.3.self_attention.linear_qkv.weight``."""
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    arrangement: Arrangement
+    tp_dim: int | None
+    rule: Rule
+    layer: int | None = None
+    expert: int | None = None
+    """Global expert number: expert parallelism gives each rank a contiguous run of them."""
+    tied: bool = False
+    """The output layer of a tied model: read from the embedding, never written back."""
+    query_groups: int = 1
+    padding_rows: int = 0
+
+    @property
+    def mcore_shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter, vocabulary padding included."""
+        return (sum(shape[0] for shape in self.hf_shapes) + self.padding_rows, *self.hf_shapes[0][1:])
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The rows of the full Megatron-Core tensor, top to bottom."""
+        if self.arrangement is Arrangement.QUERY_GROUPS:
+            per_group = [shape[0] // self.query_groups for shape in self.hf_shapes]
+            return tuple(
+                Segment(source, group * rows, (group + 1) * rows)
+                for group in range(self.query_groups)
+                for source, rows in enumerate(per_group)
+            )
+        segments = [Segment(source, 0, shape[0]) for source, shape in enumerate(self.hf_shapes)]
+        if self.padding_rows:
+            segments.append(Segment(None, 0, self.padding_rows))
+        return tuple(segments)
+
+    def shard_rows(self, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
+        """Row ranges of the full tensor that a rank owns, in the order in which it keeps them.
+
+        Raises:
+            WeightMapError: the rows do not divide by ``tp_size``.
+        """
+        rows = self.mcore_shape[0]
+        if self.tp_dim != 0:
+            return ((0, rows),)
+        blocks = len(self.hf_shapes) if self.arrangement is Arrangement.GATE_UP else 1
+        if rows % (blocks * tp_size):
+            raise WeightMapError(f"{self.mcore_name}: {rows // blocks} rows do not divide by TP {tp_size}")
+        block = rows // blocks
+        part = block // tp_size
+        return tuple((b * block + tp_rank * part, b * block + (tp_rank + 1) * part) for b in range(blocks))
+
+    def shard_columns(self, tp_size: int, tp_rank: int) -> tuple[int, int] | None:
+        """Range of dimension 1 that a rank owns; None where it owns all of it.
+
+        Raises:
+            WeightMapError: the columns do not divide by ``tp_size``.
+        """
+        if self.tp_dim != 1:
+            return None
+        columns = self.mcore_shape[1]
+        if columns % tp_size:
+            raise WeightMapError(f"{self.mcore_name}: {columns} columns do not divide by TP {tp_size}")
+        part = columns // tp_size
+        return tp_rank * part, (tp_rank + 1) * part
+
+    def row_segments(self, low: int, high: int) -> Iterator[Segment]:
+        """Where rows ``low:high`` of the full tensor come from, top to bottom: what a reader has to fetch."""
+        position = 0
+        for segment in self.segments:
+            length = segment.stop - segment.start
+            start, stop = max(low - position, 0), min(high - position, length)
+            if start < stop:
+                yield Segment(segment.source, segment.start + start, segment.start + stop)
+            position += length
+
+    def hf_runs(self, source: int) -> list[tuple[int, int, int]]:
+        """Where the rows of Hugging Face tensor number ``source`` lie in the full tensor, top to bottom.
+
+        Returns:
+            (row of the Hugging Face tensor, row of the full tensor, number of rows) of each run.
+        """
+        runs, position = [], 0
+        for segment in self.segments:
+            rows = segment.stop - segment.start
+            if segment.source == source:
+                runs.append((segment.start, position, rows))
+            position += rows
+        return sorted(runs)
+
+
+def to_mcore(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
+    """The full Megatron-Core tensor, shape ``mapping.mcore_shape``, from tensors in the order of ``mapping.hf_names``.
+
+    Raises:
+        WeightMapError: a tensor has the wrong shape, or the tensors differ in dtype.
+    """
+    check_tensors(mapping, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors])
+    if mapping.segments == (Segment(0, 0, mapping.mcore_shape[0]),):
+        return tensors[0]
+    return torch.cat([_rows(segment, tensors) for segment in mapping.segments])
+
+
+def to_hf(mapping: Mapping, full: Tensor) -> dict[str, Tensor]:
+    """The Hugging Face tensors by name; padding rows are dropped. Linear, so it maps gradients as well.
+
+    Raises:
+        WeightMapError: ``full`` does not have the shape ``mapping.mcore_shape``.
+    """
+    if tuple(full.shape) != mapping.mcore_shape:
+        raise WeightMapError(f"{mapping.mcore_name} has shape {tuple(full.shape)}, expected {mapping.mcore_shape}")
+    parts: list[list[Tensor]] = [[] for _ in mapping.hf_names]
+    position = 0
+    for segment in mapping.segments:
+        rows = segment.stop - segment.start
+        if segment.source is not None:
+            parts[segment.source].append(full[position : position + rows])
+        position += rows
+    return {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in zip(mapping.hf_names, parts, strict=True)}
+
+
+def shard(mapping: Mapping, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+    """The part of the full Megatron-Core tensor that tensor-parallel rank ``tp_rank`` of ``tp_size`` holds."""
+    ranges = mapping.shard_rows(tp_size, tp_rank)
+    rows = [full[start:stop] for start, stop in ranges]
+    part = rows[0] if len(rows) == 1 else torch.cat(rows)
+    columns = mapping.shard_columns(tp_size, tp_rank)
+    return part if columns is None else part[:, columns[0] : columns[1]]
+
+
+def merge(mapping: Mapping, shards: Sequence[Tensor]) -> Tensor:
+    """The full Megatron-Core tensor from every tensor-parallel rank's part, in rank order.
+
+    Raises:
+        WeightMapError: a part has the wrong shape.
+    """
+    tp_size = len(shards)
+    for rank, part in enumerate(shards):
+        expected = shard_shape(mapping, tp_size, rank)
+        if tuple(part.shape) != expected:
+            raise WeightMapError(
+                f"{mapping.mcore_name}: the part of tensor parallel rank {rank} of {tp_size} has shape "
+                f"{tuple(part.shape)}, expected {expected}"
+            )
+    if tp_size == 1 or mapping.tp_dim is None:
+        return shards[0]
+    full = shards[0].new_empty(mapping.mcore_shape)
+    for rank, part in enumerate(shards):
+        columns = mapping.shard_columns(tp_size, rank)
+        target = full if columns is None else full[:, columns[0] : columns[1]]
+        position = 0
+        for start, stop in mapping.shard_rows(tp_size, rank):
+            target[start:stop] = part[position : position + stop - start]
+            position += stop - start
+    return full
+
+
+def shard_shape(mapping: Mapping, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """Shape of one rank's part."""
+    rows = sum(stop - start for start, stop in mapping.shard_rows(tp_size, tp_rank))
+    columns = mapping.shard_columns(tp_size, tp_rank)
+    rest = mapping.mcore_shape[1:] if columns is None else (columns[1] - columns[0],)
+    return (rows, *rest)
+
+
+def check_tensors(
+    mapping: Mapping, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], where: str = ""
+) -> None:
+    """Hold what a checkpoint stores against what the mapping expects.
+
+    Raises:
+        WeightMapError: naming the tensor (and ``where`` it lies) whose shape or dtype does not fit.
+    """
+    suffix = f" in {where}" if where else ""
+    for name, shape, dtype, expected in zip(mapping.hf_names, shapes, dtypes, mapping.hf_shapes, strict=True):
+        if tuple(shape) != expected:
+            raise WeightMapError(
+                f"{name}{suffix} has shape {tuple(shape)}, but config.json implies {expected}: "
+                "config.json and the weights do not belong together"
+            )
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise WeightMapError(f"{name}{suffix} has dtype {dtype}: start from the full-precision weights")
+        if dtype != dtypes[0]:
+            raise WeightMapError(
+                f"{name}{suffix} has dtype {dtype}, but {mapping.hf_names[0]} has {dtypes[0]}: both become parts of "
+                f"{mapping.mcore_name}, which has one dtype"
+            )
+
+
+def _rows(segment: Segment, tensors: Sequence[Tensor]) -> Tensor:
+    if segment.source is None:
+        return tensors[0].new_zeros(segment.stop - segment.start, *tensors[0].shape[1:])
+    return tensors[segment.source][segment.start : segment.stop]
+
+
+class WeightMap:
+    """Every mapping of one model, in the order embedding, layers, final norm, output layer.
+
+    Args:
+        architecture: the model.
+        padded_vocab_size: rows of the Megatron-Core embedding and output layer; None: no padding.
+
+    Raises:
+        WeightMapError: ``padded_vocab_size`` is smaller than the vocabulary.
+    """
+
+    def __init__(self, architecture: Architecture, padded_vocab_size: int | None = None) -> None:
+        self.architecture = architecture
+        self.padded_vocab_size = architecture.vocab_size if padded_vocab_size is None else padded_vocab_size
+        if self.padded_vocab_size < architecture.vocab_size:
+            raise WeightMapError(
+                f"padded vocabulary size {self.padded_vocab_size} is smaller than vocab_size={architecture.vocab_size}"
+            )
+        self._mappings = {mapping.mcore_name: mapping for mapping in self._expand()}
+
+    def __iter__(self) -> Iterator[Mapping]:
+        return iter(self._mappings.values())
+
+    def __len__(self) -> int:
+        return len(self._mappings)
+
+    def __getitem__(self, mcore_name: str) -> Mapping:
+        """The mapping of a parameter, by its global name of either layer spec.
+
+        Raises:
+            WeightMapError: the family has no such parameter.
+        """
+        try:
+            return self._mappings[canonical_name(mcore_name)]
+        except KeyError:
+            raise WeightMapError(
+                f"Megatron-Core parameter {mcore_name} is not in the weight map of family {self.architecture.family}"
+            ) from None
+
+    def __contains__(self, mcore_name: object) -> bool:
+        return isinstance(mcore_name, str) and canonical_name(mcore_name) in self._mappings
+
+    @cached_property
+    def hf_names(self) -> frozenset[str]:
+        """Every tensor that a Hugging Face checkpoint of the model must hold."""
+        return frozenset(name for mapping in self for name in mapping.hf_names)
+
+    def exported(self) -> Iterator[Mapping]:
+        """The mappings that are written to Hugging Face: all but the tied output layer."""
+        return (mapping for mapping in self if not mapping.tied)
+
+    def _expand(self) -> Iterator[Mapping]:
+        for in_layers, group in itertools.groupby(
+            FAMILY_RULES[self.architecture.family], lambda rule: "{layer}" in rule.mcore
+        ):
+            rules = tuple(group)
+            if not in_layers:
+                yield from (self._mapping(rule) for rule in rules)
+                continue
+            per_layer = [rule for rule in rules if "{expert}" not in rule.mcore]
+            per_expert = [rule for rule in rules if "{expert}" in rule.mcore]
+            for layer in range(self.architecture.num_layers):
+                yield from (self._mapping(rule, layer) for rule in per_layer)
+                for expert in range(self.architecture.num_experts or 0):
+                    yield from (self._mapping(rule, layer, expert) for rule in per_expert)
+
+    def _mapping(self, rule: Rule, layer: int | None = None, expert: int | None = None) -> Mapping:
+        sizes = _sizes(self.architecture)
+        tied = rule is _OUTPUT and self.architecture.tie_word_embeddings
+        hf_names = _EMBEDDING.hf if tied else rule.hf
+        padding = self.padded_vocab_size - self.architecture.vocab_size
+        return Mapping(
+            mcore_name=rule.mcore.format(layer=layer, expert=expert),
+            hf_names=tuple(name.format(layer=layer, expert=expert) for name in hf_names),
+            hf_shapes=tuple(tuple(sizes[size] for size in shape) for shape in rule.shapes),
+            arrangement=rule.arrangement,
+            tp_dim=rule.tp_dim,
+            rule=rule,
+            layer=layer,
+            expert=expert,
+            tied=tied,
+            query_groups=self.architecture.num_query_groups,
+            padding_rows=padding if rule.arrangement is Arrangement.VOCABULARY else 0,
+        )
+
+
+def _sizes(architecture: Architecture) -> MappingABC[str, int]:
+    return {
+        "vocab": architecture.vocab_size,
+        "hidden": architecture.hidden_size,
+        "query": architecture.query_size,
+        "key_value": architecture.key_value_size,
+        "head_dim": architecture.head_dim,
+        "ffn": architecture.ffn_hidden_size,
+        "experts": architecture.num_experts or 0,
+        "expert_ffn": architecture.moe_ffn_hidden_size or 0,
+    }
+
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+
+
+def canonical_name(mcore_name: str) -> str:
+    """The local spec's name for a parameter of either layer spec; other names come back unchanged."""
+    for fused, plain in _FUSED_NORMS.items():
+        if mcore_name.endswith(fused):
+            return mcore_name.removesuffix(fused) + plain
+    return _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\3.\1.\2", mcore_name)
+
+
+@dataclass(frozen=True)
+class CheckpointPlace:
+    """Where a parameter lies in a Megatron-Core distributed checkpoint: ``key``, indexed by layer and expert."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    """Position on the axes that the checkpoint puts before the parameter's own: (), (layer,) or (layer, expert)."""
+    axes: tuple[int, ...] = ()
+    """Length of these axes."""
+
+
+def checkpoint_place(mapping: Mapping, architecture: Architecture) -> CheckpointPlace:
+    """The key that Megatron-Core's ``sharded_state_dict`` gives the parameter, with stacked layers and experts.
+
+    Both layer specs write these keys, with one exception that the learner's checkpoint room evens out: the local spec
+    stores the norm before a mixture of experts as if it were fused into a linear layer that does not exist.
+    """
+    name = mapping.mcore_name
+    if mapping.layer is None:
+        return CheckpointPlace(_EMBEDDING.mcore if mapping.tied else name)
+    name = name.removeprefix(_MCORE_LAYER.format(layer=mapping.layer))
+    for fused, plain in _FUSED_NORMS.items():
+        if name == plain and not (architecture.is_moe and fused.startswith("mlp.")):
+            name = fused
+    if mapping.expert is None:
+        return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer,), (architecture.num_layers,))
+    name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+    assert architecture.num_experts is not None
+    axes = (architecture.num_layers, architecture.num_experts)
+    return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer, mapping.expert), axes)

@@ -1,0 +1,162 @@
+"""Taking turns on the same GPUs (cluster.placement=colocated).
+
+| phase | engines | learner | critic |
+|---|---|---|---|
+| generation | awake | away | away |
+| training | weights and KV cache released | all there | all there |
+| weight sync | KV cache released | weights there | away |
+| saving | KV cache released | weights and optimizer there | the same |
+
+"away" is in host memory. After training the engines' weights are empty, so a weight sync always comes before the next
+generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+from sglang_rollout.engine.client import EngineClient, EngineRejected, EngineUnavailable
+
+IDLE_SECONDS = 60.0
+"""How long an engine may take to end what was aborted; it must be idle when it releases memory."""
+IDLE_POLL_SECONDS = 0.2
+
+_WEIGHTS, _CACHE = "weights", "kv_cache"
+
+
+class Model(Protocol):
+    """A learner group, as far as turns are concerned."""
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+
+class GpuTurns:
+    """Whose memory is on the GPUs. Every method does nothing where ``enabled`` is false.
+
+    It starts in training: the learner there, no engine yet.
+
+    Args:
+        models: the present learner and critic, in this order.
+        engines: the engines' URLs.
+    """
+
+    def __init__(
+        self,
+        enabled: bool,
+        models: Callable[[], Sequence[Model]],
+        engines: Callable[[], Sequence[str]],
+        client: Callable[[str], AbstractAsyncContextManager[EngineClient]] = EngineClient,
+    ) -> None:
+        self.enabled = enabled
+        self._models = models
+        self._engines = engines
+        self._client = client
+        self._asleep: dict[str, set[str]] = {}
+        """What each engine has released, by URL; a restarted one is not in it."""
+
+    async def training(self) -> None:
+        """The learner's turn: log-probs, values, updates, loading."""
+        await self.engines_leave()
+        await self._reload("weights", "optimizer", "gradients")
+
+    async def engines_leave(self) -> None:
+        """The engines release everything, also where there is no learner just now."""
+        await self._sleep(_CACHE, _WEIGHTS)
+
+    def restarted(self, url: str) -> None:
+        """The engine at ``url`` is a new one, which has all its memory."""
+        self._asleep.pop(url, None)
+
+    async def engines_only(self) -> None:
+        """Learner and critic leave, before the engines start or the next generation."""
+        await self._offload("weights", "optimizer", "gradients")
+        await self._wake(_WEIGHTS, _CACHE)
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """For a weight sync, from wherever it was; afterwards it is the engines' turn."""
+        if not self.enabled:
+            yield
+            return
+        learner, *critics = self._models()
+        await self._sleep(_CACHE)
+        await self._offload("optimizer", "gradients")
+        for critic in critics:
+            await critic.call("offload", "weights")
+        await self._wake(_WEIGHTS)
+        await learner.call("reload", "weights")
+        yield
+        await self.engines_only()
+
+    @asynccontextmanager
+    async def saving(self) -> AsyncIterator[None]:
+        """For a checkpoint between two generations. The engines keep their weights."""
+        await self._sleep(_CACHE)
+        await self._reload("weights", "optimizer")
+        try:
+            yield
+        finally:
+            await self.engines_only()
+
+    @asynccontextmanager
+    async def sending_to_one(self) -> AsyncIterator[None]:
+        """For bringing one restarted engine up to date while the others go on."""
+        if self.enabled:
+            await self._models()[0].call("reload", "weights")
+        yield
+        if self.enabled:
+            await self._models()[0].call("offload", "weights")
+
+    async def _reload(self, *parts: str) -> None:
+        if self.enabled:
+            await asyncio.gather(*(model.call("reload", *parts) for model in self._models()))
+
+    async def _offload(self, *parts: str) -> None:
+        if self.enabled:
+            await asyncio.gather(*(model.call("offload", *parts) for model in self._models()))
+
+    async def _sleep(self, *tags: str) -> None:
+        if self.enabled:
+            await asyncio.gather(*(self._sleep_one(url, tags) for url in self._engines()))
+
+    async def _wake(self, *tags: str) -> None:
+        if self.enabled:
+            await asyncio.gather(*(self._wake_one(url, tags) for url in self._engines()))
+
+    async def _sleep_one(self, url: str, tags: Sequence[str]) -> None:
+        asleep = self._asleep.setdefault(url, set())
+        missing = [tag for tag in tags if tag not in asleep]
+        if not missing:
+            return
+        # One that is gone has released everything; the next weight sync finds it and starts it again.
+        with contextlib.suppress(EngineUnavailable):
+            async with self._client(url) as client:
+                if not asleep:
+                    await _wait_until_idle(client)
+                await client.release_memory(missing)
+        asleep.update(missing)
+
+    async def _wake_one(self, url: str, tags: Sequence[str]) -> None:
+        asleep = self._asleep.get(url, set())
+        missing = [tag for tag in tags if tag in asleep]
+        if missing:
+            with contextlib.suppress(EngineUnavailable):
+                async with self._client(url) as client:
+                    await client.resume_memory(missing)
+            asleep.difference_update(missing)
+
+
+async def _wait_until_idle(client: EngineClient) -> None:
+    """An engine refuses to flush its cache until nothing runs."""
+    deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
+    while True:
+        try:
+            return await client.flush_cache()
+        except EngineRejected:
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            await asyncio.sleep(IDLE_POLL_SECONDS)

@@ -1,0 +1,189 @@
+"""What the update has to know of every token: log-probs, values, correction, advantages, loss weights.
+
+Each function takes the step's batch and gives it back with more columns ([T], see ``TrajectoryBatch``).
+``write_estimates`` keeps them beside the rollouts, for ``python -m megatron_retool report mismatch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_retool.algorithms.advantages import compute_advantages, share_branch_advantages
+from megatron_retool.algorithms.kl import kl_reward
+from megatron_retool.algorithms.policy_loss import token_weights
+from megatron_retool.algorithms.rollout_correction import rollout_correction
+from megatron_retool.config import Config
+from megatron_retool.loop.state import TrainerState
+from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.runs.files import atomic_write
+from megatron_retool.trajectory import Trajectory, TrajectoryBatch
+from sglang_rollout.agent.branching import shared_token_ids
+
+if TYPE_CHECKING:
+    from megatron_retool.cluster.deployment import Deployment
+
+_WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", "rollout_corr/staleness/")
+
+
+async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTimer) -> TrajectoryBatch:
+    """old_log_probs and entropy with the training kernels; ref_log_probs where a KL term needs them; critic's values.
+
+    All log-probs are those of the distribution that is sampled (temperature, top_p, top_k, min_p). In bypass mode
+    old_log_probs are the engine's, and nothing is computed.
+    """
+    algorithm, sampling = run.config.algorithm, run.config.rollout.train
+    with timer.phase("old_log_prob"):
+        if algorithm.rollout_correction.bypass_old_log_probs:
+            batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
+        else:
+            result = await run.learner.log_probs(batch, sampling=sampling)
+            batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
+    if algorithm.kl_in_loss or algorithm.kl_in_reward:
+        with timer.phase("ref"):
+            reference = await run.learner.log_probs(batch, reference=True, sampling=sampling)
+            batch = batch.with_columns(ref_log_probs=reference["log_probs"])
+    if run.critic is not None:
+        with timer.phase("values"):
+            batch = batch.with_columns(values=await run.critic.values(batch))
+    return batch
+
+
+def correct_rollout(
+    config: Config, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], current_version: int
+) -> tuple[TrajectoryBatch, dict[str, float], bool]:
+    """Weights and masks against the mismatch of learner and engine, as columns importance_weights and keep.
+
+    ``trajectories`` are the batch's rows; the ones that overlong filtering marked give no loss either. In bypass mode
+    the learner's log-probs are first known in the update, which applies rules and veto itself: here are no weights, no
+    rejection and only the metrics that need no learner.
+
+    Returns:
+        The batch, rollout_corr/* metrics, and whether the whole update is to be skipped.
+    """
+    filtered = np.array([bool(t.reward_info.get("overlong_filtered")) for t in trajectories], dtype=bool)
+    correction = config.algorithm.rollout_correction
+    result = rollout_correction(
+        torch.from_numpy(batch.columns["old_log_probs"]),
+        torch.from_numpy(batch.rollout_log_probs),
+        torch.from_numpy(batch.loss_mask),
+        torch.from_numpy(batch.sequence_ids),
+        len(batch),
+        torch.from_numpy(batch.turn_ids),
+        correction,
+        weight_versions=torch.from_numpy(batch.weight_versions),
+        current_version=current_version,
+    )
+    metrics = result.metrics
+    if correction.bypass_old_log_probs:
+        metrics = {name: value for name, value in metrics.items() if name.startswith(_WITHOUT_LEARNER)}
+    metrics["rollout_corr/overlong_filtered"] = float(filtered.mean()) if len(filtered) else 0.0
+    keep = result.keep_mask.numpy() & ~np.repeat(filtered, batch.response_lengths)
+    batch = batch.with_columns(importance_weights=result.importance_weights.numpy(), keep=keep)
+    return batch, metrics, result.skip_update
+
+
+def add_advantages(
+    batch: TrajectoryBatch, trajectories: Sequence[Trajectory], state: TrainerState
+) -> tuple[TrajectoryBatch, dict[str, float]]:
+    """advantages and returns, with the KL to the reference taken off the reward where kl_in_reward is set.
+
+    An adaptive KL coefficient moves on in ``state``. With ARPO's hard estimate (rollout.branching.advantage) tokens
+    that several of ``trajectories``, the batch's rows, share get the mean of their advantages.
+
+    Returns:
+        The batch and actor/reward_kl_penalty (mean KL per token), actor/reward_kl_penalty_coeff.
+    """
+    config = state.config
+    loss_mask, sequence_ids = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.sequence_ids)
+    columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
+    token_rewards, metrics = None, {}
+    if config.algorithm.kl_in_reward:
+        token_rewards, measured = kl_reward(
+            columns["old_log_probs"],
+            columns["ref_log_probs"],
+            loss_mask,
+            state.kl.coefficient,
+            config.algorithm.kl_estimator,
+        )
+        metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": state.kl.coefficient}
+        state.kl = state.kl.updated(measured, len(batch))
+    result = compute_advantages(
+        config.algorithm,
+        rewards=torch.from_numpy(batch.rewards),
+        group_ids=torch.from_numpy(batch.group_ids),
+        loss_mask=loss_mask,
+        sequence_ids=sequence_ids,
+        values=columns.get("values"),
+        token_rewards=token_rewards,
+    )
+    advantages, branching = result.advantages, config.rollout.branching
+    if branching.enable and branching.advantage == "hard":
+        advantages = share_branch_advantages(advantages, loss_mask, torch.from_numpy(shared_token_ids(trajectories)))
+    return batch.with_columns(advantages=advantages.numpy(), returns=result.returns.numpy()), metrics
+
+
+def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:
+    """Shuffle the responses (seeded by run and step) and cut them into mini-batches, each with its loss_weights.
+
+    Every loss aggregation is a weight per token over the mini-batch as a whole, so the loss does not depend on how the
+    learner cuts it into micro-batches or over ranks. Rejected tokens get weight 0.
+    """
+    order = np.random.default_rng((config.trainer.seed, step)).permutation(len(batch))
+    count = max(1, round(len(batch) / config.learner.mini_batch_size))
+    for rows in np.array_split(order, count):
+        mini_batch = batch.select(np.sort(rows))
+        weights = token_weights(
+            torch.from_numpy(mini_batch.loss_mask),
+            torch.from_numpy(mini_batch.sequence_ids),
+            len(mini_batch),
+            config.algorithm.loss_aggregation,
+            keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
+            denominator=config.algorithm.rollout_correction.denominator,
+            max_response_length=config.data.max_response_length,
+        )
+        yield mini_batch.with_columns(loss_weights=weights.numpy())
+
+
+def critic_mini_batch(mini_batch: TrajectoryBatch) -> TrajectoryBatch:
+    """The same responses for the critic, which learns from every sampled token alike, rejected ones too."""
+    count = max(int(mini_batch.loss_mask.sum()), 1)
+    return mini_batch.with_columns(loss_weights=mini_batch.loss_mask / count)
+
+
+def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
+    """Write the batch's columns to a parquet file, one row a trajectory, named by group_id and index.
+
+    To a temporary name, fsynced, renamed.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ends = np.cumsum(batch.response_lengths, dtype=np.int32)
+    offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))
+    table = {"group_id": pa.array(batch.group_ids), "index": pa.array(batch.indices)}
+    for name, column in sorted(batch.columns.items()):
+        table[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
+    with atomic_write(path) as handle:
+        pq.write_table(pa.table(table), handle, compression="zstd")
+
+
+def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:
+    """What ``write_estimates`` wrote: (group_id, index) -> column -> float32 [R]."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    names = [name for name in table.column_names if name not in ("group_id", "index")]
+    keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
+    columns = {name: table[name].combine_chunks() for name in names}
+    return {
+        key: {name: columns[name][row].values.to_numpy(zero_copy_only=False) for name in names}
+        for row, key in enumerate(keys)
+    }

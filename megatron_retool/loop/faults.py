@@ -1,0 +1,206 @@
+"""What a run does about its faults, apart from restarting engines and tools: see docs/failures.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
+from megatron_retool.config import Config
+from megatron_retool.runs.checkpoints import Checkpoint, SaveError
+
+if TYPE_CHECKING:
+    from megatron_retool.cluster.deployment import Deployment
+
+
+class LearnerRecovery:
+    """Builds a learner anew that lost a rank, up to ``trainer.max_learner_restarts`` times for one checkpoint."""
+
+    def __init__(self, run: Deployment) -> None:
+        self._run = run
+        self._restarts = 0
+        self._checkpoint: Checkpoint | None = run.checkpoint
+
+    async def after(self, error: LearnerDied) -> None:
+        """Learner and prompts as at the start, so that the loop may go on from ``run.checkpoint``.
+
+        Raises:
+            RuntimeError: it died too often, or a node is gone.
+        """
+        run = self._run
+        limit = run.config.trainer.max_learner_restarts
+        while True:
+            if run.checkpoint != self._checkpoint:
+                self._checkpoint, self._restarts = run.checkpoint, 0
+            place = f"checkpoint {run.checkpoint.path}" if run.checkpoint is not None else "the initial weights"
+            if self._restarts >= limit:
+                raise RuntimeError(
+                    f"the learner died {limit + 1} times since {place} (trainer.max_learner_restarts={limit}); at "
+                    f"last: {error}. A rank that dies at the same place again and again mostly runs out of memory: see "
+                    "that log and the kernel's (dmesg), lower learner.max_tokens_per_micro_batch; or its GPU is bad "
+                    "(nvidia-smi -q -d ECC, dmesg | grep Xid): exclude the node. Starting the run again resumes it"
+                ) from error
+            self._restarts += 1
+            run.console.print(str(error), style="yellow", markup=False, highlight=False)
+            run.console.print(
+                f"building the learner anew ({self._restarts} of {limit}): the run goes on from {place}",
+                style="yellow",
+                markup=False,
+                highlight=False,
+            )
+            try:
+                await run.restart_learner()
+                return
+            except LearnerDied as again:
+                error = again
+
+
+class CheckpointSaves:
+    """Lets a run go on without a checkpoint that cannot be written, and says when to try again.
+
+    Attributes:
+        overdue: a checkpoint is missing, so each following step is to be saved until one is written.
+    """
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._stop = config.trainer.on_failed_save == "stop"
+        self._console = console
+        self._failed = 0
+
+    @property
+    def overdue(self) -> bool:
+        return self._failed > 0
+
+    async def attempt(self, save: Awaitable[None], *, required: bool) -> dict[str, float]:
+        """Await ``save``; checkpoint/failed_saves, how many have failed in a row.
+
+        Raises:
+            SaveError: it failed, and is ``required`` or ``trainer.on_failed_save`` is stop.
+        """
+        try:
+            await save
+            self._failed = 0
+        except SaveError as error:
+            if required or self._stop:
+                raise
+            self._failed += 1
+            self._console.print(
+                f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again",
+                style="bold red",
+                markup=False,
+                highlight=False,
+            )
+        return {"checkpoint/failed_saves": float(self._failed)}
+
+
+class StragglerWatch:
+    """Finds ranks that are slower than the others in their own part of the updates, step after step."""
+
+    minimum_excess_seconds = 1.0
+    """Less is noise, whatever the ratio."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._factor = config.trainer.straggler_factor
+        self._steps = config.trainer.straggler_steps
+        self._console = console
+        self._slow: Counter[tuple[str, int]] = Counter()
+
+    def record(self, *groups: LearnerGroup | None) -> dict[str, float]:
+        """perf/slowest_rank_ratio (for a critic with /critic behind it): the slowest rank's seconds to the others'
+        median. Ranks that a warning is due for are printed with their nodes."""
+        metrics = {}
+        for group in groups:
+            seconds = group.take_rank_seconds() if group is not None else []
+            if group is None or len(seconds) < 2 or min(seconds) <= 0:
+                continue
+            ratios = []
+            for rank, own in enumerate(seconds):
+                others = statistics.median(seconds[:rank] + seconds[rank + 1 :])
+                ratios.append(own / others)
+                slow = own > self._factor * others and own - others > self.minimum_excess_seconds
+                self._count(group, rank, own, others, slow and self._factor > 0)
+            metrics[f"perf/slowest_rank_ratio{'' if group.role == 'learner' else '/' + group.role}"] = max(ratios)
+        return metrics
+
+    def _count(self, group: LearnerGroup, rank: int, own: float, others: float, slow: bool) -> None:
+        key = group.role, rank
+        self._slow[key] = self._slow[key] + 1 if slow else 0
+        if self._slow[key] and self._slow[key] % self._steps == 0:
+            self._console.print(
+                f"[yellow]straggler: {group.role} rank {rank} on {group.nodes[rank]} needed {own:.1f} s for its part "
+                f"of the updates, the median of the others is {others:.1f} s, {self._slow[key]} steps in a row: look "
+                "at its clocks and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE) and at other processes there[/]",
+                highlight=False,
+            )
+
+
+class SkipReason(Enum):
+    """Why a step changed no weight, and where to look. The value is a sentence of the diagnosis."""
+
+    NO_SIGNAL = (
+        "no group has different rewards: see dynamic_sampling/all_correct and all_wrong, rollout/acc/mean and "
+        "reward/failures; the prompts are too easy or too hard (choose others, or raise "
+        "algorithm.dynamic_sampling.max_generation_rounds), or the reward function gives everything the same score"
+    )
+    MISMATCH = (
+        "the batch's mismatch of engine and learner exceeds algorithm.rollout_correction.batch_k3_limit: see "
+        "rollout_corr/k3_kl and log_prob_abs_diff; a jump means that the engines serve other weights or precision than "
+        "the learner has (weight_sync.verify=true checks), a slow rise that training is becoming unstable"
+    )
+    REJECTED = (
+        "rollout correction and overlong filtering reject every token: see rollout_corr/masked_fraction and "
+        "overlong_filtered; the bounds are too narrow for this mismatch, or all responses are cut off"
+    )
+    NONFINITE = (
+        "every gradient is NaN or infinite: see actor/grad_norm, actor/entropy, actor/ppo_kl and rollout_corr/k3_kl "
+        "before it began; the weights may be NaN already (go back to an older checkpoint with "
+        "trainer.resume_mode=resume_path), or the step is too large (learner.optimizer.lr, clip_grad)"
+    )
+
+
+class SkippedSteps:
+    """Ends a run whose steps change no weight any more.
+
+    Args:
+        limit: ``trainer.max_skipped_steps``; 0 never ends the run.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: list[SkipReason] = []
+
+    def record(self, step: int, reason: SkipReason | None) -> dict[str, float]:
+        """actor/skipped_updates (0 or 1) and actor/skipped_in_a_row of a step; ``reason`` None: it changed weights."""
+        self._reasons = [] if reason is None else [*self._reasons, reason]
+        return {
+            "actor/skipped_updates": float(reason is not None),
+            "actor/skipped_in_a_row": float(len(self._reasons)),
+        }
+
+    def check(self, step: int) -> None:
+        """
+        Raises:
+            RuntimeError: ``limit`` steps up to ``step`` were skipped without a break; the message tells why.
+        """
+        if not self._limit or len(self._reasons) < self._limit:
+            return
+        counts = Counter(self._reasons).most_common()
+        raise RuntimeError(
+            f"steps {step - len(self._reasons) + 1} to {step} changed no weight "
+            f"(trainer.max_skipped_steps={self._limit}). "
+            + ". ".join(f"In {count} of them {reason.value}" for reason, count in counts)
+        )
+
+
+def nonfinite_updates(rows: Sequence[Mapping[str, float]]) -> bool:
+    """Whether actor or critic left out every update of a step. ``rows``: metrics of each update."""
+    for model in ("actor", "critic"):
+        own = [row for row in rows if f"{model}/grad_norm" in row]
+        if own and all(f"{model}/nonfinite_grad" in row for row in own):
+            return True
+    return False

@@ -1,0 +1,312 @@
+"""One trajectory: generate a turn, run its tool calls, append the results, until there is a reason to stop.
+
+Token in, token out. The ids that the engine sampled go into the trajectory as they are, tool results are tokenised
+once (``turn_glue``), and the next request is the concatenation: nothing is ever decoded and encoded again.
+
+``TrajectoryState`` is all there is to know about an unfinished trajectory. It holds token ids only, so a trajectory
+that was paused, or whose engine died, goes on at any engine; the weight version of every token stays with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_retool.config import MultiTurnConfig
+from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from sglang_rollout.agent.tool_call_formats import FORMATS, ParsedCall, ToolCallFormat
+from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
+from sglang_rollout.engine.client import GenerateResult, StopConditions
+
+logger = logging.getLogger(__name__)
+
+
+class ToolResult(Protocol):
+    """What a tool answers: ``status`` ok, error, timeout, unknown_tool or bad_arguments, and ``text`` for the model."""
+
+    status: str
+    text: str
+    seconds: float
+
+
+class ToolCaller(Protocol):
+    """Runs tools by name (tools.registry). It answers with a status instead of raising."""
+
+    async def call(self, name: str, arguments: Any) -> ToolResult: ...
+
+
+@dataclass
+class TrajectoryState:
+    """A trajectory under way. The lists below run along the response and always have equal lengths.
+
+    Attributes:
+        turn: index of the assistant turn that is being sampled, or will be next.
+        turn_start: where that turn begins in the response.
+        pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
+        seconds: time it was worked on, pauses left out.
+        age: training steps for which it was paused.
+    """
+
+    prompt_ids: list[int]
+    group_id: int
+    index: int
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    response_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    turn: int = 0
+    turn_start: int = 0
+    pending_calls: list[ParsedCall] = field(default_factory=list)
+    seconds: float = 0.0
+    age: int = 0
+    finish_reason: FinishReason | None = None
+    reward_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def append_sampled(self, result: GenerateResult) -> None:
+        count = len(result.output_ids)
+        self.response_ids += result.output_ids
+        self.loss_mask += [True] * count
+        self.log_probs += result.log_probs
+        self.turn_ids += [self.turn] * count
+        self.weight_versions += result.weight_versions
+
+    def append_unsampled(self, ids: Sequence[int]) -> None:
+        """Tool results and template glue: part of the context, never of the loss."""
+        count = len(ids)
+        self.response_ids += ids
+        self.loss_mask += [False] * count
+        self.log_probs += [0.0] * count
+        self.turn_ids += [-1] * count
+        self.weight_versions += [-1] * count
+
+    def copy(self) -> TrajectoryState:
+        """The same trajectory, which does not change when this one goes on."""
+        return replace(
+            self,
+            response_ids=list(self.response_ids),
+            loss_mask=list(self.loss_mask),
+            log_probs=list(self.log_probs),
+            turn_ids=list(self.turn_ids),
+            weight_versions=list(self.weight_versions),
+            tool_calls=list(self.tool_calls),
+            pending_calls=list(self.pending_calls),
+            reward_info=dict(self.reward_info),
+        )
+
+    def fork(self, index: int, seed: int | None) -> TrajectoryState:
+        """An independent trajectory with the same past, which samples on its own from here."""
+        return replace(self.copy(), index=index, seed=seed)
+
+    def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
+        """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss.
+
+        They keep their turns: reward and metrics are those of the whole response.
+        """
+        if self.finish_reason is None:
+            raise ValueError(f"trajectory {self.group_id}/{self.index} is not finished")
+        loss_mask = np.array(self.loss_mask, np.bool_)
+        log_probs = np.array(self.log_probs, np.float32)
+        versions = np.array(self.weight_versions, np.int32)
+        if oldest_version is not None:
+            older = loss_mask & (versions < oldest_version)
+            loss_mask[older], log_probs[older] = False, 0.0
+        return Trajectory(
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            response_ids=np.array(self.response_ids, np.int32),
+            loss_mask=loss_mask,
+            rollout_log_probs=log_probs,
+            turn_ids=np.array(self.turn_ids, np.int16),
+            weight_versions=versions,
+            group_id=self.group_id,
+            index=self.index,
+            finish_reason=self.finish_reason,
+            reward_info=dict(self.reward_info),
+            tool_calls=list(self.tool_calls),
+            extra_info=dict(self.extra_info),
+        )
+
+
+Generate = Callable[[TrajectoryState, int, float], Awaitable[GenerateResult]]
+"""(state, most new tokens, seconds until the deadline) -> what the engine sampled after the state's ids."""
+
+
+class AgentLoop:
+    """Rules of a trajectory: tool-call format, limits, stop conditions. One object serves all trajectories.
+
+    Args:
+        config: rollout.multi_turn.
+        tokenizer: the model's.
+        tools: runs the calls.
+        max_response_length: tokens after the prompt, tool results included.
+        context_length: prompt and response together; None where the engine's is not the tighter limit.
+        template_arguments: for the chat template.
+    """
+
+    def __init__(
+        self,
+        config: MultiTurnConfig,
+        tokenizer: Tokenizer,
+        tools: ToolCaller,
+        max_response_length: int,
+        context_length: int | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.max_response_length = max_response_length
+        self.context_length = context_length
+        self.format: ToolCallFormat = FORMATS[config.format]
+        self.glue = TurnGlue(tokenizer, self.format, config.max_tool_response_tokens, template_arguments)
+        self.stop = stop_conditions(self.format, tokenizer, self.glue.end_of_turn_id)
+
+    def remaining(self, state: TrajectoryState) -> int:
+        """Tokens that the response may still grow by."""
+        remaining = self.max_response_length - len(state.response_ids)
+        if self.context_length is not None:
+            remaining = min(remaining, self.context_length - state.length)
+        return remaining
+
+    async def run(self, state: TrajectoryState, generate: Generate, paused: Callable[[], bool] = lambda: False) -> bool:
+        """Go on until the trajectory is finished (True; finish_reason is set) or paused (False; call again later).
+
+        Raises:
+            whatever ``generate`` raises; ``state`` is then as it was before the request.
+        """
+        while state.finish_reason is None:
+            if paused():
+                return False
+            began = time.monotonic()
+            try:
+                if not await self.advance(state, generate):
+                    return False
+            finally:
+                state.seconds += time.monotonic() - began
+        return True
+
+    async def advance(self, state: TrajectoryState, generate: Generate) -> bool:
+        """Sample one turn, or answer the calls of the last one; False where the engine gave the request back."""
+        deadline = self.config.max_wall_seconds - state.seconds
+        if deadline <= 0:
+            state.finish_reason = FinishReason.ABORTED
+        elif state.pending_calls:
+            await self.answer_calls(state, deadline)
+        else:
+            return await self.sample_turn(state, generate, deadline)
+        return True
+
+    async def sample_turn(self, state: TrajectoryState, generate: Generate, deadline: float) -> bool:
+        """Sample the rest of the turn and decide what it means: ``state.finish_reason``, or calls that are pending.
+
+        False: the request came back unfinished.
+        """
+        remaining = self.remaining(state)
+        if remaining <= 0:
+            state.finish_reason = FinishReason.LENGTH
+            return True
+        began = time.monotonic()
+        result = await generate(state, remaining, deadline)
+        state.append_sampled(result)
+        if result.finish_reason == "abort":
+            if time.monotonic() - began < deadline:
+                return False
+            state.finish_reason = FinishReason.ABORTED
+            return True
+        if result.finish_reason == "length":
+            state.finish_reason = FinishReason.LENGTH
+            return True
+        ended = result.matched_stop == self.glue.end_of_turn_id
+        calls = []
+        if ended == self.format.uses_chat_template:
+            calls = self.format.parse(self._turn_text(state, without_last=ended))
+        if not calls:
+            state.finish_reason = FinishReason.STOP
+        elif (
+            state.turn + 1 >= self.config.max_assistant_turns
+            or len(state.tool_calls) + len(calls) > self.config.max_tool_calls
+        ):
+            state.finish_reason = FinishReason.TOOL_LIMIT
+        elif self.remaining(state) <= 0:
+            state.finish_reason = FinishReason.LENGTH
+        else:
+            state.pending_calls = calls
+        return True
+
+    async def answer_calls(self, state: TrajectoryState, deadline: float) -> None:
+        """Run the pending calls side by side and append their results; the next turn may begin.
+
+        Cancelled while the calls run, it leaves the state as it was, and they run again later.
+        """
+        calls = state.pending_calls
+        try:
+            async with asyncio.timeout(deadline):
+                records, texts = zip(*await asyncio.gather(*(self._call(call) for call in calls)), strict=True)
+        except TimeoutError:
+            state.finish_reason = FinishReason.ABORTED
+            return
+        rendered = self.glue.render(texts)
+        state.pending_calls = []
+        for record, tokens, truncated in zip(records, rendered.result_tokens, rendered.truncated, strict=True):
+            record.output_tokens, record.output_truncated = tokens, truncated
+            state.tool_calls.append(record)
+        remaining = self.remaining(state)
+        state.append_unsampled(rendered.ids[:remaining])
+        if len(rendered.ids) >= remaining:
+            state.finish_reason = FinishReason.LENGTH
+            return
+        state.turn += 1
+        state.turn_start = len(state.response_ids)
+
+    async def _call(self, call: ParsedCall) -> tuple[ToolCall, str]:
+        arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
+        if call.error:
+            return ToolCall(call.name, arguments, "parse_error", 0.0), call.error
+        began = time.monotonic()
+        try:
+            result = await self.tools.call(call.name, call.arguments)
+            status, text, seconds = result.status, result.text, result.seconds
+        except Exception as error:
+            # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
+            logger.exception("tool %s raised", call.name)
+            status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began
+        return ToolCall(call.name, arguments, status, seconds), text
+
+    def _turn_text(self, state: TrajectoryState, without_last: bool) -> str:
+        ids = state.response_ids[state.turn_start : -1 if without_last else None]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def stop_conditions(call_format: ToolCallFormat, tokenizer: Tokenizer, end_of_turn_id: int) -> StopConditions:
+    """Where the engine must end a turn. A closing tag that is one token stops by id, others by string."""
+    token_ids = [end_of_turn_id]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in token_ids:
+        token_ids.append(tokenizer.eos_token_id)
+    strings = []
+    for tag in call_format.closing_tags:
+        ids = tokenizer.encode(tag, add_special_tokens=False)
+        if len(ids) == 1:
+            token_ids.append(ids[0])
+        else:
+            strings.append(tag)
+    return StopConditions(tuple(token_ids), tuple(strings))
+
+
+def engine_needs_tokenizer(config: MultiTurnConfig, tokenizer: Tokenizer) -> bool:
+    """Whether the engine has to load the tokenizer, because it has to look for strings in what it samples."""
+    return bool(stop_conditions(FORMATS[config.format], tokenizer, end_of_turn_id=0).strings)

@@ -1,0 +1,104 @@
+"""Paused groups on disk: what a checkpoint keeps of trajectories that partial rollout left unfinished.
+
+One parquet file, one row a trajectory; what concerns a whole group lies in the schema's metadata. Prompts are not
+stored: the data position gives each group id its prompt again. Nothing of the tools is stored either, because a tool
+call depends on its name and arguments alone: calls whose results are missing are made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_retool.runs.files import atomic_write
+from megatron_retool.trajectory import FinishReason, ToolCall
+from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.tool_call_formats import ParsedCall
+
+_TOKEN_COLUMNS = {
+    "response_ids": pa.int32(),
+    "loss_mask": pa.bool_(),
+    # As wide as the numbers in memory, so that what is read equals what was written.
+    "log_probs": pa.float64(),
+    "turn_ids": pa.int16(),
+    "weight_versions": pa.int32(),
+}
+_SCHEMA = pa.schema(
+    [
+        ("group_id", pa.int64()),
+        ("index", pa.int64()),
+        *((name, pa.list_(kind)) for name, kind in _TOKEN_COLUMNS.items()),
+        ("progress", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class PausedGroup:
+    """The trajectories of one prompt, some of them unfinished.
+
+    Attributes:
+        size: trajectories that the group will have; with branching ``states`` may be fewer.
+        age: training steps for which it was paused.
+        branching: state of its EntropyBranching, where it has one.
+    """
+
+    group_id: int
+    size: int
+    age: int
+    states: list[TrajectoryState]
+    branching: dict[str, Any] | None = None
+
+
+def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None:
+    """Write one file (to a temporary name, fsynced, renamed). Prompts and their extra_info are left out."""
+    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
+    for group in groups:
+        for state in group.states:
+            rows["group_id"].append(group.group_id)
+            rows["index"].append(state.index)
+            for name in _TOKEN_COLUMNS:
+                rows[name].append(getattr(state, name))
+            progress = {
+                "seed": state.seed,
+                "turn": state.turn,
+                "turn_start": state.turn_start,
+                "seconds": state.seconds,
+                "finish_reason": state.finish_reason,
+                "tool_calls": [vars(call) for call in state.tool_calls],
+                "pending_calls": [vars(call) for call in state.pending_calls],
+                "reward_info": state.reward_info,
+            }
+            rows["progress"].append(json.dumps(progress))
+    about = [{"group_id": g.group_id, "size": g.size, "age": g.age, "branching": g.branching} for g in groups]
+    table = pa.table(rows, schema=_SCHEMA.with_metadata({"groups": json.dumps(about)}))
+    with atomic_write(path) as handle:
+        pq.write_table(table, handle, compression="zstd")
+
+
+def read_paused_groups(path: str | Path) -> list[PausedGroup]:
+    """Read what ``write_paused_groups`` wrote; the states' ``prompt_ids`` are empty."""
+    table = pq.read_table(path)
+    about_groups = json.loads(table.schema.metadata[b"groups"])
+    groups = {about["group_id"]: PausedGroup(states=[], **about) for about in about_groups}
+    for row in table.to_pylist():
+        progress = json.loads(row.pop("progress"))
+        reason = progress.pop("finish_reason")
+        group = groups[row["group_id"]]
+        state = TrajectoryState(
+            prompt_ids=[],
+            age=group.age,
+            finish_reason=None if reason is None else FinishReason(reason),
+            tool_calls=[ToolCall(**call) for call in progress.pop("tool_calls")],
+            pending_calls=[ParsedCall(**call) for call in progress.pop("pending_calls")],
+            **progress,
+            **row,
+        )
+        group.states.append(state)
+    return list(groups.values())

@@ -1,0 +1,187 @@
+"""The token ids between an assistant turn and the next: end of message, tool results, header of the next turn.
+
+The chat template is rendered once, over dummy messages, and what it writes after the assistant's end of turn is kept
+as text around the results (``TurnGlue``). From then on no message is ever rendered again: a result is put into that
+text, tokenised once, and its ids are appended to the ids that the engine sampled. So old turns keep their ids, also
+with templates that would render them differently later (Qwen3 drops the reasoning of earlier turns).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sglang_rollout.agent.tool_call_formats import ToolCallFormat, truncate_middle
+
+_ASSISTANT = "\u2039assistant turn\u203a"
+_RESULT = "\u2039tool result {}\u203a"
+_CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
+
+
+class ChatTemplateError(ValueError):
+    """The tokenizer's chat template cannot express tool results after an assistant turn."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rollout uses."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any: ...
+    def convert_tokens_to_ids(self, token: str) -> int | None: ...
+    def get_added_vocab(self) -> dict[str, int]: ...
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class RenderedResults:
+    """Ids that follow an assistant turn, and for each result its tokens and whether its middle was left out."""
+
+    ids: list[int]
+    result_tokens: list[int]
+    truncated: list[bool]
+
+
+class TurnGlue:
+    """Renders tool results of one format for one tokenizer.
+
+    Args:
+        tokenizer: with a chat template, where the format uses one.
+        call_format: see tool_call_formats.
+        max_result_tokens: a longer result loses its middle.
+        template_arguments: passed to the chat template (enable_thinking, …).
+
+    Attributes:
+        end_of_turn_id: token that the model samples at the end of a turn.
+
+    Raises:
+        ChatTemplateError: the template does not render tool messages, or ends a turn with no single token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        call_format: ToolCallFormat,
+        max_result_tokens: int,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._format = call_format
+        self._max_result_tokens = max_result_tokens
+        self._template_arguments = dict(template_arguments or {})
+        self._delta_parts: dict[int, list[str]] = {}
+        # Text of a tool that spells a control token would become that token, and end the turn or forge a message.
+        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        tokens = [token for token in added if not token.isspace()]
+        self._forged = re.compile("|".join(re.escape(token) for token in tokens)) if tokens else None
+        if call_format.uses_chat_template:
+            self.end_of_turn_id = self._template_end_of_turn()
+        elif tokenizer.eos_token_id is None:
+            raise ChatTemplateError(
+                "the tokenizer has no eos_token, at which a response could end: set it in its tokenizer_config.json"
+            )
+        else:
+            self.end_of_turn_id = tokenizer.eos_token_id
+
+    def render(self, results: Sequence[str]) -> RenderedResults:
+        """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order."""
+        texts, lengths, truncated = [], [], []
+        for result in results:
+            text, length, cut = self._limited(self._defused(result))
+            texts.append(text)
+            lengths.append(length)
+            truncated.append(cut)
+        ids = self._tokenizer.encode(self._text(texts), add_special_tokens=False)
+        return RenderedResults(ids, lengths, truncated)
+
+    def _text(self, results: Sequence[str]) -> str:
+        if not self._format.uses_chat_template:
+            return self._format.render_results(results)
+        parts = self._parts(len(results))
+        return "".join(part + result for part, result in zip(parts, [*results, ""], strict=True))
+
+    def _limited(self, text: str) -> tuple[str, int, bool]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        limit = self._max_result_tokens
+        if len(ids) <= limit:
+            return text, len(ids), False
+        # The note that says so counts too; re-tokenising can add a token at each seam, hence the loop.
+        keep = limit
+        while keep > 0:
+            head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
+            shortened = truncate_middle(
+                self._tokenizer.decode(head, skip_special_tokens=False),
+                self._tokenizer.decode(tail, skip_special_tokens=False) if tail else "",
+                len(ids) - keep,
+            )
+            length = len(self._tokenizer.encode(shortened, add_special_tokens=False))
+            if length <= limit:
+                return shortened, length, True
+            keep -= max(1, length - limit)
+        shortened = self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
+        return shortened, limit, True
+
+    def _defused(self, text: str) -> str:
+        if self._forged is None:
+            return text
+        return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    def _parts(self, count: int) -> list[str]:
+        """The template's text around ``count`` results: before the first, between them, after the last."""
+        if count not in self._delta_parts:
+            delta = self._template_delta(count)
+            parts = []
+            for index in range(count):
+                before, found, delta = delta.partition(_RESULT.format(index))
+                if not found:
+                    raise ChatTemplateError(f"the chat template does not show the content of tool messages: {_CURE}")
+                parts.append(before)
+            self._delta_parts[count] = [*parts, delta]
+        return self._delta_parts[count]
+
+    def _template_delta(self, results: int) -> str:
+        messages = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": _ASSISTANT},
+            *({"role": "tool", "content": _RESULT.format(index)} for index in range(results)),
+        ]
+        after_turn = self._rendered_after_turn(messages)
+        end_of_turn = self._end_of_turn_text()
+        if not after_turn.startswith(end_of_turn):
+            raise ChatTemplateError(
+                f"the chat template ends an assistant turn differently before a tool message: {_CURE}"
+            )
+        return after_turn[len(end_of_turn) :]
+
+    def _rendered_after_turn(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt, **self._template_arguments
+            )
+        except Exception as error:
+            # Templates raise what they like: jinja2 errors, or their own through raise_exception.
+            raise ChatTemplateError(f"the chat template cannot render a tool message ({error}): {_CURE}") from error
+        head, found, tail = text.rpartition(_ASSISTANT)
+        if not found:
+            raise ChatTemplateError(f"the chat template does not show the content of assistant messages: {_CURE}")
+        return tail
+
+    def _template_end_of_turn(self) -> int:
+        identifier = self._tokenizer.convert_tokens_to_ids(self._end_of_turn_text())
+        assert identifier is not None
+        return identifier
+
+    def _end_of_turn_text(self) -> str:
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ASSISTANT}]
+        after = self._rendered_after_turn(messages, generation_prompt=False)
+        for token in sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True):
+            if token and after.startswith(token):
+                return token
+        raise ChatTemplateError(
+            f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that "
+            f"a model could sample to stop: {_CURE}"
+        )

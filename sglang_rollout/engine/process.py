@@ -1,0 +1,413 @@
+"""One SGLang server process: start, health, stop.
+
+    engine = EngineProcess(config.rollout.engine, model_path=model, log_file=run_dir / "logs" / "engine_0.log")
+    engine.start()                     # returns when the server has generated a token, or raises EngineStartError
+    ...                                # engine.base_url is what EngineClient speaks to
+    engine.stop()
+
+The process runs below ``process_guard``, so that no part of it outlives the trainer, whatever happens to that one.
+On a host without CUDA the server gets what SGLang lacks there from ``cpu_shims/``, through its own PYTHONPATH; no
+other process ever sees that directory, and a CUDA engine does not either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_retool.config import EngineConfig
+from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+_HERE = Path(__file__).resolve().parent
+CPU_SHIMS = _HERE / "cpu_shims"
+TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
+LOG_TAIL_LINES = 8
+LOG_TAIL_WIDTH = 240
+
+# As in the block-FP8 checkpoints that are published for Qwen3 and DeepSeek-V3.
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+_TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+# Architecture in config.json -> where SGLang implements it. Others start too, only more slowly: SGLang then imports
+# every model it has to find the class.
+_MODEL_CLASSES = {
+    "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
+}
+
+
+class EngineError(RuntimeError):
+    """An SGLang server cannot be started or reached. The message says which, why and what to do."""
+
+
+class EngineStartError(EngineError):
+    """The server ended or stayed silent while it was starting."""
+
+
+def resolve_device(device: str) -> str:
+    """The config's device, "cpu" or "cuda"; "auto" takes CUDA where the driver shows a GPU (torch is not imported)."""
+    if device != "auto":
+        return device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return "cuda" if Path("/proc/driver/nvidia/version").exists() and not hidden else "cpu"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def torchvision_directory() -> Path:
+    """Where the engine's private torchvision lies (it would break transformers in other processes of a CPU host)."""
+    configured = os.environ.get(TORCHVISION_VARIABLE)
+    return Path(configured) if configured else Path(sys.prefix) / "sglang_only"
+
+
+class EngineProcess:
+    """An SGLang server and its log. Not thread-safe: one owner starts and stops it.
+
+    Args:
+        config: rollout.engine.
+        model_path: Hugging Face directory with config.json and weights.
+        log_file: stdout and stderr of the server; a restart appends.
+        tokenizer: load the tokenizer in the server too. Only stop strings need it (token ids go in and out).
+        weight_version: version of the weights in ``model_path``, reported with every token.
+        colocated: learner and engine take turns on the same GPUs, so weights and KV cache can be released.
+        gpu_ids: CUDA devices that this server sees (CUDA_VISIBLE_DEVICES); tensor-parallel rank r runs on the r-th.
+            None leaves the environment as it is.
+        weights_from_sync: the first weight sync comes before the first request, so an FP8 engine may start empty, in
+            the block-quantised layout that syncs have. Without it, SGLang quantises what is in ``model_path``.
+        deterministic: honour ``sampling_seed`` of requests.
+        threads: CPU threads of a server without CUDA.
+        port: 0 takes any free port (again at every start).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model_path: str | Path,
+        log_file: str | Path,
+        tokenizer: bool = False,
+        weight_version: int = 0,
+        colocated: bool = False,
+        gpu_ids: Sequence[int | str] | None = None,
+        weights_from_sync: bool = False,
+        deterministic: bool | None = None,
+        threads: int = 1,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        extra_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model_path = Path(model_path)
+        self.config = config
+        self.log_file = Path(log_file)
+        self.tokenizer = tokenizer
+        self.weight_version = weight_version
+        self.colocated = colocated
+        self.gpu_ids = gpu_ids
+        self.weights_from_sync = weights_from_sync
+        self.deterministic = config.random_seed is not None if deterministic is None else deterministic
+        self.threads = threads
+        self.host = host
+        self.requested_port = port
+        self.port = port
+        self.device = resolve_device(config.device)
+        self.extra_environment = dict(extra_environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, whose end means that the whole server has ended."""
+        return self._process.pid if self._process else None
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Launch the server and wait until it has generated a token.
+
+        Raises:
+            EngineStartError: the port is taken, the server ended (with the tail of its log), or it did not become
+                ready within start_timeout_seconds. Nothing is left running.
+        """
+        attempts = 3 if self.requested_port == 0 else 1
+        for attempt in range(attempts):
+            self.launch()
+            try:
+                self.wait_ready()
+                return
+            except EngineStartError:
+                # Somebody may take a free port between our probe and the server's bind.
+                if attempt + 1 == attempts or "address already in use" not in self.log_tail().lower():
+                    raise
+
+    def launch(self) -> None:
+        """Start the process and return at once; ``wait_ready`` tells when it serves."""
+        if self.is_alive():
+            raise EngineError(f"the engine at {self.base_url} is running already")
+        if not (self.model_path / "config.json").is_file():
+            raise EngineStartError(
+                f"{self.model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
+            )
+        self.port = self.requested_port or free_port(self.host)
+        self._check_port()
+        if self.device == "cpu" and not (torchvision_directory() / "torchvision").is_dir():
+            raise EngineStartError(
+                f"SGLang needs torchvision, which is not in {torchvision_directory()}: run scripts/setup.sh, or "
+                f"set {TORCHVISION_VARIABLE} to the directory that holds it"
+            )
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        grace_seconds = "1" if self.device == "cpu" else "5"
+        guard = [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), grace_seconds]
+        with open(self.log_file, "ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [*guard, *self.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until the server has generated a token; see ``start`` for what is raised."""
+        deadline = time.monotonic() + self.config.start_timeout_seconds
+        while True:
+            assert self._process is not None, "launch() comes first"
+            if self._process.poll() is not None:
+                tail = self.log_tail()
+                raise EngineStartError(
+                    f"the SGLang server for {self.model_path} ended with exit code {self._process.returncode} while "
+                    f"it was starting.{_advice(tail)} Its log is {self.log_file}, which ends with:\n{tail}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise EngineStartError(
+                    f"the SGLang server for {self.model_path} was not ready after "
+                    f"{self.config.start_timeout_seconds:.0f} s; raise rollout.engine.start_timeout_seconds if the "
+                    f"model is large. Its log is {self.log_file}, which ends with:\n{self.log_tail()}"
+                )
+            if self._answers("/ready", timeout=2.0) and self._generates(deadline):
+                # Keeps later garbage collections (one in every cache flush) off the modules' millions of objects.
+                self._answers("/freeze_gc", timeout=10.0)
+                return
+            time.sleep(0.1)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the server with everything below it. Bounded by ``timeout`` seconds; safe to call at any time."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            # The guard's child has PR_SET_PDEATHSIG, and SGLang's workers watch their parent in the same way.
+            process.kill()
+            process.wait()
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """Last lines of the log of this start, each cut to a width that a message can carry."""
+        try:
+            with open(self.log_file, "rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - 64 * 1024))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(line[:LOG_TAIL_WIDTH] for line in text.splitlines()[-lines:])
+
+    def command(self) -> list[str]:
+        """The server's command line."""
+        config = self.config
+        arguments = {
+            "--model-path": self.model_path,
+            "--host": self.host,
+            "--port": self.port,
+            "--tp-size": config.tensor_parallel_size,
+            "--dtype": config.dtype,
+            "--mem-fraction-static": config.mem_fraction_static if self.device == "cuda" else None,
+            "--max-total-tokens": config.max_total_tokens,
+            "--max-running-requests": config.max_running_requests,
+            "--context-length": config.context_length,
+            "--random-seed": config.random_seed,
+            "--weight-version": self.weight_version,
+            # The trainer's own generate call is the warm-up, and it waits for it.
+            "--skip-server-warmup": True,
+            "--log-level": "info",
+            "--log-level-http": "warning",
+            "--decode-log-interval": 400,
+            "--skip-tokenizer-init": not self.tokenizer,
+            "--enable-deterministic-inference": self.deterministic,
+        }
+        if self.device == "cpu":
+            arguments |= {
+                "--device": "cpu",
+                "--attention-backend": "torch_native",
+                "--sampling-backend": "pytorch",
+                # Overlapping the CPU scheduler with the GPU gains nothing where both are the same cores.
+                "--disable-overlap-schedule": True,
+                "--sleep-on-idle": True,
+            }
+        else:
+            arguments |= {"--enable-memory-saver": self.colocated}
+            if self._is_mixture_of_experts():
+                arguments |= {"--ep-size": config.tensor_parallel_size}
+        if config.quantization is not None and "quantization_config" not in self._model_config():
+            if config.quantization == "fp8" and self.weights_from_sync:
+                # Synced weights come quantised in blocks; until the first sync there is nothing worth loading.
+                override = json.dumps({"quantization_config": BLOCK_FP8})
+                arguments |= {"--json-model-override-args": override, "--load-format": "dummy"}
+            else:
+                arguments |= {"--quantization": config.quantization}
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        for flag, value in arguments.items():
+            if value is True:
+                command.append(flag)
+            elif value is not None and value is not False:
+                command += [flag, str(value)]
+        return command + list(config.extra_args)
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment."""
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(2 * KEEP_ALIVE_SECONDS)),
+        }
+        # The learner's torchrun variables would make SGLang join the wrong process group.
+        for name in list(environment):
+            if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):
+                del environment[name]
+        paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths = [path for path in paths if Path(path) not in (CPU_SHIMS, torchvision_directory())]
+        if self.device == "cpu":
+            paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
+            environment |= {
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": str(self.threads),
+                "MKL_NUM_THREADS": str(self.threads),
+                # Compiling the seeded sampler would need a C++ compiler on the host.
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+            if self.config.tensor_parallel_size > 1:
+                # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
+            if model_class := _MODEL_CLASSES.get(self._architecture()):
+                environment |= {
+                    "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
+                    "MEGATRON_RETOOL_ENGINE_MODEL": model_class,
+                }
+        elif self.gpu_ids is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpu_ids)
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        return environment | self.extra_environment
+
+    def __enter__(self) -> EngineProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _model_config(self) -> dict[str, object]:
+        try:
+            return dict(json.loads((self.model_path / "config.json").read_text()))
+        except ValueError as error:
+            raise EngineStartError(f"{self.model_path / 'config.json'} is not valid JSON: {error}") from error
+
+    def _architecture(self) -> str:
+        architectures = self._model_config().get("architectures")
+        return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+
+    def _cores_by_rank(self) -> str:
+        """Cores of each tensor-parallel rank, "0,1|2,3|…"; ranks share cores where there are too few."""
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = []
+        for rank in range(self.config.tensor_parallel_size):
+            places = range(rank * self.threads, (rank + 1) * self.threads)
+            ranks.append(",".join(str(cores[place % len(cores)]) for place in places))
+        return "|".join(ranks)
+
+    def _is_mixture_of_experts(self) -> bool:
+        return "Moe" in self._architecture()
+
+    def _check_port(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise EngineStartError(
+                    f"port {self.port} on {self.host} is in use ({error.strerror}): stop the process that listens "
+                    "there (ss -ltnp shows it), or let the engine take any free port"
+                ) from error
+
+    def _answers(self, path: str, timeout: float) -> bool:
+        try:
+            with urllib.request.urlopen(self.base_url + path, timeout=timeout) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _generates(self, deadline: float) -> bool:
+        body = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}).encode()
+        request = urllib.request.Request(
+            self.base_url + "/generate", data=body, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=max(1.0, deadline - time.monotonic())) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _advice(log: str) -> str:
+    """What a known ending of the log means, as a sentence with a leading space; empty for an unknown one."""
+    lowered = log.lower()
+    if "out of memory" in lowered or "not enough memory" in lowered:
+        return " It ran out of memory: lower rollout.engine.mem_fraction_static or rollout.engine.max_total_tokens."
+    if "address already in use" in lowered:
+        return " A port it needs is in use: stop the other server or choose another port."
+    if "unrecognized arguments" in lowered or "invalid choice" in lowered:
+        return " It refused an argument: check rollout.engine.extra_args."
+    if "modulenotfounderror" in lowered or "no module named" in lowered:
+        return " A package is missing: install requirements/ again."
+    if "safetensors" in lowered and "no such file" in lowered:
+        return " The model directory has no weights."
+    return ""

@@ -1,0 +1,156 @@
+"""Reading slices of Hugging Face directories, writing sharded ones, and what is said of directories that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conversion.files.hf_checkpoint import (
+    HFCheckpoint,
+    HFCheckpointError,
+    TensorSpec,
+    check_tokenizer,
+    copy_companions,
+    plan_files,
+    write_file,
+    write_index,
+)
+from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap, WeightMapError, shard, to_mcore
+from tests.conversion.conftest import assert_same_bits, read_all
+
+
+@pytest.fixture
+def broken(model_directory, tmp_path: Path):
+    """``broken(change)``: a copy of the qwen2 model in one file, its tensors changed by ``change``."""
+
+    def make(change) -> tuple[HFCheckpoint, WeightMap]:
+        source = model_directory("qwen2")
+        tensors = read_all(source)
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return HFCheckpoint(tmp_path), WeightMap(Architecture.from_pretrained(source))
+
+    return make
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_shard_is_read_without_the_rest(model_directory, family: str, tp: int) -> None:
+    directory = model_directory(family)
+    checkpoint = HFCheckpoint(directory)
+    tensors = read_all(directory)
+    architecture = Architecture.from_pretrained(directory)
+    for mapping in WeightMap(architecture, architecture.vocab_size + 3):
+        full = to_mcore(mapping, [tensors[name] for name in mapping.hf_names])
+        for rank in range(tp):
+            assert torch.equal(checkpoint.read_shard(mapping, tp, rank), shard(mapping, full, tp, rank))
+
+
+def test_written_files_are_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5),
+        "strided": torch.randn(4, 6).t(),
+        "fp8": torch.randn(2, 2).to(torch.float8_e4m3fn),
+    }
+    specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    write_file(tmp_path / "model.safetensors", specs, tensors.items())
+    assert_same_bits(load_file(tmp_path / "model.safetensors"), {k: v.contiguous() for k, v in tensors.items()})
+    checkpoint = HFCheckpoint(tmp_path)
+    assert_same_bits({name: checkpoint.read(name) for name in tensors}, {k: v.contiguous() for k, v in tensors.items()})
+
+
+def test_write_refuses_what_was_not_announced(tmp_path: Path) -> None:
+    with pytest.raises(HFCheckpointError, match="expected TensorSpec.name='a'"):
+        write_file(tmp_path / "x", [TensorSpec("a", (2,), torch.float32)], [("a", torch.zeros(3))])
+
+
+def test_files_are_filled_in_order_and_parameters_stay_whole(tmp_path: Path) -> None:
+    groups = [[TensorSpec(f"g{g}.{i}", (10,), torch.float32) for i in range(3)] for g in range(5)]  # 120 bytes each
+    files = plan_files(groups, 250)
+    assert [name for name, _ in files] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [len(specs) for _, specs in files] == [6, 6, 3]
+    write_index(tmp_path, files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 600
+    assert index["weight_map"]["g4.0"] == "model-00003-of-00003.safetensors"
+    assert plan_files(groups, 10**6)[0][0] == "model.safetensors"
+    assert len(plan_files(groups, 1)) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks tensor model\.norm\.weight"),
+        (lambda t: [t.pop(n) for n in list(t) if "k_proj" in n], r"lacks tensors .*k_proj.* and 11 more"),
+        (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), r"holds tensor model\.layers\.9\.x, which"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(101, 32).bfloat16()}), "lm_head.weight differs"),
+    ],
+)
+def test_missing_and_extra_tensors_are_named(broken, change, message: str) -> None:
+    checkpoint, weight_map = broken(change)
+    with pytest.raises(HFCheckpointError, match=message):
+        checkpoint.check(weight_map)
+
+
+def test_shapes_and_dtypes_are_checked_without_reading(broken) -> None:
+    checkpoint, weight_map = broken(lambda t: t.update({"model.norm.weight": torch.zeros(31)}))
+    with pytest.raises(WeightMapError, match=r"model\.norm\.weight in .* has shape \(31,\), but .* implies \(32,\)"):
+        checkpoint.check(weight_map)
+
+
+def test_redundant_tensors_of_old_checkpoints_are_accepted(broken) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    checkpoint, weight_map = broken(add)
+    checkpoint.check(weight_map)
+
+
+def test_damaged_directories(model_directory, tmp_path: Path) -> None:
+    with pytest.raises(HFCheckpointError, match="has neither model.safetensors.index.json nor model.safetensors"):
+        HFCheckpoint(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(model_directory("llama"), copy)
+    first = sorted(copy.glob("*.safetensors"))[0]
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-10])
+    with pytest.raises(HFCheckpointError, match=f"{first.name}: tensor .* is cut short"):
+        HFCheckpoint(copy)
+    first.write_bytes(b"not a safetensors file")
+    with pytest.raises(HFCheckpointError, match=f"{first.name} is not a safetensors file"):
+        HFCheckpoint(copy)
+    first.unlink()
+    with pytest.raises(HFCheckpointError, match=f"{first.name} is missing"):
+        HFCheckpoint(copy)
+    first.write_bytes(whole)
+    index = copy / "model.safetensors.index.json"
+    text = json.loads(index.read_text())
+    text["weight_map"]["model.extra.weight"] = first.name
+    index.write_text(json.dumps(text))
+    with pytest.raises(HFCheckpointError, match=r"places tensor model\.extra\.weight in .*, which lacks it"):
+        HFCheckpoint(copy)
+    index.write_text("{}")
+    with pytest.raises(HFCheckpointError, match="is not a safetensors index"):
+        HFCheckpoint(copy)
+
+
+def test_tokenizer_and_companions(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    with pytest.raises(HFCheckpointError, match=r"has no tokenizer \(tokenizer.json, or"):
+        check_tokenizer(source)
+    kept = ["chat_template.jinja", "config.json", "merges.txt", "vocab.json"]
+    for name in (*kept, "model.safetensors", "pytorch_model.bin", ".gitattributes"):
+        (source / name).write_text(name)
+    check_tokenizer(source)
+    assert copy_companions(source, target) == kept
+    assert sorted(path.name for path in target.iterdir()) == kept

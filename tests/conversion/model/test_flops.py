@@ -1,0 +1,72 @@
+"""FLOP counts against what torch counts, and known published sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from conversion.model import flops
+from conversion.model.architecture import Architecture
+from tests.learner.test_parallel import EXPERTS
+from tests.learner.tiny_models import hf_model
+
+QWEN25_7B = Architecture(
+    family="qwen2",
+    num_layers=28,
+    hidden_size=3584,
+    num_attention_heads=28,
+    num_query_groups=4,
+    head_dim=128,
+    ffn_hidden_size=18944,
+    vocab_size=152064,
+)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_dense_models_equal_torchs_count(family: str) -> None:
+    model = hf_model(family)
+    architecture = Architecture.from_hf_config(model.config.to_dict())
+    length = 24
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.long))
+    found = flops.forward_flops(architecture, [length])
+    # torch counts all pairs of eager attention (and the rotary table); a causal model needs half of them.
+    upper_pairs = length * (length - 1) / 2
+    found += architecture.num_layers * flops.pair_flops(architecture) * upper_pairs
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_a_token_costs_about_six_flops_a_parameter() -> None:
+    per_token = flops.training_flops(QWEN25_7B, [1])
+    assert per_token == pytest.approx(6 * 7.07e9, rel=0.01)  # 7.6 B parameters less the embedding
+
+
+def test_attention_grows_quadratically_and_windows_bound_it() -> None:
+    short, long = (flops.forward_flops(QWEN25_7B, [n]) / n for n in (1000, 32000))
+    assert long > 1.3 * short
+    windowed = Architecture(**{**vars(QWEN25_7B), "sliding_window": 1000})
+    assert flops.forward_flops(windowed, [32000]) / 32000 < 1.02 * short * 1.02
+    assert flops.forward_flops(windowed, [1000]) == flops.forward_flops(QWEN25_7B, [1000])
+
+
+def test_only_chosen_experts_and_head_tokens_count() -> None:
+    everyone = Architecture(**{**vars(EXPERTS), "num_experts_per_tok": 8})
+    assert flops.token_flops(everyone) - flops.token_flops(EXPERTS) == 6 * (2 * 3 * 64 * 12)
+    difference = flops.forward_flops(EXPERTS, [100]) - flops.forward_flops(EXPERTS, [100], head_tokens=40)
+    assert difference == 60 * 2 * EXPERTS.hidden_size * EXPERTS.vocab_size
+
+
+def test_the_cost_of_a_sequence_is_its_flops() -> None:
+    lengths = np.array([100, 5000, 16000])
+    cost = lengths + flops.quadratic_cost(QWEN25_7B) * lengths.astype(float) ** 2
+    exact = np.array([flops.forward_flops(QWEN25_7B, [n], head_tokens=0) for n in lengths])
+    np.testing.assert_allclose(cost / cost[0], exact / exact[0], rtol=1e-3)
+
+
+def test_peaks() -> None:
+    assert flops.peak_flops("NVIDIA H200") == flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert flops.peak_flops("NVIDIA L40S") == 362e12
+    assert flops.peak_flops(None) is None
+    assert flops.peak_flops("Some CPU") is None

@@ -1,0 +1,237 @@
+"""The weight map against transformers' own names and shapes, and its four functions as properties."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conversion.model.architecture import FAMILIES, QWEN3_MOE, Architecture
+from conversion.model.weight_map import (
+    Mapping,
+    WeightMap,
+    WeightMapError,
+    canonical_name,
+    checkpoint_place,
+    merge,
+    shard,
+    shard_shape,
+    to_hf,
+    to_mcore,
+)
+from tests.conversion.conftest import read_all
+
+
+@st.composite
+def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
+    """Small models whose sizes divide by ``tp``; the key/value heads may be fewer than TP."""
+    family = draw(st.sampled_from(FAMILIES))
+    groups = draw(st.sampled_from([1, 2, 4]))
+    moe = family == QWEN3_MOE
+    return Architecture(
+        family=family,
+        num_layers=draw(st.integers(1, 2)),
+        hidden_size=tp * draw(st.integers(1, 3)),
+        num_attention_heads=groups * tp * draw(st.integers(1, 2)),
+        num_query_groups=groups,
+        head_dim=tp * draw(st.integers(1, 2)),
+        ffn_hidden_size=tp * draw(st.integers(1, 3)),
+        vocab_size=draw(st.integers(1, 9)),
+        tie_word_embeddings=draw(st.booleans()),
+        num_experts=draw(st.integers(1, 3)) if moe else None,
+        num_experts_per_tok=1 if moe else None,
+        moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
+    )
+
+
+def padded_map(architecture: Architecture, tp: int) -> WeightMap:
+    return WeightMap(architecture, -(-architecture.vocab_size // tp) * tp + tp)
+
+
+def numbered(mapping: Mapping) -> list[Tensor]:
+    """Hugging Face tensors in which every element has a number of its own: any misplacement shows."""
+    start, tensors = 1, []
+    for shape in mapping.hf_shapes:
+        count = torch.Size(shape).numel()
+        tensors.append(torch.arange(start, start + count, dtype=torch.float32).view(shape))
+        start += count
+    return tensors
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_round_trip_through_shards_is_exact(tp: int, data: st.DataObject) -> None:
+    for mapping in padded_map(data.draw(architectures(tp)), tp):
+        tensors = numbered(mapping)
+        full = to_mcore(mapping, tensors)
+        assert tuple(full.shape) == mapping.mcore_shape
+        shards = [shard(mapping, full, tp, rank) for rank in range(tp)]
+        for rank, part in enumerate(shards):
+            assert tuple(part.shape) == shard_shape(mapping, tp, rank)
+        again = to_hf(mapping, merge(mapping, shards))
+        assert list(again) == list(mapping.hf_names)
+        for name, tensor in zip(mapping.hf_names, tensors, strict=True):
+            assert torch.equal(again[name], tensor)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_element_has_one_owner(data: st.DataObject) -> None:
+    tp = 2
+    for mapping in padded_map(data.draw(architectures(tp)), tp):
+        full = to_mcore(mapping, numbered(mapping))
+        held = torch.cat([shard(mapping, full, tp, rank).reshape(-1) for rank in range(tp)])
+        copies = tp if mapping.tp_dim is None else 1
+        assert torch.equal(held.sort().values, full.reshape(-1).repeat(copies).sort().values)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_to_hf_maps_gradients(data: st.DataObject) -> None:
+    """d loss / d HF tensor = to_hf(d loss / d mcore tensor): the map only moves elements."""
+    for mapping in padded_map(data.draw(architectures()), 4):
+        leaves = [tensor.requires_grad_() for tensor in numbered(mapping)]
+        full = to_mcore(mapping, leaves)
+        weight = torch.randn(full.shape)
+        (full * weight).sum().backward()
+        for name, leaf in zip(mapping.hf_names, leaves, strict=True):
+            assert leaf.grad is not None
+            assert torch.equal(to_hf(mapping, weight)[name], leaf.grad)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_row_segments_read_what_to_mcore_builds(data: st.DataObject) -> None:
+    for mapping in padded_map(data.draw(architectures()), 2):
+        tensors = numbered(mapping)
+        full = to_mcore(mapping, tensors)
+        rows = mapping.mcore_shape[0]
+        low = data.draw(st.integers(0, rows))
+        high = data.draw(st.integers(low, rows))
+        padding = torch.zeros_like(full)
+        parts = [
+            (padding if segment.source is None else tensors[segment.source])[segment.start : segment.stop]
+            for segment in mapping.row_segments(low, high)
+        ]
+        assert torch.equal(torch.cat(parts) if parts else full[:0], full[low:high])
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_hf_runs_say_where_rows_went(data: st.DataObject) -> None:
+    for mapping in padded_map(data.draw(architectures()), 2):
+        tensors = numbered(mapping)
+        full = to_mcore(mapping, tensors)
+        for source, tensor in enumerate(tensors):
+            runs = mapping.hf_runs(source)
+            assert torch.equal(torch.cat([full[row : row + count] for _, row, count in runs]), tensor)
+            assert [first for first, _, _ in runs] == sorted(first for first, _, _ in runs)
+
+
+def test_query_groups_are_interleaved_as_attention_splits_them() -> None:
+    architecture = Architecture("qwen2", 1, 2, 4, 2, 1, 3, 5, attention_bias=True)
+    mapping = WeightMap(architecture)["decoder.layers.0.self_attention.linear_qkv.bias"]
+    q, k, v = torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
+    full = to_mcore(mapping, [q, k, v])
+    assert full.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert shard(mapping, full, 2, 1).tolist() == [2, 3, 11, 21]
+
+
+def test_gate_and_up_are_split_each_by_itself() -> None:
+    mapping = WeightMap(Architecture("llama", 1, 1, 1, 1, 1, 4, 5))["decoder.layers.0.mlp.linear_fc1.weight"]
+    gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
+    full = to_mcore(mapping, [gate, up])
+    assert shard(mapping, full, 2, 0).squeeze(1).tolist() == [0, 1, 10, 11]
+    assert shard(mapping, full, 2, 1).squeeze(1).tolist() == [2, 3, 12, 13]
+
+
+def test_vocabulary_padding_is_zero_and_is_dropped() -> None:
+    mapping = WeightMap(Architecture("llama", 1, 2, 1, 1, 1, 4, 3), 8)["embedding.word_embeddings.weight"]
+    full = to_mcore(mapping, [torch.ones(3, 2)])
+    assert full.shape == (8, 2) and full[3:].eq(0).all()
+    full[3:] = 7
+    assert torch.equal(to_hf(mapping, full)["model.embed_tokens.weight"], torch.ones(3, 2))
+
+
+def test_names_and_shapes_are_those_of_transformers(model_directory, family: str) -> None:
+    directory = model_directory(family)
+    weight_map = WeightMap(Architecture.from_pretrained(directory))
+    stored = {name: tuple(tensor.shape) for name, tensor in read_all(directory).items()}
+    mapped = {
+        name: shape
+        for mapping in weight_map.exported()
+        for name, shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+    }
+    assert mapped == stored
+    assert weight_map.hf_names == stored.keys()
+
+
+def test_tied_output_layer_reads_the_embedding_and_is_not_exported() -> None:
+    untied = Architecture("qwen2", 1, 2, 1, 1, 2, 4, 6, attention_bias=True)
+    tied = WeightMap(dataclasses.replace(untied, tie_word_embeddings=True))
+    assert tied["output_layer.weight"].hf_names == ("model.embed_tokens.weight",)
+    assert "output_layer.weight" not in [mapping.mcore_name for mapping in tied.exported()]
+    assert WeightMap(untied)["output_layer.weight"].hf_names == ("lm_head.weight",)
+
+
+def test_names_of_the_transformer_engine_spec() -> None:
+    layer = "decoder.layers.7."
+    assert canonical_name(layer + "self_attention.linear_qkv.layer_norm_weight") == layer + "input_layernorm.weight"
+    assert canonical_name(layer + "mlp.linear_fc1.layer_norm_weight") == layer + "pre_mlp_layernorm.weight"
+    assert (
+        canonical_name(layer + "mlp.experts.linear_fc2.weight13")
+        == layer + "mlp.experts.local_experts.13.linear_fc2.weight"
+    )
+    for name in (layer + "mlp.linear_fc1.weight", "output_layer.weight", layer + "self_attention.q_layernorm.weight"):
+        assert canonical_name(name) == name
+
+
+def test_checkpoint_places() -> None:
+    moe = Architecture("qwen3_moe", 3, 2, 1, 1, 2, 4, 6, num_experts=2, num_experts_per_tok=1, moe_ffn_hidden_size=4)
+    weight_map = WeightMap(moe)
+    place = checkpoint_place(weight_map["decoder.layers.2.mlp.experts.local_experts.1.linear_fc1.weight"], moe)
+    assert place.key == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert (place.index, place.axes) == ((2, 1), (3, 2))
+    norm = weight_map["decoder.layers.1.pre_mlp_layernorm.weight"]
+    assert checkpoint_place(norm, moe).key == "decoder.layers.pre_mlp_layernorm.weight"
+    dense = Architecture("qwen3", 3, 2, 1, 1, 2, 4, 6)
+    assert checkpoint_place(norm, dense).key == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    tied = dataclasses.replace(dense, tie_word_embeddings=True)
+    output = WeightMap(tied)["output_layer.weight"]
+    assert checkpoint_place(output, tied).key == "embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: [t[0][:, :1], *t[1:]], r"layers\.0\.self_attn\.q_proj\.weight has shape \(4, 1\).*implies \(4, 2\)"),
+        (lambda t: [t[0], t[1].bfloat16(), t[2]], r"k_proj\.weight has dtype torch.bfloat16, but .*q_proj\.weight has"),
+        (lambda t: [x.to(torch.int8) for x in t], r"q_proj\.weight has dtype torch.int8"),
+    ],
+)
+def test_unfit_tensors_are_named(change, message: str) -> None:
+    mapping = WeightMap(Architecture("llama", 1, 2, 4, 2, 1, 4, 5))["decoder.layers.0.self_attention.linear_qkv.weight"]
+    with pytest.raises(WeightMapError, match=message):
+        to_mcore(mapping, change(numbered(mapping)))
+
+
+def test_other_errors_name_the_parameter() -> None:
+    architecture = Architecture("llama", 1, 3, 1, 1, 3, 5, 5)
+    weight_map = WeightMap(architecture)
+    mapping = weight_map["decoder.layers.0.mlp.linear_fc1.weight"]
+    full = to_mcore(mapping, numbered(mapping))
+    with pytest.raises(WeightMapError, match=r"layers\.0\.mlp\.linear_fc1\.weight: 5 rows do not divide by TP 2"):
+        shard(mapping, full, 2, 0)
+    with pytest.raises(WeightMapError, match=r"linear_fc1\.weight has shape \(9, 3\), expected \(10, 3\)"):
+        to_hf(mapping, full[:9])
+    with pytest.raises(WeightMapError, match=r"linear_fc1\.weight: the part of tensor parallel rank 0 of 1"):
+        merge(mapping, [full[:9]])
+    with pytest.raises(WeightMapError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight is not in"):
+        weight_map["decoder.layers.0.self_attention.q_layernorm.weight"]
+    with pytest.raises(WeightMapError, match="padded vocabulary size 4 is smaller than vocab_size=5"):
+        WeightMap(architecture, 4)

@@ -1,0 +1,153 @@
+"""From rollouts to what the update needs, on batches made by hand."""
+
+import numpy as np
+import pytest
+
+from megatron_retool.config import load_config
+from megatron_retool.loop.columns import (
+    add_advantages,
+    correct_rollout,
+    critic_mini_batch,
+    read_estimates,
+    split_mini_batches,
+    write_estimates,
+)
+from megatron_retool.loop.state import TrainerState
+from megatron_retool.monitor.metrics import batch_metrics
+from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
+
+MASK = [True, True, False, True]
+
+
+def trajectory(group, index, reward, filtered=False):
+    return Trajectory(
+        [1, 2], [3, 4, 5, 6], MASK, [-0.5, -0.25, 0.0, -1.0], [0, 0, -1, 1], [0, 0, -1, 0], group, index,
+        FinishReason.STOP, reward=reward, reward_info={"overlong_filtered": filtered},
+    )  # fmt: skip
+
+
+def make_batch(*rows):
+    batch = TrajectoryBatch.from_trajectories(rows)
+    return batch.with_columns(old_log_probs=batch.rollout_log_probs)
+
+
+def four(filtered=-1):
+    rewards = [1.0, -1.0, -1.0, -1.0]
+    return [trajectory(i // 2, i % 2, rewards[i], filtered=i == filtered) for i in range(4)]
+
+
+def test_overlong_responses_keep_their_weight_and_give_no_loss():
+    config = load_config(None, ["learner.mini_batch_size=4", "data.train_batch_size=2", "rollout.train.n=2"])
+    rows = four(filtered=1)
+    batch, metrics, skip = correct_rollout(config, make_batch(*rows), rows, 0)
+    assert not skip and metrics["rollout_corr/overlong_filtered"] == 0.25
+    batch = batch.with_columns(advantages=batch.columns["keep"])
+    (mini_batch,) = split_mini_batches(config, batch, step=1)
+    weights = mini_batch.columns["loss_weights"].reshape(4, 4)
+    assert np.all(weights[1] == 0)
+    # Token mean over the 12 sampled tokens before the filter.
+    np.testing.assert_allclose(weights[[0, 2, 3]], np.tile(np.array(MASK) / 12, (3, 1)), rtol=1e-6)
+
+
+def test_mismatch_is_weighed_and_rejected():
+    settings = ["mode=truncate", "rejection=[]", "veto_threshold=0.01"]
+    config = load_config(None, [f"algorithm.rollout_correction.{setting}" for setting in settings])
+    rows = four()
+    batch = make_batch(*rows)
+    old = batch.rollout_log_probs.copy()
+    old[0], old[4] = old[0] + 5.0, old[4] - 5.0
+    batch, metrics, _ = correct_rollout(config, batch.with_columns(old_log_probs=old), rows, 3)
+    assert batch.columns["importance_weights"][0] == 2.0
+    assert batch.columns["keep"].reshape(4, 4).any(1).tolist() == [True, False, True, True]
+    assert metrics["rollout_corr/veto_fraction"] == 0.25 and metrics["rollout_corr/staleness/mean"] == 3.0
+
+
+def test_bypass_reports_what_needs_no_learner():
+    settings = ["bypass_old_log_probs=true", "mode=none"]
+    config = load_config(None, [f"algorithm.rollout_correction.{setting}" for setting in settings])
+    rows = four()
+    batch, metrics, skip = correct_rollout(config, make_batch(*rows), rows, 2)
+    assert not skip
+    assert np.all(batch.columns["importance_weights"][batch.loss_mask] == 1.0)
+    assert np.array_equal(batch.columns["keep"] > 0, batch.loss_mask)
+    assert metrics["rollout_corr/staleness/max"] == 2.0 and "rollout_corr/rollout_ppl" in metrics
+    assert not any("kl" in name or "training" in name for name in metrics)
+
+
+def test_kl_in_reward_lowers_the_advantage_of_responses_far_from_the_reference():
+    config = load_config(
+        None,
+        [
+            "algorithm.kl_in_reward=0.5",
+            "algorithm.kl_estimator=k1",
+            "algorithm.adaptive_kl_target=0.01",
+            "algorithm.adaptive_kl_horizon=40",
+            "algorithm.normalize_by_std=false",
+        ],
+    )
+    rows = [trajectory(0, i, reward=1.0) for i in range(2)]
+    batch = make_batch(*rows)
+    reference = batch.columns["old_log_probs"].copy()
+    reference[:2] -= 0.3  # two tokens of the first response are likelier than under the reference
+    state = TrainerState.first(config)
+    batch, metrics = add_advantages(batch.with_columns(ref_log_probs=reference), rows, state)
+    advantages = batch.columns["advantages"].reshape(2, 4)[:, MASK]
+    # Rewards 1 - 0.5 * 0.6 and 1: relative to their mean.
+    np.testing.assert_allclose(advantages, [[-0.15] * 3, [0.15] * 3], atol=1e-6)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.6 / 6)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert state.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 40))
+
+
+def test_gae_takes_the_critics_values_and_reports_how_good_they_were():
+    config = load_config(
+        None,
+        [
+            "algorithm.advantage=gae",
+            "algorithm.dynamic_sampling.enable=false",
+            "algorithm.gae_lambda=1.0",
+            "algorithm.gae_whiten=false",
+        ],
+    )
+    rows = four()
+    values = np.repeat([0.5, -1.0, -1.0, -1.0], 4).astype(np.float32)
+    batch, _ = add_advantages(make_batch(*rows).with_columns(values=values), rows, TrainerState.first(config))
+    np.testing.assert_allclose(batch.columns["advantages"].reshape(4, 4)[0], [0.5, 0.5, 0.0, 0.5])
+    np.testing.assert_allclose(batch.columns["advantages"].reshape(4, 4)[1:], 0.0)
+    metrics = batch_metrics(batch, 8, 8)
+    assert metrics["critic/returns/mean"] == -0.5 and metrics["critic/values/mean"] == -0.625
+    # Var(returns) = 0.75, Var(returns - values) of (0.5, 0, 0, 0) = 0.046875
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 0.046875 / 0.75)
+
+
+@pytest.mark.parametrize("estimate, first_token", [("soft", [0.5, -0.5, 0.5, -0.5]), ("hard", [0.5, -0.5, 0.0, 0.0])])
+def test_branches_share_the_advantage_of_their_common_tokens_under_the_hard_estimate(estimate, first_token):
+    config = load_config(
+        None,
+        [
+            "rollout.branching.enable=true",
+            f"rollout.branching.advantage={estimate}",
+            "algorithm.normalize_by_std=false",
+        ],
+    )
+    rows = [trajectory(0, i, reward=float(i in (0, 2))) for i in range(4)]
+    rows[3].reward_info["branch"] = {"parent": 2, "shared_tokens": 2}
+    batch, _ = add_advantages(make_batch(*rows), rows, TrainerState.first(config))
+    np.testing.assert_allclose(batch.columns["advantages"].reshape(4, 4)[:, 0], first_token, atol=1e-6)
+    np.testing.assert_allclose(batch.columns["advantages"].reshape(4, 4)[:, 3], [0.5, -0.5, 0.5, -0.5], atol=1e-6)
+
+
+def test_critic_learns_from_rejected_tokens_too():
+    batch = make_batch(*four()).with_columns(loss_weights=np.zeros(16))
+    np.testing.assert_allclose(critic_mini_batch(batch).columns["loss_weights"], np.tile(MASK, 4) / 12, rtol=1e-6)
+
+
+def test_estimates_on_disk_are_found_by_group_and_index(tmp_path):
+    rows = [trajectory(7, 0, 1.0), trajectory(9, 3, 0.0)]
+    batch = make_batch(*rows).with_columns(entropy=np.arange(8))
+    write_estimates(batch, tmp_path / "rollouts" / "step.learner.parquet")
+    found = read_estimates(tmp_path / "rollouts" / "step.learner.parquet")
+    assert set(found) == {(7, 0), (9, 3)}
+    np.testing.assert_array_equal(found[9, 3]["entropy"], [4, 5, 6, 7])
+    np.testing.assert_array_equal(found[7, 0]["old_log_probs"], rows[0].rollout_log_probs)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step.learner.parquet"]

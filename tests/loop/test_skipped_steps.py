@@ -1,0 +1,153 @@
+"""Steps that change no weight: recognised, counted, and the end of a run that has nothing but them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.config import load_config
+from megatron_retool.loop.columns import read_estimates, write_estimates
+from megatron_retool.loop.experience import collect_groups
+from megatron_retool.loop.faults import SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.loop.state import TrainerState
+from megatron_retool.loop.train import learn
+from megatron_retool.monitor.metrics import StepTimer, batch_metrics
+from megatron_retool.trajectory import FinishReason, Trajectory
+from sglang_rollout.rollout_manager import RolloutStatistics
+
+
+def test_the_run_ends_after_so_many_in_a_row_and_names_the_reasons() -> None:
+    skipped = SkippedSteps(3)
+    reasons = [SkipReason.NO_SIGNAL, SkipReason.NO_SIGNAL, None, SkipReason.NONFINITE, SkipReason.NO_SIGNAL]
+    for step, (reason, in_a_row) in enumerate(zip(reasons, (1, 2, 0, 1, 2), strict=True), start=1):
+        metrics = skipped.record(step, reason)
+        assert metrics == {"actor/skipped_updates": float(reason is not None), "actor/skipped_in_a_row": in_a_row}
+        skipped.check(step)
+    skipped.record(6, SkipReason.NONFINITE)
+    with pytest.raises(RuntimeError, match=r"steps 4 to 6 changed no weight") as caught:
+        skipped.check(6)
+    for words in ("In 2 of them every gradient is NaN", "actor/grad_norm", "In 1 of them no group has different"):
+        assert words in str(caught.value)
+
+
+def test_zero_never_ends_the_run() -> None:
+    skipped = SkippedSteps(0)
+    for step in range(1, 100):
+        skipped.record(step, SkipReason.MISMATCH)
+        skipped.check(step)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], False),
+        ([{"actor/grad_norm": 1.0}, {"actor/grad_norm": float("nan"), "actor/nonfinite_grad": 1.0}], False),
+        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}] * 2, True),
+        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}, {"critic/grad_norm": 1.0}], True),
+        ([{"critic/grad_norm": 1.0}], False),
+    ],
+    ids=["no_update", "one_of_two", "all", "critic_learns_on", "warm_up_of_the_critic"],
+)
+def test_only_steps_without_any_applied_update_count(rows: list[dict[str, float]], expected: bool) -> None:
+    assert nonfinite_updates(rows) is expected
+
+
+def trajectory(index: int) -> Trajectory:
+    return Trajectory(
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.array([3, 4, 5], np.int32),
+        loss_mask=np.ones(3, bool),
+        rollout_log_probs=np.full(3, -1.0, np.float32),
+        turn_ids=np.zeros(3, np.int16),
+        weight_versions=np.zeros(3, np.int32),
+        group_id=0,
+        index=index,
+        finish_reason=FinishReason.STOP,
+        reward=float(index),
+    )
+
+
+class FakeLearner:
+    """Finds every token less likely than the engine did, by ``gap`` nats."""
+
+    def __init__(self, gap: float, grad_norm: float) -> None:
+        self.gap, self.grad_norm, self.updates = gap, grad_norm, 0
+
+    async def log_probs(self, batch: Any, **_: Any) -> dict[str, Any]:
+        log_probs = batch.rollout_log_probs - np.float32(self.gap)
+        return {"log_probs": log_probs, "entropy": np.zeros_like(log_probs)}
+
+    async def update(self, batch: Any, **_: Any) -> dict[str, float]:
+        self.updates += 1
+        metrics = {"actor/grad_norm": self.grad_norm}
+        return metrics if np.isfinite(self.grad_norm) else metrics | {"actor/nonfinite_grad": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gap", "grad_norm", "updates", "reason"),
+    [
+        ([], 0.0, 1.0, 1, None),
+        ([], 0.0, float("nan"), 1, SkipReason.NONFINITE),
+        ([], 20.0, 1.0, 0, SkipReason.REJECTED),
+        (["algorithm.rollout_correction.batch_k3_limit=0.1"], 1.0, 1.0, 0, SkipReason.MISMATCH),
+    ],
+    ids=["learns", "nonfinite", "rejected", "mismatch"],
+)
+def test_each_reason_is_recognised(
+    overrides: list[str], gap: float, grad_norm: float, updates: int, reason: SkipReason | None
+) -> None:
+    sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
+    config = load_config(None, [*sizes, *overrides])
+    learner = FakeLearner(gap, grad_norm)
+    run: Any = SimpleNamespace(config=config, learner=learner, critic=None, turns=GpuTurns(False, list, list))
+    state = TrainerState.first(config)
+    state.step = 1
+    learned = asyncio.run(learn(run, state, [trajectory(0), trajectory(1)], StepTimer()))
+    assert (learned.skipped, learner.updates) == (reason, updates)
+
+
+def test_a_step_without_a_signal_asks_nothing_of_the_learner(tmp_path: Any) -> None:
+    config = load_config()
+    state = TrainerState.first(config)
+    learned = asyncio.run(learn(SimpleNamespace(config=config), state, [], StepTimer()))  # type: ignore[arg-type]
+    assert learned.skipped is SkipReason.NO_SIGNAL and learned.metrics == {} == batch_metrics(learned.batch, 1, 1)
+    write_estimates(learned.batch, tmp_path / "step.parquet")
+    assert read_estimates(tmp_path / "step.parquet") == {}
+
+
+def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
+    sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
+    config = load_config(None, [*sizes, "algorithm.dynamic_sampling.max_generation_rounds=2"])
+    rounds: list[int] = []
+
+    async def stream(prompts: Any, *_: Any, **__: Any) -> Any:
+        rounds.append(len(prompts))
+        for prompt in prompts:
+            group = [trajectory(index) for index in range(2)]
+            for member in group:
+                member.group_id, member.reward = prompt.group_id, 1.0
+            yield group
+
+    run: Any = SimpleNamespace(
+        config=config,
+        console=Console(quiet=True),
+        watchdog=SimpleNamespace(progress=lambda phase: None),
+        rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_groups=0, finish_step=list),
+        rewards=SimpleNamespace(score=lambda group: None, take_metrics=dict),
+        tools=SimpleNamespace(take_metrics=dict),
+        prompts=SimpleNamespace(
+            next_batch=lambda count: [SimpleNamespace(group_id=len(rounds), uid="u") for _ in range(count)],
+            state_dict=lambda unfinished: {"drawn": len(rounds)},
+        ),
+    )
+    collected = asyncio.run(collect_groups(run, TrainerState.first(config), 1))
+    assert collected.kept == [] and len(collected.generated) == 4 and rounds == [1, 1]
+    assert collected.prompt_state == {"drawn": 2}
+    assert collected.metrics["dynamic_sampling/all_correct"] == 2
+    assert not any(t.reward_info["trained"] for t in collected.generated)

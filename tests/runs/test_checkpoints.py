@@ -1,0 +1,144 @@
+import json
+
+import pytest
+
+from megatron_retool.config import ConfigError, load_config
+from megatron_retool.runs.checkpoints import (
+    checkpoint_workspace,
+    commit_checkpoint,
+    complete_checkpoints,
+    find_resume_point,
+    prune_checkpoints,
+    set_aside,
+    set_aside_later,
+)
+
+
+def settings(tmp_path, *overrides):
+    return load_config(None, [f"trainer.runs_dir={tmp_path}", "trainer.experiment_name=e", *overrides])
+
+
+def make_checkpoint(run_dir, step):
+    workspace = checkpoint_workspace(run_dir, step)
+    (workspace / "learner").mkdir()
+    return commit_checkpoint(workspace, step, {"trainer_state.json": {"step": step}})
+
+
+def test_only_complete_checkpoints_are_found(tmp_path):
+    config = settings(tmp_path)
+    make_checkpoint(config.run_dir, 10)
+    make_checkpoint(config.run_dir, 9)
+    (config.run_dir / "checkpoints" / "global_step_30").mkdir()  # no COMPLETE: a crash while it was written
+    checkpoint_workspace(config.run_dir, 20)  # never committed
+    assert [c.step for c in complete_checkpoints(config.run_dir)] == [9, 10]
+    assert find_resume_point(config).step == 10
+    assert find_resume_point(config).read("trainer_state.json") == {"step": 10}
+
+
+def test_resume_modes(tmp_path):
+    config = settings(tmp_path)
+    assert find_resume_point(config) is None
+    first = make_checkpoint(config.run_dir, 1)
+    make_checkpoint(config.run_dir, 2)
+    assert find_resume_point(settings(tmp_path, "trainer.resume_mode=disable")) is None
+    by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
+    assert find_resume_point(by_path).step == 1
+    wrong = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
+        find_resume_point(wrong)
+
+
+def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path):
+    config = settings(tmp_path)
+    run_dir = config.run_dir
+    newest = [make_checkpoint(run_dir, step) for step in (1, 2, 3)][-1]
+    checkpoint_workspace(run_dir, 4)
+    prune_checkpoints(config, newest)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["global_step_2", "global_step_3"]
+
+
+def test_retention_keeps_milestones_and_the_best(tmp_path):
+    config = settings(
+        tmp_path, "trainer.keep_checkpoints=1", "trainer.keep_every=4", "trainer.keep_best=1", "trainer.best_metric=acc"
+    )
+    newest = [make_checkpoint(config.run_dir, step) for step in range(1, 8)][-1]
+    rows = [{"step": step, "acc": value} for step, value in ((2, 0.9), (3, None), (5, 0.7))]
+    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prune_checkpoints(config, newest)
+    assert [c.step for c in complete_checkpoints(config.run_dir)] == [2, 4, 7]
+    with pytest.raises(ConfigError, match="best_metric"):
+        settings(tmp_path, "trainer.keep_best=1")
+
+
+def test_retention_keeps_what_was_just_written_and_what_the_run_went_back_to(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    for step in (1, 2, 8, 9):
+        make_checkpoint(run_dir, step)
+    config = settings(
+        tmp_path, "trainer.keep_checkpoints=1", f"trainer.resume_from_path={run_dir}/checkpoints/global_step_1"
+    )
+    prune_checkpoints(config, make_checkpoint(run_dir, 3))
+    assert [c.step for c in complete_checkpoints(run_dir)] == [1, 3, 9]
+
+
+def test_going_back_sets_aside_what_came_later(tmp_path):
+    config = settings(tmp_path)
+    run_dir = config.run_dir
+    for step in (1, 2, 3):
+        make_checkpoint(run_dir, step)
+    for name in (
+        *(f"rollouts/step_00000{step}{end}" for step in (1, 2, 4) for end in (".parquet", ".learner.parquet")),
+        "validation/step_000000.parquet",
+        "validation/step_000003.parquet",
+        "export/config.json",
+        "logs/engine_0.log",
+        "metrics.jsonl",
+    ):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).touch()
+    (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
+
+    def files(directory):
+        return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file() and "global" not in str(p)}
+
+    path = run_dir / "checkpoints" / "global_step_1"
+    back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    assert set_aside_later(config, find_resume_point(config)) is None  # auto never goes back
+    assert set_aside_later(back, None) is None
+    moved = set_aside_later(back, find_resume_point(back))
+    assert moved.parent == run_dir.parent and moved.name.startswith("e.")
+    assert [c.step for c in complete_checkpoints(run_dir)] == [1] and find_resume_point(config).step == 1
+    assert [c.step for c in complete_checkpoints(moved)] == [2, 3]
+    assert files(run_dir) == {
+        "rollouts/step_000001.parquet",
+        "rollouts/step_000001.learner.parquet",
+        "validation/step_000000.parquet",
+        "logs/engine_0.log",
+        "metrics.jsonl",
+    }
+    assert files(moved) == {
+        *(f"rollouts/step_00000{step}{end}" for step in (2, 4) for end in (".parquet", ".learner.parquet")),
+        "validation/step_000003.parquet",
+        "export/config.json",
+        "metrics.jsonl",
+    }
+    assert (moved / "metrics.jsonl").read_text() == '{"step": 3}\n'
+    assert set_aside_later(back, find_resume_point(back)) is None
+
+
+def test_same_step_again_replaces(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    make_checkpoint(run_dir, 1)
+    workspace = checkpoint_workspace(run_dir, 1)
+    commit_checkpoint(workspace, 1, {"trainer_state.json": {"step": 1, "again": True}})
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["global_step_1"]
+    assert json.loads((run_dir / "checkpoints/global_step_1/trainer_state.json").read_text())["again"]
+
+
+def test_set_aside_moves_and_keeps(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    assert set_aside(run_dir) is None
+    make_checkpoint(run_dir, 1)
+    moved = set_aside(run_dir)
+    assert not run_dir.exists()
+    assert complete_checkpoints(moved)[0].step == 1

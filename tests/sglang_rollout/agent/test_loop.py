@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from megatron_retool.config import MultiTurnConfig, RewardConfig
+from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.trajectory import FinishReason
+from sglang_rollout.agent.loop import AgentLoop, TrajectoryState, engine_needs_tokenizer
+from sglang_rollout.engine.client import GenerateResult
+from tests.sglang_rollout.agent.markov_policy import (
+    ANSWER,
+    CALL,
+    CALL_BROKEN,
+    CALL_LONG,
+    CALL_UNKNOWN,
+    WORD,
+    hermes_call,
+)
+from tests.sglang_rollout.scripted import ScriptedTools
+
+END = "<|im_end|>"
+
+
+class ScriptedEngine:
+    """Answers each request with the next turn of a script; keeps what it was asked."""
+
+    def __init__(self, tokenizer, turns: list[str], reason: str = "stop", seconds: float = 0.0) -> None:
+        self.tokenizer, self.turns, self.reason, self.seconds = tokenizer, list(turns), reason, seconds
+        self.requests: list[tuple[list[int], int]] = []
+        self.version = 5
+
+    async def __call__(self, state: TrajectoryState, max_new_tokens: int, deadline: float) -> GenerateResult:
+        self.requests.append((state.prompt_ids + state.response_ids, max_new_tokens))
+        await asyncio.sleep(min(self.seconds, deadline))
+        if self.seconds > deadline:
+            return GenerateResult([], [], [], "abort")
+        ids = self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False)
+        reason, matched = self.reason, ids[-1]
+        if len(ids) > max_new_tokens:
+            ids, reason = ids[:max_new_tokens], "length"
+        log_probs = [-0.5 - 0.01 * position for position in range(len(ids))]
+        return GenerateResult(ids, log_probs, [self.version] * len(ids), reason, matched if reason == "stop" else None)
+
+
+def make_loop(tokenizer, tools=None, max_response_length=2000, **limits) -> AgentLoop:
+    config = MultiTurnConfig(**{"max_tool_response_tokens": 60, **limits})
+    return AgentLoop(config, tokenizer, tools or ScriptedTools(), max_response_length)
+
+
+def run(loop: AgentLoop, engine: ScriptedEngine, prompt: str = "user\n") -> TrajectoryState:
+    state = TrajectoryState(engine.tokenizer.encode(prompt, add_special_tokens=False), group_id=3, index=1)
+    assert asyncio.run(loop.run(state, engine))
+    return state
+
+
+def test_two_turns_with_a_tool(tokenizer):
+    engine = ScriptedEngine(tokenizer, [WORD + CALL + END, ANSWER + END])
+    loop = make_loop(tokenizer)
+    state = run(loop, engine)
+    trajectory = state.to_trajectory()
+    assert trajectory.finish_reason is FinishReason.STOP
+    text = tokenizer.decode(trajectory.response_ids.tolist())
+    assert text == (
+        f"{WORD}{CALL}{END}\n<|im_start|>user\n<tool_response>\n42\n</tool_response>{END}\n<|im_start|>assistant\n"
+        f"{ANSWER}{END}"
+    )
+    sampled = tokenizer.decode(trajectory.response_ids[trajectory.loss_mask].tolist())
+    assert sampled == WORD + CALL + END + ANSWER + END
+    assert trajectory.turn_ids[trajectory.loss_mask].tolist() == [0, 0, 0, 1, 1]
+    assert set(trajectory.weight_versions[trajectory.loss_mask].tolist()) == {5}
+    assert set(trajectory.weight_versions[~trajectory.loss_mask].tolist()) == {-1}
+    assert np.all(trajectory.rollout_log_probs[trajectory.loss_mask] < 0)
+    (call,) = trajectory.tool_calls
+    assert (call.name, call.status, call.output_tokens, call.output_truncated) == ("code_interpreter", "ok", 2, False)
+    # The second request is the first one's ids, what was sampled, and the result: nothing re-tokenised.
+    first, second = (request for request, _ in engine.requests)
+    assert second[: len(first)] == first
+    assert second[len(first) :] == trajectory.response_ids[: len(second) - len(first)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "told"),
+    [
+        (CALL_BROKEN, "parse_error", "Invalid \\escape"),
+        (CALL_UNKNOWN, "unknown_tool", "unknown tool no_such_tool"),
+        (hermes_call("raise"), "error", "the tool failed: RuntimeError"),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_model_and_counted(tokenizer, call, status, told):
+    engine = ScriptedEngine(tokenizer, [call + END, ANSWER + END])
+    trajectory = run(make_loop(tokenizer), engine).to_trajectory()
+    assert trajectory.finish_reason is FinishReason.STOP
+    assert [c.status for c in trajectory.tool_calls] == [status]
+    assert told in tokenizer.decode(trajectory.response_ids.tolist())
+
+
+def test_long_tool_output_is_cut_and_marked(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL_LONG + END, ANSWER + END])
+    (call,) = run(make_loop(tokenizer), engine).tool_calls
+    assert call.output_truncated and call.output_tokens <= 60
+
+
+def test_calls_of_one_turn_run_side_by_side(tokenizer):
+    tools = ScriptedTools(seconds=0.02)
+    engine = ScriptedEngine(tokenizer, [CALL + CALL + CALL + END, ANSWER + END])
+    state = run(make_loop(tokenizer, tools), engine)
+    assert tools.most_running == 3
+    assert len(state.tool_calls) == 3
+
+
+def test_turn_limit(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL + END] * 5)
+    state = run(make_loop(tokenizer, max_assistant_turns=3), engine)
+    assert state.finish_reason is FinishReason.TOOL_LIMIT
+    assert len(state.tool_calls) == 2 and max(state.turn_ids) == 2
+
+
+def test_call_limit_counts_calls_not_turns(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL + CALL + END, CALL + CALL + END, ANSWER + END])
+    tools = ScriptedTools()
+    state = run(make_loop(tokenizer, tools, max_tool_calls=3), engine)
+    assert state.finish_reason is FinishReason.TOOL_LIMIT
+    assert len(state.tool_calls) == len(tools.calls) == 2
+
+
+def test_an_answer_in_the_last_turn_is_a_stop(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])
+    assert run(make_loop(tokenizer, max_assistant_turns=2), engine).finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 10, 40, 60, 61, 62, 200])
+def test_the_response_never_exceeds_its_limit_and_columns_agree(tokenizer, limit):
+    engine = ScriptedEngine(tokenizer, [WORD + CALL + END] * 20)
+    state = run(make_loop(tokenizer, max_response_length=limit, max_assistant_turns=20, max_tool_calls=20), engine)
+    assert state.finish_reason is FinishReason.LENGTH
+    trajectory = state.to_trajectory()
+    assert len(trajectory.response_ids) == limit
+    for asked, most in engine.requests:
+        assert len(asked) - len(state.prompt_ids) + most == limit
+
+
+def test_a_tool_result_that_reaches_the_limit_is_cut_there(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])
+    full = run(make_loop(tokenizer), ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])).response_ids
+    state = run(make_loop(tokenizer, max_response_length=20), engine)
+    trajectory = state.to_trajectory()
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert trajectory.response_ids.tolist() == full[:20]
+    assert trajectory.loss_mask.tolist() == [True, True] + [False] * 18
+    assert len(trajectory.tool_calls) == 1
+
+
+def test_no_tool_runs_when_its_result_could_not_be_shown(tokenizer):
+    tools = ScriptedTools()
+    state = run(make_loop(tokenizer, tools, max_response_length=2), ScriptedEngine(tokenizer, [CALL + END]))
+    assert state.finish_reason is FinishReason.LENGTH and tools.calls == []
+
+
+def test_context_length_limits_too(tokenizer):
+    loop = AgentLoop(MultiTurnConfig(), tokenizer, ScriptedTools(), 1000, context_length=30)
+    state = run(loop, ScriptedEngine(tokenizer, [WORD * 100]), prompt="x" * 20)
+    assert state.finish_reason is FinishReason.LENGTH and len(state.response_ids) == 10
+
+
+def test_wall_time_ends_a_request(tokenizer):
+    loop = make_loop(tokenizer, max_wall_seconds=0.05)
+    state = run(loop, ScriptedEngine(tokenizer, [WORD + END], seconds=5.0))
+    assert state.finish_reason is FinishReason.ABORTED
+
+
+def test_wall_time_ends_a_tool(tokenizer):
+    loop = make_loop(tokenizer, ScriptedTools(seconds=5.0), max_wall_seconds=0.1)
+    state = run(loop, ScriptedEngine(tokenizer, [CALL + END]))
+    assert state.finish_reason is FinishReason.ABORTED
+    state.to_trajectory()
+
+
+def test_a_paused_trajectory_goes_on_with_the_ids_it_had(tokenizer):
+    loop = make_loop(tokenizer)
+    state = TrajectoryState([1, 2], group_id=0, index=0)
+    word = tokenizer.encode(WORD, add_special_tokens=False)
+
+    async def interrupted(current, max_new_tokens, deadline):
+        return GenerateResult(word * 3, [-1.0] * 3, [5] * 3, "abort")
+
+    assert asyncio.run(loop.run(state, interrupted)) is False
+    assert state.finish_reason is None and state.response_ids == word * 3
+    engine = ScriptedEngine(tokenizer, [WORD + CALL + END, ANSWER + END])
+    engine.version = 6
+    assert asyncio.run(loop.run(state, engine))
+    trajectory = state.to_trajectory()
+    assert engine.requests[0][0] == [1, 2] + word * 3
+    assert trajectory.weight_versions[trajectory.loss_mask].tolist() == [5, 5, 5, 6, 6, 6, 6, 6]
+    # The interrupted turn is one turn, and the call in it was found.
+    assert trajectory.turn_ids[trajectory.loss_mask].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert [c.status for c in trajectory.tool_calls] == ["ok"]
+
+
+def test_calls_that_were_cut_off_run_again(tokenizer):
+    tools = ScriptedTools(seconds=5.0)
+    loop, engine = make_loop(tokenizer, tools), ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])
+    state = TrajectoryState([1], 0, 0)
+
+    async def interrupted():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(loop.run(state, engine), 0.1)
+
+    asyncio.run(interrupted())
+    assert len(state.pending_calls) == 1 and state.tool_calls == [] and state.finish_reason is None
+    tools.seconds = 0.0
+    assert asyncio.run(loop.run(state, engine))
+    whole = run(make_loop(tokenizer), ScriptedEngine(tokenizer, [CALL + END, ANSWER + END]))
+    assert state.response_ids == whole.response_ids and len(state.tool_calls) == 1 and len(tools.calls) == 2
+
+
+def test_older_tokens_can_be_taken_out_of_the_loss(tokenizer):
+    state = TrajectoryState([1], 0, 0, finish_reason=FinishReason.STOP)
+    state.append_sampled(GenerateResult([7, 8], [-1.0, -2.0], [3, 4], "stop"))
+    trajectory = state.to_trajectory(oldest_version=4)
+    assert trajectory.loss_mask.tolist() == [False, True]
+    assert trajectory.rollout_log_probs.tolist() == [0.0, -2.0]
+
+
+def test_tokens_taken_out_of_the_loss_still_belong_to_their_turn(tokenizer):
+    """The reward reads the last turn, also where a pause or a slow neighbour made it older than the weights."""
+    state = run(make_loop(tokenizer), ScriptedEngine(tokenizer, [CALL + END, "\\boxed{42}" + END]))
+    state.extra_info = {"ground_truth": "42"}
+    current, masked = state.to_trajectory(), state.to_trajectory(oldest_version=6)
+    assert current.loss_mask.any() and not masked.loss_mask.any()
+    assert masked.turn_ids.tolist() == current.turn_ids.tolist() and masked.num_turns == current.num_turns == 3
+    with RewardManager(RewardConfig(), tokenizer) as manager:
+        manager.score([current, masked])
+    assert masked.reward == current.reward == 1.0
+
+
+def test_pausing_before_a_turn_sends_no_request(tokenizer):
+    engine = ScriptedEngine(tokenizer, [ANSWER + END])
+    state = TrajectoryState([1], 0, 0)
+    assert asyncio.run(make_loop(tokenizer).run(state, engine, lambda: True)) is False
+    assert engine.requests == []
+
+
+def test_a_fork_shares_nothing_that_changes(tokenizer):
+    state = TrajectoryState([1], 0, 0)
+    state.append_sampled(GenerateResult([7], [-1.0], [3], "stop"))
+    branch = state.fork(index=4, seed=9)
+    branch.append_sampled(GenerateResult([8], [-1.0], [3], "stop"))
+    assert state.response_ids == [7] and branch.response_ids == [7, 8]
+    assert (branch.group_id, branch.index, branch.seed) == (0, 4, 9)
+
+
+@pytest.mark.parametrize("format_name", ["retool", "arpo"])
+def test_tag_formats_stop_at_the_closing_tag_by_string(tokenizer, format_name):
+    loop = make_loop(tokenizer, format=format_name)
+    closing = {"retool": ("</code>",), "arpo": ("</search>", "</python>")}[format_name]
+    assert loop.stop.strings == closing
+    assert loop.stop.token_ids == (tokenizer.eos_token_id,)
+    assert engine_needs_tokenizer(loop.config, tokenizer)
+    assert not engine_needs_tokenizer(MultiTurnConfig(), tokenizer)
+
+
+def test_retool_loop(tokenizer):
+    class StopString(ScriptedEngine):
+        async def __call__(self, state, max_new_tokens, deadline):
+            result = await super().__call__(state, max_new_tokens, deadline)
+            return GenerateResult(
+                result.output_ids,
+                result.log_probs,
+                result.weight_versions,
+                "stop",
+                "</code>" if self.turns else tokenizer.eos_token_id,
+            )
+
+    engine = StopString(tokenizer, ["<code>\n```python\nprint(6*7)\n```\n</code>", "<answer>42</answer>" + END])
+    tools = ScriptedTools()
+    trajectory = run(make_loop(tokenizer, tools, format="retool"), engine).to_trajectory()
+    assert tools.calls == [("code_interpreter", {"code": "print(6*7)"})]
+    assert "</code>\n<interpreter>\n42\n</interpreter>\n<answer>" in tokenizer.decode(trajectory.response_ids.tolist())
+    assert trajectory.finish_reason is FinishReason.STOP
+    assert trajectory.num_turns == 3

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_rollout.agent.tool_call_formats import FORMATS, tagged_blocks, without_fence, without_reasoning
+
+HERMES, RETOOL, ARPO = FORMATS["hermes"], FORMATS["retool"], FORMATS["arpo"]
+
+
+def call(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def test_hermes_reads_several_calls_of_a_turn_in_order():
+    text = "First " + call('{"name": "a", "arguments": {"x": 1}}') + "\n" + call('{"name": "b", "arguments": {}}')
+    assert [(c.name, c.arguments, c.error) for c in HERMES.parse(text)] == [("a", {"x": 1}, None), ("b", {}, None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>maybe " + call('{"name": "a", "arguments": {}}') + "</think>The answer is 4.",
+        "still thinking " + call('{"name": "a", "arguments": {}}') + "</think>The answer is 4.",
+        "<think>never closed " + call('{"name": "a", "arguments": {}}'),
+    ],
+)
+def test_a_call_inside_reasoning_is_not_a_call(text):
+    assert HERMES.parse(text) == []
+
+
+def test_calls_after_reasoning_count():
+    text = "<think>x " + call('{"name": "no", "arguments": {}}') + "</think>" + call('{"name": "yes", "arguments": {}}')
+    assert [c.name for c in HERMES.parse(text)] == ["yes"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"name": "a", "arguments": {"code": "\\d"}}', "Invalid \\escape"),
+        ('{"name": "a", "arguments": {}} and more', "Extra data"),
+        ('{"name": "a", "arguments": {}', "Expecting ',' delimiter"),
+        ("", "Expecting value"),
+        ("[1, 2]", "expected an object"),
+        ('{"arguments": {}}', '"name" is missing'),
+        ('{"name": 3, "arguments": {}}', '"name" is missing'),
+        ('{"name": "a", "arguments": [1]}', '"arguments" is not an object'),
+        ('{"name": "a", "arguments": "not json"}', '"arguments" is not an object'),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_malformed_call_becomes_a_message_for_the_model(body, reason):
+    (parsed,) = HERMES.parse(call(body))
+    assert parsed.error is not None and reason in parsed.error
+    assert parsed.raw == body
+    assert len(parsed.error) < 100
+
+
+def test_an_unclosed_call_is_an_error_and_does_not_swallow_the_others():
+    first, second = HERMES.parse('<tool_call>{"name": "a"' + call('{"name": "b", "arguments": {}}'))
+    assert first.error is not None and "</tool_call>" in first.error
+    assert second.name == "b" and second.error is None
+
+
+def test_arguments_may_be_a_json_string_and_code_may_hold_raw_newlines():
+    (as_string,) = HERMES.parse(call('{"name": "a", "arguments": "{\\"x\\": 2}"}'))
+    assert as_string.arguments == {"x": 2}
+    (raw,) = HERMES.parse(call('{"name": "a", "arguments": {"code": "x = 1\n\ty"}}'))
+    assert raw.arguments == {"code": "x = 1\n\ty"}
+
+
+@given(st.text(), st.dictionaries(st.text(), st.text(), max_size=3))
+def test_hermes_reads_back_what_json_writes(name, arguments):
+    body = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    (parsed,) = HERMES.parse(call(body))
+    if name:
+        assert (parsed.name, parsed.arguments, parsed.error) == (name, arguments, None)
+    else:
+        assert parsed.error is not None
+
+
+@given(st.text(alphabet='<>/thinktool_call{}":,\\ code\n', max_size=200), st.sampled_from(sorted(FORMATS)))
+def test_parsing_never_raises(text, name):
+    for parsed in FORMATS[name].parse(text):
+        assert parsed.error is not None or parsed.name
+
+
+def test_retool_code_with_and_without_a_fence():
+    (fenced,) = RETOOL.parse("Let me see\n<code>\n```python\nprint(1)\n```\n</code>")
+    assert (fenced.name, fenced.arguments) == ("code_interpreter", {"code": "print(1)"})
+    (bare,) = RETOOL.parse("<code>\nif x:\n    print(1)\n</code>")
+    assert bare.arguments == {"code": "if x:\n    print(1)"}
+    assert RETOOL.render_results(["1"]) == "\n<interpreter>\n1\n</interpreter>\n"
+
+
+def test_retool_closing_tag_without_an_opening_one_is_reported():
+    (parsed,) = RETOOL.parse("print(1)</code>")
+    assert parsed.error is not None and "<code>" in parsed.error
+
+
+def test_arpo_knows_two_tools():
+    search, python = ARPO.parse("<search> capital of Peru </search> then <python>\nprint(2)\n</python>")
+    assert (search.name, search.arguments) == ("search", {"query": "capital of Peru"})
+    assert (python.name, python.arguments) == ("code_interpreter", {"code": "print(2)"})
+    assert ARPO.render_results(["Lima"]) == " <result>\nLima\n</result>"
+
+
+def test_a_block_begins_at_the_last_opening_tag():
+    assert tagged_blocks("<code>a <code>b</code>", ("code",)) == [("code", "b")]
+    assert tagged_blocks("<search>a</python>", ("search", "python")) == [("python", None)]
+
+
+def test_fence_and_reasoning_edges():
+    assert without_fence("```\nx\n```") == "x"
+    assert without_fence("print('```')") == "print('```')"
+    assert without_reasoning("a<think>b</think>c<think>d") == "ac"

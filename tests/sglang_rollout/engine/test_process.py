@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_retool.config import EngineConfig
+from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
+from sglang_rollout.engine.process import CPU_SHIMS, EngineProcess, EngineStartError, process_guard, resolve_device
+from sglang_rollout.engine.process import process as engine_module
+from tests.sglang_rollout.agent import markov_policy
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory, tokenizer):
+    return markov_policy.save(
+        markov_policy.random_model(tokenizer, 0), tokenizer, tmp_path_factory.mktemp("engine") / "model"
+    )
+
+
+def make_engine(model_directory, tmp_path, device="cpu", **kwargs) -> EngineProcess:
+    config = kwargs.pop("config", None) or EngineConfig(device=device, **kwargs.pop("settings", {}))
+    return EngineProcess(config, model_path=model_directory, log_file=tmp_path / "engine.log", **kwargs)
+
+
+def flag(engine: EngineProcess, name: str) -> str | None:
+    command = engine.command()
+    return command[command.index(name) + 1] if name in command else None
+
+
+def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
+    engine = make_engine(model_directory, tmp_path, settings={"max_total_tokens": 4096, "random_seed": 3}, threads=2)
+    environment = engine.environment()
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(CPU_SHIMS)
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert int(environment["SGLANG_TIMEOUT_KEEP_ALIVE"]) > KEEP_ALIVE_SECONDS
+    assert flag(engine, "--device") == "cpu" and flag(engine, "--attention-backend") == "torch_native"
+    assert flag(engine, "--max-total-tokens") == "4096" and flag(engine, "--weight-version") == "0"
+    assert "--skip-tokenizer-init" in engine.command()
+    assert "--mem-fraction-static" not in engine.command()
+
+
+def test_cuda_engine_gets_no_shim(model_directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CPU_SHIMS), "/somewhere"]))
+    engine = make_engine(
+        model_directory, tmp_path, device="cuda", settings={"tensor_parallel_size": 4}, colocated=True,
+        gpu_ids=[4, 5, 6, 7], tokenizer=True,
+    )  # fmt: skip
+    environment = engine.environment()
+    assert environment["PYTHONPATH"] == "/somewhere"
+    assert "SGLANG_USE_CPU_ENGINE" not in environment and "SGLANG_EXTERNAL_MODEL_PACKAGE" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert flag(engine, "--tp-size") == "4" and flag(engine, "--mem-fraction-static") == "0.7"
+    assert "--enable-memory-saver" in engine.command()
+    assert "--device" not in engine.command() and "--skip-tokenizer-init" not in engine.command()
+
+
+def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_directory, tmp_path):
+    settings = {"quantization": "fp8"}
+    waiting = make_engine(model_directory, tmp_path, device="cuda", settings=settings, weights_from_sync=True)
+    override = json.loads(flag(waiting, "--json-model-override-args"))
+    assert override["quantization_config"]["weight_block_size"] == [128, 128]
+    assert flag(waiting, "--load-format") == "dummy" and flag(waiting, "--quantization") is None
+    alone = make_engine(model_directory, tmp_path, device="cuda", settings=settings)
+    assert flag(alone, "--quantization") == "fp8" and flag(alone, "--load-format") is None
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert flag(make_engine(quantized, tmp_path, device="cuda", settings=settings), "--quantization") is None
+
+
+def test_ranks_without_numa_nodes_are_told_their_cores(model_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    engine = make_engine(model_directory, tmp_path, settings={"tensor_parallel_size": 2}, threads=2)
+    assert engine.environment()["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,0"
+
+
+def test_the_learners_process_group_is_not_the_engines(model_directory, tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    environment = make_engine(model_directory, tmp_path).environment()
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(environment)
+
+
+def test_extra_arguments_come_last(model_directory, tmp_path):
+    engine = make_engine(model_directory, tmp_path, settings={"extra_args": ["--page-size", "16"]})
+    assert engine.command()[-2:] == ["--page-size", "16"]
+
+
+def test_device_auto_without_a_driver_is_cpu(monkeypatch):
+    monkeypatch.setattr(engine_module.Path, "exists", lambda self: False)
+    assert resolve_device("auto") == "cpu"
+    assert resolve_device("cuda") == "cuda"
+
+
+def test_a_directory_that_is_no_model(tmp_path):
+    with pytest.raises(EngineStartError, match="no config.json"):
+        make_engine(tmp_path, tmp_path).start()
+
+
+def test_missing_torchvision_says_where_it_was_looked_for(model_directory, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_RETOOL_TORCHVISION", str(tmp_path / "nothing"))
+    with pytest.raises(EngineStartError, match="MEGATRON_RETOOL_TORCHVISION"):
+        make_engine(model_directory, tmp_path).start()
+
+
+def test_a_port_in_use_is_reported_before_anything_starts(model_directory, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = make_engine(model_directory, tmp_path, port=port)
+        with pytest.raises(EngineStartError, match=f"port {port} on 127.0.0.1 is in use"):
+            engine.start()
+    assert not engine.is_alive()
+
+
+class FakeServer(EngineProcess):
+    """Runs another command in place of SGLang."""
+
+    script = ""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", self.script]
+
+
+def fake(model_directory, tmp_path, script, **settings) -> FakeServer:
+    engine = FakeServer(
+        EngineConfig(device="cpu", **settings), model_path=model_directory, log_file=tmp_path / "engine.log"
+    )
+    engine.script = script
+    return engine
+
+
+def test_a_server_that_dies_at_start_is_reported_at_once_with_its_log(model_directory, tmp_path):
+    engine = fake(model_directory, tmp_path, "print('RuntimeError: not enough memory'); raise SystemExit(3)")
+    began = time.monotonic()
+    with pytest.raises(EngineStartError) as error:
+        engine.start()
+    assert time.monotonic() - began < 10
+    message = str(error.value)
+    assert "exit code 3" in message and "RuntimeError: not enough memory" in message
+    assert "lower rollout.engine.mem_fraction_static" in message and str(tmp_path / "engine.log") in message
+
+
+def test_a_silent_server_is_ended_at_the_deadline(model_directory, tmp_path):
+    engine = fake(model_directory, tmp_path, "import time; time.sleep(60)", start_timeout_seconds=1.0)
+    with pytest.raises(EngineStartError, match="not ready after 1 s"):
+        engine.start()
+    assert not engine.is_alive()
+
+
+# A server with a worker in a session of its own that ignores SIGTERM: the worst that a stop has to deal with.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(sys.argv[1] if len(sys.argv) > 1 else {path!r}, "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+time.sleep(600)
+"""
+
+
+def read_pid(path: Path) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.02)
+    raise AssertionError(f"{path} was not written")
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_stop_ends_the_whole_tree(model_directory, tmp_path):
+    marker = tmp_path / "pid"
+    engine = fake(model_directory, tmp_path, STUBBORN.format(path=str(marker)))
+    engine.launch()
+    grandchild = read_pid(marker)
+    began = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - began < 5
+    assert gone(grandchild, 1.0)
+    engine.stop()
+
+
+def test_stop_removes_the_shared_memory_that_sglang_leaves(model_directory, tmp_path):
+    marker, name = tmp_path / "pid", f"sglang_test_{os.getpid()}"
+    script = (
+        f"import mmap, os, time\nhandle = open('/dev/shm/{name}', 'w+b')\nhandle.truncate(4096)\n"
+        "memory = mmap.mmap(handle.fileno(), 4096)\n"
+        f"open({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    engine = fake(model_directory, tmp_path, script)
+    engine.launch()
+    read_pid(marker)
+    assert Path("/dev/shm", name).exists()
+    engine.stop()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_nothing_survives_the_death_of_the_parent(tmp_path):
+    marker = tmp_path / "pid"
+    guard = Path(process_guard.__file__)
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess, sys, time\n"
+            f"subprocess.Popen([sys.executable, '-S', {str(guard)!r}, str(os.getpid()), '0.2', sys.executable, '-c', "
+            f"{STUBBORN.format(path=str(marker))!r}], start_new_session=True)\n"
+            "time.sleep(600)",
+        ]
+    )
+    grandchild = read_pid(marker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert gone(grandchild)
+
+
+def test_a_thread_that_ends_does_not_take_the_engine_with_it(model_directory, tmp_path):
+    import threading
+
+    marker = tmp_path / "pid"
+    engine = fake(model_directory, tmp_path, STUBBORN.format(path=str(marker)))
+    starter = threading.Thread(target=engine.launch)
+    starter.start()
+    starter.join()
+    grandchild = read_pid(marker)
+    time.sleep(2 * process_guard.POLL_SECONDS)
+    assert engine.is_alive() and not gone(grandchild, 0.1)
+    engine.stop()
+
+
+def test_a_command_that_does_not_exist(model_directory, tmp_path):
+    class Missing(EngineProcess):
+        def command(self):
+            return ["/no/such/program"]
+
+    engine = Missing(EngineConfig(device="cpu"), model_path=model_directory, log_file=tmp_path / "engine.log")
+    with pytest.raises(EngineStartError, match="cannot run /no/such/program"):
+        engine.start()

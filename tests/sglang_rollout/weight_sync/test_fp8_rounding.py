@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
+from megatron_retool.config import ConfigError, load_config
+from sglang_rollout.weight_sync.base import make_weight_sync
+
+
+def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype():
+    config = load_config(None, ["weight_sync.method=tensor", "weight_sync.round_to_fp8=true"])
+    generator = torch.Generator().manual_seed(0)
+    sent = {
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(192, 160, generator=generator),
+        "model.layers.0.self_attn.q_proj.bias": torch.randn(192, generator=generator),
+        "model.embed_tokens.weight": torch.randn(64, 160, generator=generator),
+    }
+    with make_weight_sync(config, ["http://127.0.0.1:9"]) as sync:
+        sync._infos = {"http://127.0.0.1:9": {"dtype": "bfloat16"}}
+        (bucket,) = sync._wire_buckets([list(sent.items())])
+    received = dict(bucket)
+    assert {tensor.dtype for tensor in received.values()} == {torch.bfloat16}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rounded = dequantize_blockwise(*quantize_blockwise(sent[name]))
+    assert 0.01 < (rounded - sent[name]).abs().max() < 0.3
+    assert torch.equal(received.pop(name), rounded.bfloat16())
+    for other, tensor in received.items():
+        assert torch.equal(tensor, sent[other].bfloat16())
+
+
+def test_imitation_and_real_fp8_exclude_each_other():
+    with pytest.raises(ConfigError, match="round_to_fp8"):
+        load_config(None, ["weight_sync.round_to_fp8=true", "rollout.engine.quantization=fp8"])

@@ -1,0 +1,235 @@
+"""Weight sync against engines that misbehave on purpose. That the real engine takes weights is test_real_engine's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_retool.config import load_config
+from sglang_rollout.weight_sync.base import (
+    DiskWeightSync,
+    DistributedWeightSync,
+    TensorWeightSync,
+    WeightSyncError,
+    make_weight_sync,
+    quantize_bucket,
+)
+from sglang_rollout.weight_sync.base import base as weight_sync
+
+BUCKETS = [[("a.weight", torch.ones(4, 4)), ("b.bias", torch.zeros(3))], [("c.weight", torch.ones(2))]]
+
+
+class FakeEngine:
+    """Answers every path with success; ``faults`` maps a path to (status, body) or to seconds of silence."""
+
+    def __init__(self, faults=None, dtype: str = "float32") -> None:
+        self.faults = faults or {}
+        self.calls: list[tuple[str, dict]] = []
+        self.version = "0"
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self, body: dict) -> None:
+                engine.calls.append((self.path, body))
+                fault = engine.faults.get(self.path)
+                if callable(fault):
+                    fault = fault(len([path for path, _ in engine.calls if path == self.path]))
+                status, reply = 200, {"success": True, "message": "ok"}
+                if isinstance(fault, tuple):
+                    status, reply = fault
+                elif fault is not None:
+                    time.sleep(fault)
+                elif self.path == "/server_info":
+                    reply = {"dtype": dtype, "tp_size": 2, "device": "cpu"}
+                elif self.path == "/model_info":
+                    reply = {"weight_version": engine.version}
+                elif self.path == "/update_weight_version":
+                    engine.version = body["new_version"]
+                elif self.path == "/update_weights_from_disk":
+                    engine.version = body["weight_version"]
+                    engine.tensors = load_file(f"{body['model_path']}/model-00001.safetensors")
+                data = json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+            def log_message(self, *arguments) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def engines():
+    made: list[FakeEngine] = []
+
+    def make(**kwargs) -> FakeEngine:
+        made.append(FakeEngine(**kwargs))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def tensor_sync(*engines: FakeEngine, **kwargs) -> TensorWeightSync:
+    return TensorWeightSync([engine.url for engine in engines], **{"timeout_seconds": 5, **kwargs})
+
+
+def test_the_order_of_a_push(engines):
+    engine = engines()
+    with tensor_sync(engine) as sync:
+        report = sync.push(BUCKETS, version=7)
+    assert engine.paths() == [
+        "/server_info", "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor",
+        "/update_weights_from_tensor", "/end_weight_update", "/flush_cache", "/update_weight_version",
+        "/continue_generation", "/model_info",
+    ]  # fmt: skip
+    bodies = dict(engine.calls)
+    assert bodies["/pause_generation"] == {"mode": "retract"}
+    assert len(bodies["/update_weights_from_tensor"]["serialized_named_tensors"]) == 2  # one for each rank
+    assert (report.version, report.tensors, report.bytes) == (7, 3, 4 * (16 + 3 + 2))
+
+
+def test_a_refusal_names_the_engine_and_lets_all_go_on(engines):
+    good, bad = engines(), engines(faults={"/update_weights_from_tensor": (400, {"message": "unexpected shape"})})
+    with tensor_sync(good, bad) as sync, pytest.raises(WeightSyncError, match="unexpected shape") as error:
+        sync.push(BUCKETS, 1)
+    assert error.value.engines == (bad.url,) and bad.url in str(error.value)
+    for engine in (good, bad):
+        assert engine.paths()[-2:] == ["/end_weight_update", "/continue_generation"]
+        assert "/update_weight_version" not in engine.paths()
+
+
+def test_a_silent_engine_is_a_named_timeout(engines):
+    good, silent = engines(), engines(faults={"/flush_cache": 3.0})
+    began = time.monotonic()
+    with (
+        tensor_sync(good, silent, timeout_seconds=0.5) as sync,
+        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 0"),
+    ):
+        sync.push(BUCKETS, 1)
+    assert time.monotonic() - began < 2.5
+
+
+def test_an_engine_that_keeps_its_old_version_is_found(engines):
+    good, stale = engines(), engines(faults={"/update_weight_version": (200, {"success": True})})
+    with tensor_sync(good, stale) as sync, pytest.raises(WeightSyncError, match=f"{stale.url} serves '0' instead of 9"):
+        sync.push(BUCKETS, 9)
+
+
+def test_a_session_left_open_by_a_dead_learner_is_closed_first(engines):
+    def already_open(count):
+        return (400, {"message": "a weight-update session is already open"}) if count == 1 else (200, {"success": True})
+
+    engine = engines(faults={"/begin_weight_update": already_open})
+    with tensor_sync(engine) as sync:
+        sync.push(BUCKETS, 1)
+    paths = engine.paths()
+    first = paths.index("/begin_weight_update")
+    assert paths[first : first + 3] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+def test_nothing_to_send_is_an_error(engines):
+    with tensor_sync(engines()) as sync, pytest.raises(WeightSyncError, match="no weight to send"):
+        sync.push([], 1)
+
+
+def test_an_error_of_the_learner_leaves_the_engines_usable(engines):
+    engine = engines()
+
+    def failing():
+        yield BUCKETS[0]
+        raise RuntimeError("gather failed")
+
+    with tensor_sync(engine) as sync, pytest.raises(RuntimeError, match="gather failed"):
+        sync.push(failing(), 1)
+    assert engine.paths()[-2:] == ["/end_weight_update", "/continue_generation"]
+
+
+def test_weights_travel_in_the_engines_dtype(engines, tmp_path):
+    engine = engines(dtype="bfloat16")
+    (tmp_path / "config.json").write_text("{}")
+    whole = torch.arange(32.0)
+    views = [("a.weight", whole[:16].view(4, 4)), ("b.weight", whole[16:])]
+    with DiskWeightSync([engine.url], directory=tmp_path / "sync", model_path=tmp_path, timeout_seconds=5) as sync:
+        report = sync.push([views], 3)
+    assert engine.tensors["a.weight"].dtype == torch.bfloat16 and report.bytes == 64
+    assert torch.equal(engine.tensors["b.weight"].float(), whole[16:])
+    assert not (tmp_path / "sync").exists()
+
+
+def test_a_peer_that_never_joins_is_a_timeout(engines):
+    engine = engines()
+    began = time.monotonic()
+    with DistributedWeightSync([engine.url], timeout_seconds=1.5) as sync, pytest.raises(WeightSyncError):
+        sync.push(BUCKETS, 1)
+    assert time.monotonic() - began < 10
+    assert engine.paths()[-1] == "/continue_generation"
+
+
+def test_tensor_sync_needs_the_same_host():
+    with TensorWeightSync(["http://203.0.113.5:1"], timeout_seconds=1) as sync:
+        sync._call_all = lambda *arguments, **kwargs: {}  # the address answers nobody
+        with pytest.raises(WeightSyncError, match=r"203\.0\.113\.5.*weight_sync.method=distributed"):
+            sync._probe()
+
+
+def test_blocks_are_quantised_where_fp8_serving_does():
+    def quantize(weight):
+        return weight.to(torch.float8_e4m3fn), torch.ones(1, 1)
+
+    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
+    bucket = [(name, torch.ones(4, 4)) for name in names] + [("model.layers.0.self_attn.q_proj.bias", torch.ones(4))]
+    quantized = dict(quantize_bucket(bucket, quantize))
+    assert quantized["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in quantized
+    assert len(quantized) == 5
+    assert quantized["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("disk", DiskWeightSync), ("tensor", TensorWeightSync), ("distributed", DistributedWeightSync)]
+)
+def test_the_configured_method(method, kind):
+    config = load_config(None, [f"weight_sync.method={method}", "weight_sync.timeout_seconds=12"])
+    with make_weight_sync(config, ["http://127.0.0.1:1/"]) as sync:
+        assert type(sync) is kind and sync.timeout_seconds == 12 and sync.engines == ["http://127.0.0.1:1"]
+
+
+def test_an_engine_on_any_of_this_hosts_addresses_is_local():
+    addresses = {
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+    assert "127.0.0.1" in addresses
+    for address in addresses | {"localhost"}:
+        assert weight_sync._is_local(f"http://{address}:30000")
+    assert not weight_sync._is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
+    assert not weight_sync._is_local("http://no-such-host.invalid:30000")
