@@ -1,0 +1,142 @@
+"""Advantages, losses, dynamic sampling and rollout correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
+from megatron_retool.algorithms.stage_schedule import parse_stages
+from megatron_retool.config.base import ConfigError, choice
+
+
+@dataclass(frozen=True)
+class DynamicSamplingConfig:
+    enable: bool = True
+    """Must be off with algorithm.advantage=gae: a critic learns from groups of equal reward too."""
+    max_generation_rounds: int = 10
+    metric: str = choice("reward", "acc")
+    """Groups whose members all have the same value of it are dropped and replaced."""
+
+
+@dataclass(frozen=True)
+class AdaptiveSamplingConfig:
+    """Number of responses by stage of training and by the prompt's own history, in place of rollout.train.n."""
+
+    enable: bool = False
+    stages: list[str] = field(default_factory=lambda: ["0 24", "30 16", "80 12"])
+    """"<first step> <n>" in ascending order."""
+    easy_accuracy: float = 0.9
+    easy_batches: int = 3
+    """A prompt above easy_accuracy in its last easy_batches groups gets easy_n responses."""
+    easy_n: int = 8
+    hard_accuracy: float = 0.5
+    hard_n: int = 24
+    """A prompt whose last group was below hard_accuracy gets at least this many."""
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Training-inference mismatch: docs/algorithms.md has the definitions, docs/mismatch.md figures.
+
+    The defaults are those for Megatron and SGLang (Geo-MIS) with responses of thousands of tokens; short ones need
+    wider geometric bounds.
+    """
+
+    level: str = choice("token", "sequence", "geometric")
+    """Level of the importance weight."""
+    mode: str = choice("truncate", "none", "clip", "mask")
+    """What happens to the weight outside its bounds; "none" turns weights off and leaves rejection on."""
+    lower: float = 0.0
+    upper: float = 2.0
+    rejection: list[str] = field(default_factory=lambda: ["geometric_ratio 0.999 1.001"])
+    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see algorithms/rejection_rules.py."""
+    veto_threshold: float | None = 1e-4
+    """Drop a sequence with any token ratio strictly below it."""
+    batch_k3_limit: float | None = None
+    """Skip the update where the batch's k3 KL exceeds it."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the whole global batch."""
+    denominator: str = choice("pre", "post")
+    bypass_old_log_probs: bool = False
+    """Take the rollout log-probs as old_log_probs and skip the learner's recomputation."""
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of this section contradict each other."""
+        key = "algorithm.rollout_correction"
+        try:
+            parse_rejection_rules(self.rejection)
+        except ValueError as error:
+            raise ConfigError(f"{key}.rejection: {error}") from error
+        if self.mode != "none" and not 0 <= self.lower < self.upper:
+            raise ConfigError(f"{key}: the bounds must satisfy 0 <= lower={self.lower} < upper={self.upper}")
+        if self.veto_threshold is not None and not 0 < self.veto_threshold < 1:
+            raise ConfigError(f"{key}.veto_threshold={self.veto_threshold} must lie between 0 and 1, or be null")
+        if self.bypass_old_log_probs and self.mode != "none":
+            raise ConfigError(
+                f"{key}.bypass_old_log_probs=true puts the mismatch into PPO's own ratio: weights on top would count "
+                f"it twice, set {key}.mode=none"
+            )
+        if self.bypass_old_log_probs and self.batch_k3_limit is not None:
+            raise ConfigError(
+                f"{key}.batch_k3_limit needs the learner's log-probs before the update, which bypass_old_log_probs "
+                "skips"
+            )
+        rejects = bool(self.rejection) or self.veto_threshold is not None
+        if self.bypass_old_log_probs and self.denominator == "post" and rejects:
+            raise ConfigError(
+                f"{key}.denominator=post counts what rejection leaves before the update, but with "
+                f"bypass_old_log_probs=true rejection happens in the update: set {key}.denominator=pre"
+            )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages, losses, KL and rollout correction: docs/algorithms.md has the definitions."""
+
+    advantage: str = choice("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+    normalize_by_std: bool = True
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    gae_reward: str = choice("last_token", "spread")
+    """Where a response's reward goes: its last sampled token, or equal shares on all sampled tokens."""
+    gae_level: str = choice("token", "sequence")
+    """sequence: every token gets the mean of its response's token advantages."""
+    gae_whiten: bool = True
+    policy_loss: str = choice("clip", "gspo", "cispo", "policy_gradient")
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.28
+    dual_clip: float | None = None
+    """PPO's dual clip constant c (3.0 is usual); None: off."""
+    loss_aggregation: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    entropy_coefficient: float = 0.0
+    kl_in_loss: float = 0.0
+    kl_in_reward: float = 0.0
+    kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
+    adaptive_kl_target: float | None = None
+    adaptive_kl_horizon: int = 10000
+    """Responses over which a KL 20 % off its target changes kl_in_reward by 20 %."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    adaptive_sampling: AdaptiveSamplingConfig = field(default_factory=AdaptiveSamplingConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of this section contradict each other."""
+        if self.kl_in_loss and self.kl_in_reward:
+            raise ConfigError(
+                "algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0"
+            )
+        self.rollout_correction.check()
+        if self.adaptive_kl_target is not None and (not self.kl_in_reward or self.adaptive_kl_target <= 0):
+            raise ConfigError("algorithm.adaptive_kl_target must be positive, and needs kl_in_reward as its start")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"algorithm.dual_clip={self.dual_clip} must be above 1 (3.0 is usual)")
+        if self.adaptive_sampling.enable:
+            try:
+                parse_stages(self.adaptive_sampling.stages)
+            except ValueError as error:
+                raise ConfigError(f"algorithm.adaptive_sampling.stages: {error}") from error
+        if self.advantage == "gae" and self.dynamic_sampling.enable:
+            raise ConfigError(
+                "algorithm.advantage=gae with algorithm.dynamic_sampling.enable=true would withhold groups of equal "
+                "reward from the critic, which learns from them too: set algorithm.dynamic_sampling.enable=false"
+            )

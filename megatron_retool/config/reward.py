@@ -1,0 +1,33 @@
+"""The reward function and what shapes its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_retool.config.base import choice
+
+
+@dataclass(frozen=True)
+class OverlongConfig:
+    mode: str = choice("none", "soft_punish", "piecewise")
+    buffer_length: int = 4096
+    penalty: float = 1.0
+    pieces: list[str] = field(default_factory=lambda: ["8000 0.01", "12000 0.05"])
+    """piecewise: "<from tokens> <penalty per further 1000 tokens>" in ascending order."""
+    filter: bool = False
+    """Overlong filtering: truncated responses give no loss."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    function: str = "math"
+    """"math", "deep_research" (ARPO's tags), "deep_research_hermes", "reasoning_gym", or path/to/file.py:function or
+    package.module:function."""
+    processes: int = 2
+    timeout_seconds: float = 30.0
+    """For one response; then the process is killed and replaced."""
+    memory_limit_mb: int = 4096
+    """Address space of each reward process."""
+    failure_score: float = -1.0
+    """Score of a response whose function timed out, raised, ran out of memory or returned no number."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)

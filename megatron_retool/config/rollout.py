@@ -1,0 +1,112 @@
+"""Sampling, the agent's turns, engines, partial rollout and branching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_retool.config.base import ConfigError, choice
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    n: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class ValSamplingConfig(SamplingConfig):
+    n: int = 30
+    top_p: float = 0.6
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    format: str = choice("hermes", "retool", "arpo")
+    max_assistant_turns: int = 8
+    max_tool_calls: int = 8
+    max_tool_response_tokens: int = 512
+    """Longer tool results lose their middle, and say so."""
+    max_wall_seconds: float = 3600.0
+    tools: list[str] = field(default_factory=lambda: ["code_interpreter"])
+    """Names in tools.registry."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    count: int = 1
+    """SGLang servers (data parallelism over servers)."""
+    tensor_parallel_size: int = 1
+    device: str = choice("auto", "cpu", "cuda")
+    dtype: str = choice("auto", "float32", "bfloat16", "float16")
+    quantization: str | None = None
+    """None or "fp8": with fp8 the weights are block-quantised (128x128, e4m3) at every sync."""
+    mem_fraction_static: float = 0.7
+    max_total_tokens: int | None = None
+    """KV-cache size in tokens; None lets SGLang choose. Set it on CPU."""
+    max_running_requests: int = 256
+    context_length: int | None = None
+    random_seed: int | None = None
+    start_timeout_seconds: float = 600.0
+    health_timeout_seconds: float = 60.0
+    extra_args: list[str] = field(default_factory=list)
+    """Passed to sglang.launch_server as they are."""
+
+
+@dataclass(frozen=True)
+class PartialRolloutConfig:
+    enable: bool = False
+    over_sampling_factor: float = 1.0
+    """Groups started for each group needed."""
+    max_age: int = 1
+    """Steps that a paused trajectory may wait before it is dropped."""
+    mask_older_tokens: bool = False
+    """True: tokens of older weight versions give no loss. False: the rollout correction weighs them."""
+
+
+@dataclass(frozen=True)
+class BranchingConfig:
+    """ARPO entropy-guided branching (arXiv:2507.19849, section 3.1)."""
+
+    enable: bool = False
+    initial_rollouts: int = 8
+    beam_size: int = 2
+    branch_probability: float = 0.5
+    entropy_weight: float = 0.2
+    threshold: float = 0.5
+    entropy_tokens: int = 20
+    timing: str = choice("after_tool_result", "before_tool_result")
+    advantage: str = choice("soft", "hard")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    train: SamplingConfig = field(default_factory=SamplingConfig)
+    val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    partial: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
+    branching: BranchingConfig = field(default_factory=BranchingConfig)
+    max_concurrent_trajectories: int = 512
+    """Per engine."""
+    request_retries: int = 3
+    request_timeout_seconds: float = 3600.0
+    replay_dir: str | None = None
+    """A run's rollouts/ directory: take the stored trajectories of each step instead of generating."""
+    staleness: int = 0
+    """Weight updates by which generation may run ahead of training; 0 is strictly on-policy."""
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of this section contradict each other."""
+        if self.train.temperature <= 0:
+            raise ConfigError(
+                f"rollout.train.temperature={self.train.temperature}: greedy decoding has no distribution to learn from"
+            )
+        if self.engine.count < 1:
+            raise ConfigError(f"rollout.engine.count={self.engine.count} must be at least 1")
+        if self.partial.over_sampling_factor < 1:
+            raise ConfigError(f"rollout.partial.over_sampling_factor={self.partial.over_sampling_factor} is below 1")
+        if self.branching.enable and self.branching.initial_rollouts > self.train.n:
+            raise ConfigError("rollout.branching.initial_rollouts exceeds the budget rollout.train.n")

@@ -1,0 +1,69 @@
+"""The run itself: its name, length, validations, checkpoints and what it does about faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_retool.algorithms.stage_schedule import parse_stages
+from megatron_retool.config.base import ConfigError, choice
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    experiment_name: str = "experiment"
+    runs_dir: str = "runs"
+    seed: int = 0
+    total_steps: int | None = None
+    """None: total_epochs passes over the prompts."""
+    total_epochs: int = 1
+    test_freq: int = 5
+    """Steps between validations; 0: only before and after training."""
+    test_schedule: list[str] = field(default_factory=list)
+    """In place of test_freq: "<first step> <steps between validations>" in ascending order, as in ["0 10", "50 5"]."""
+    save_freq: int = 30
+    """Steps between checkpoints; 0: only at the end."""
+    val_before_train: bool = True
+    log_val_generations: int = 4
+    resume_mode: str = choice("auto", "disable", "resume_path")
+    resume_from_path: str | None = None
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of it are kept for good; 0: none."""
+    keep_best: int = 0
+    """Best checkpoints by best_metric that are kept besides."""
+    best_metric: str = ""
+    """A validation metric, higher is better, such as val-core/all/acc/mean@30."""
+    async_save: bool = False
+    """Write checkpoints while the next step is generated; the learner waits only until its state is copied."""
+    on_failed_save: str = choice("continue", "stop")
+    """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
+    max_learner_restarts: int = 3
+    """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
+    max_skipped_steps: int = 5
+    """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
+    that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
+    straggler_factor: float = 1.5
+    """A learner rank whose own part of the updates takes this many times the others' median is named; 0: none is."""
+    straggler_steps: int = 3
+    """Steps in a row after which it is named, and again after as many more."""
+    hang_timeout_seconds: float = 3600.0
+    """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
+    start_hang_timeout_seconds: float = 7200.0
+    """The same for the start of engines, sandboxes and learner, and for a learner that is built anew. Large models on
+    slow file systems take long to load."""
+    hang_action: str = choice("dump", "abort")
+    """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of this section contradict each other."""
+        if self.test_schedule:
+            try:
+                parse_stages(self.test_schedule)
+            except ValueError as error:
+                raise ConfigError(f"trainer.test_schedule: {error}") from error
+        if self.keep_best and not self.best_metric:
+            raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")

@@ -1,0 +1,96 @@
+"""The whole configuration, and the rules between settings of different sections.
+
+Rules within a section stand beside it, in its ``check`` method; ``validate`` calls them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.config.algorithm import AlgorithmConfig
+from megatron_retool.config.base import ConfigError
+from megatron_retool.config.cluster import ClusterConfig
+from megatron_retool.config.data import DataConfig
+from megatron_retool.config.demo import DemoConfig
+from megatron_retool.config.learner import LearnerConfig
+from megatron_retool.config.model import ModelConfig
+from megatron_retool.config.reward import RewardConfig
+from megatron_retool.config.rollout import RolloutConfig
+from megatron_retool.config.sft import SFTConfig
+from megatron_retool.config.tools import ToolsConfig
+from megatron_retool.config.trainer import TrainerConfig
+from megatron_retool.config.weight_sync import WeightSyncConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    demo: DemoConfig = field(default_factory=DemoConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        """runs/<experiment_name>, where everything the run leaves behind lies."""
+        return Path(self.trainer.runs_dir) / self.trainer.experiment_name
+
+
+def validate(config: Config) -> None:
+    """Check choices, every section's own rules, and the rules between sections that need no model.
+
+    Raises:
+        ConfigError: naming the key or keys and what would satisfy the rule.
+    """
+    for key, item, value in walk(config):
+        choices = item.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
+    for item in dataclasses.fields(config):
+        section = getattr(config, item.name)
+        if hasattr(section, "check"):
+            section.check()
+    learner, algorithm, rollout = config.learner, config.algorithm, config.rollout
+    responses = config.data.train_batch_size * rollout.train.n
+    if responses % learner.mini_batch_size:
+        raise ConfigError(
+            f"data.train_batch_size x rollout.train.n = {responses} responses are not divisible by "
+            f"learner.mini_batch_size={learner.mini_batch_size}"
+        )
+    if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2"
+        )
+    if config.weight_sync.round_to_fp8 and rollout.engine.quantization is not None:
+        raise ConfigError(
+            "weight_sync.round_to_fp8 imitates FP8 serving; rollout.engine.quantization=fp8 is the real thing: set one"
+        )
+    if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
+        raise ConfigError(
+            "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
+            "choose disaggregated, or staleness 0"
+        )
+
+
+def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """(dotted key, field, value) of every setting below ``node``."""
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        yield prefix + item.name, item, value
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, f"{prefix}{item.name}.")
+        elif isinstance(value, list):
+            for index, element in enumerate(value):
+                if dataclasses.is_dataclass(element):
+                    yield from walk(element, f"{prefix}{item.name}[{index}].")
