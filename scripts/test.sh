@@ -9,6 +9,8 @@ if [[ $# -eq 0 ]]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check --quiet .
   "$bin/mypy"
+  "$bin/lint-imports" --no-logo
+  "$bin/vulture"
   set -- -m "not slow and not real_weights"
 fi
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec "$bin/python" -m pytest "$@"
