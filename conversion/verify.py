@@ -16,8 +16,8 @@ from torch import Tensor
 
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.workers import run_jobs
-from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise, is_quantized, quantize_blockwise
 from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import SCALE_SUFFIX, dequantize_blockwise, is_quantized, round_to_blocks
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 
 NUM_SEQUENCES = 2
@@ -78,6 +78,7 @@ def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, 
     # Of libraries about each other; this process does nothing else, and errors are raised all the same.
     warnings.simplefilter("ignore", FutureWarning)
     disable_progress_bar()
+    _ = comparison.architecture.declaration  # a family's file may make its classes known to transformers
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
@@ -161,8 +162,7 @@ def _quantize_and_dequantize(model: torch.nn.Module, architecture: Architecture)
     for name, parameter in global_parameters([model]):
         # Vocabularies, which the model pads, are never quantised.
         if is_quantized(weight_map[name]):
-            tensors = to_hf(weight_map[name], parameter).values()
-            rounded = [dequantize_blockwise(*quantize_blockwise(tensor)) for tensor in tensors]
+            rounded = [round_to_blocks(tensor) for tensor in to_hf(weight_map[name], parameter).values()]
             parameter.copy_(to_mcore(weight_map[name], rounded))
 
 

@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from conversion.files.directory import COMPLETE_NAME, check_free_space, publish
+from conversion.files.directory import COMPANIONS, COMPLETE_NAME, check_free_space, publish
 from conversion.files.dist_checkpoint import SHARDING_METADATA, DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import copy_companions, write_text
-from conversion.hf_to_mcore import COMPANIONS
 from conversion.model.architecture import Architecture
 from megatron_retool.learner import cpu
 

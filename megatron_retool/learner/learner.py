@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from conversion.hf_to_mcore import local_directory
+from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
 from megatron_retool.algorithms.sampling import SamplingSettings
@@ -97,7 +97,7 @@ class Learner:
             if hf_dir is None:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
             hf_dir = local_directory(str(hf_dir))
-            architecture = Architecture.from_pretrained(hf_dir)
+            architecture = Architecture.from_pretrained(hf_dir, config.model.families)
         self.config = config
         self.role = role
         self._pending_save: Any = None

@@ -21,8 +21,8 @@ from torch import Tensor
 from conversion.files.checksum import tensor_checksum
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
+from conversion.model.rules import Arrangement
 from conversion.model.weight_map import (
-    Arrangement,
     Mapping,
     WeightMap,
     WeightMapError,
