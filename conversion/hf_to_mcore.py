@@ -34,6 +34,7 @@ from conversion.files.hf_checkpoint import (
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 from conversion.model.architecture import Architecture
+from conversion.model.layout import cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 
@@ -53,18 +54,18 @@ class TargetLayout:
 
     def check(self, architecture: Architecture) -> None:
         """Raises ValueError naming the option that does not divide the model."""
-        for option, size, what in (
-            ("--tp", self.tp, "num_attention_heads"),
-            ("--pp", self.pp, "num_layers"),
-            ("--vpp", self.pp * self.vpp, "num_layers"),
-            ("--ep", self.ep, "num_experts"),
+        options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
+        for cut in cuts(
+            architecture,
+            tensor=self.tp,
+            pipeline=self.pp,
+            virtual_pipeline=self.vpp,
+            expert=self.ep,
+            expert_tensor=self.tp,
         ):
-            whole = getattr(architecture, what) or 1
-            if size < 1 or whole % size:
-                raise ValueError(f"{option}: {size} parts do not divide {what}={whole}")
-        groups = architecture.num_query_groups
-        if groups % self.tp and self.tp % groups:
-            raise ValueError(f"--tp {self.tp} neither divides num_key_value_heads={groups} nor is a multiple of it")
+            if not cut.fits:
+                option = options.get(cut.dimension, "--tp")
+                raise ValueError(f"{option}: {cut.parts} parts do not divide {cut.what}={cut.size}")
 
     def rank(self, mapping: Mapping, architecture: Architecture, tp_rank: int) -> int:
         """Number of the group of files that holds a part: one for each combination of PP, EP and TP rank."""

@@ -129,7 +129,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
 
     learner = load_config(overrides=["learner.dtype=float32"]).learner
     architecture = comparison.architecture
-    layout = parallel.validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     device = parallel.resolve_device(learner.device)
     acceleration = Acceleration.detect()
     parallel.initialize(layout, device, seed=0)

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """The learner: a Megatron-Core model that is asked for log-probs and taught by mini-batches.
 
 SPMD: every rank builds a ``Learner`` and calls the same methods with the same whole batch; each takes its own share,
@@ -18,26 +17,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-
-from conversion.files.directory import local_directory
-from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
-from megatron_retool.algorithms.sampling import SamplingSettings
-from megatron_retool.config import Config, ConfigError, OptimizerConfig
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
+from conversion.files.directory import local_directory
 from conversion.model import flops
-from megatron_retool.learner import parallel
+from conversion.model.architecture import Architecture
+from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
+from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.config import Config, ConfigError, OptimizerConfig
+from megatron_retool.learner import cpu, parallel
 from megatron_retool.learner.model import (
     CriticModel,
     PackedModel,
@@ -104,7 +98,7 @@ class Learner:
         self._offload = HostOffload(self)
         self.own_seconds = 0.0
         self.architecture = architecture
-        self.layout = parallel.validate_layout(config.learner, architecture)
+        self.layout = config.learner.layout(architecture)
         self.device = parallel.resolve_device(config.learner.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

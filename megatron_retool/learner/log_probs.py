@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """log pi(token) and entropy from hidden states, without ever holding the logits of all tokens.
 
 The plain way stores fp32 logits [tokens, vocabulary] and several temporaries of that size: 5 GB each at 8k tokens and
@@ -22,17 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from torch import Tensor
+
+from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
 
 
 def head_hidden_states(

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.sequence_balance import balanced_partition, pack_micro_batches, sequence_cost
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.trajectory import TrajectoryBatch
 
 Int64Array = npt.NDArray[np.int64]

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
 
 Both directions walk ``conversion.model.weight_map``.  Loading reads, on every rank, the rows that the rank owns.
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
 from conversion.files.checksum import tensor_checksum
@@ -31,12 +32,6 @@ from conversion.model.weight_map import (
     shard_shape,
     to_hf,
 )
-from megatron_retool.learner import cpu
-
-cpu.install()
-
-from megatron.core import parallel_state
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")

@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.learner.parallel import validate_layout
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.models import resolve_architecture
@@ -43,7 +42,7 @@ def main(arguments: list[str], console: Console) -> int:
     config, measured = _configuration(options)
     name, architecture = resolve_architecture(config, options.model)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
-    layout = validate_layout(config.learner, architecture)
+    layout = config.learner.layout(architecture)
     workload = _workload(options, config, measured)
 
     report.print_header(console, name, architecture, config, layout, machines, workload)

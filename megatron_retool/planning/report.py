@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import checkpoint_bytes, parameter_count
 from megatron_retool.planning.simulate import Outcome, Scenario

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.simulate import Outcome, Scenario, Strategy, run_strategy, standard_strategies
