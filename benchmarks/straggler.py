@@ -25,7 +25,7 @@ from megatron_retool.planning.hardware import parse_machines  # noqa: E402
 from megatron_retool.planning.models import resolve_architecture  # noqa: E402
 from megatron_retool.planning.report import outcome_table, straggler_sentence  # noqa: E402
 from megatron_retool.planning.scenarios import scenario_of  # noqa: E402
-from megatron_retool.planning.simulate import Outcome, Scenario, Strategy, run_strategy  # noqa: E402
+from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy  # noqa: E402
 from megatron_retool.planning.workload import workload_of  # noqa: E402
 
 

@@ -78,7 +78,7 @@ def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, 
     # Of libraries about each other; this process does nothing else, and errors are raised all the same.
     warnings.simplefilter("ignore", FutureWarning)
     disable_progress_bar()
-    _ = comparison.architecture.declaration  # a family's file may make its classes known to transformers
+    comparison.architecture.declaration  # noqa: B018  (a family's file may make its classes known to transformers)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
@@ -94,7 +94,7 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     if comparison.fp8:
         config = AutoConfig.from_pretrained(comparison.hf_dir)
         del config.quantization_config
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model = model_class.from_pretrained(
             None, config=config, state_dict=dequantized(comparison.hf_dir), dtype=torch.float32
         ).eval()

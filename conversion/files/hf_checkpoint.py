@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conversion.files.byte_ranges import ByteRange, RangeCopier, write_at_position
+from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
 from megatron_retool.runs.files import atomic_write
 
@@ -237,7 +237,7 @@ def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
 
 
 def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:
-    buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+    buffer = tensor_bytes(out)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -315,8 +315,7 @@ def write_file(
                 if name != spec.name or tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
                     raise HFCheckpointError(f"{path}: expected {spec}, got {name}: {content.dtype} {content.shape}")
                 if content.numel():
-                    flat = content.contiguous().view(-1).view(torch.uint8)
-                    write_at_position(target, memoryview(flat.numpy()), position)
+                    write_at_position(target, tensor_bytes(content.contiguous()), position)
             else:
                 if name != spec.name or sum(part.length for part in content) != spec.nbytes:
                     raise HFCheckpointError(f"{path}: expected {spec}, got {name}")

@@ -124,16 +124,11 @@ class ParallelLayout:
                 f"the model's {cut.what}={cut.size} is not divisible by PP x VPP = {cut.parts}: change "
                 "learner.pipeline_model_parallel_size or learner.virtual_pipeline_model_parallel_size"
             )
-        key = (
-            "expert_tensor_parallel_size"
-            if cut.dimension == "expert_tensor"
-            else f"{cut.dimension}_model_parallel_size"
-        )
+        kind = cut.dimension if cut.dimension == "expert_tensor" else f"{cut.dimension}_model"
+        setting, size = f"learner.{kind}_parallel_size={cut.parts}", f"the model's {cut.what}={cut.size}"
         if cut.may_repeat:
-            return (
-                f"learner.{key}={cut.parts} neither divides the model's {cut.what}={cut.size} nor is a multiple of it"
-            )
-        return f"learner.{key}={cut.parts} does not divide the model's {cut.what}={cut.size}"
+            return f"{setting} neither divides {size} nor is a multiple of it"
+        return f"{setting} does not divide {size}"
 
     @property
     def sequence_multiple(self) -> int:

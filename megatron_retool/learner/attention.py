@@ -126,7 +126,8 @@ class RotaryTable:
             cos, sin = angles.cos(), angles.sin()
             tables = (torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype))
             self._tables[dtype] = tables
-        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in tables)
+        return cos, sin
 
 
 class PackedAttention(MegatronModule):

@@ -101,7 +101,7 @@ def log_probs_and_entropy(
         dtype=torch.float32 if fp32_head else hidden.dtype,
         main_grad=main_grad,
     )
-    return _ChunkedHead.apply(hidden, weight, targets, settings)  # type: ignore[no-any-return]
+    return _ChunkedHead.apply(hidden, weight, targets, settings)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Settings:
             x.div_(self.temperature)
         self._fill_padding(x, float("-inf"))
         if self.filters is not None:
-            kept, target = self._kept(x), local.unsqueeze(-1)
+            kept, target = self._kept(x, self.filters), local.unsqueeze(-1)
             kept.scatter_(-1, target, kept.gather(-1, target) | owned.unsqueeze(-1))
             x.masked_fill_(~kept, float("-inf"))
         return x
@@ -143,9 +143,9 @@ class _Settings:
         if self.padding:
             x[:, x.size(1) - self.padding :] = value
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _kept(self, x: Tensor, sampling: SamplingSettings) -> Tensor:
         """bool [rows, V / TP]: this rank's part of what top_p, top_k and min_p leave of the whole vocabulary."""
-        filters = _Filters(self.filters.top_p, self.filters.top_k, self.filters.min_p)
+        filters = _Filters(sampling.top_p, sampling.top_k, sampling.min_p)
         if self.group is None:
             return kept_tokens(x, filters)
         parts = [torch.empty_like(x) for _ in range(self.group.size())]

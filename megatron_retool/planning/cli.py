@@ -21,7 +21,7 @@ from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.models import resolve_architecture
 from megatron_retool.planning.scenarios import MAX_RESPONSES, SIZES, compare, scenario_of
-from megatron_retool.planning.simulate import Strategy, standard_strategies
+from megatron_retool.planning.strategies import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of

@@ -31,7 +31,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _export(directory: Path) -> dict[str, Any]:
     """World 4: each family's buckets as rank 0 gets them, and what the other ranks got."""
-    from megatron_retool.learner.weights import export_hf_weights, weight_checksums
+    from conversion.files.checksum import tensor_checksum
+    from megatron_retool.learner.weights import export_hf_weights
+
+    def checksums_of(learner: Any) -> dict[str, str]:
+        exported = export_hf_weights(learner.model_chunks, learner.architecture)
+        return {name: tensor_checksum(tensor) for bucket in exported for name, tensor in bucket}
 
     found: dict[str, Any] = {}
     for family, layout in LAYOUTS.items():
@@ -42,10 +47,10 @@ def _export(directory: Path) -> dict[str, Any]:
         ]
         shapes: list[Any] = [None] * 4
         torch.distributed.all_gather_object(shapes, [len(bucket) for bucket in buckets])
-        checksums = weight_checksums(learner.model_chunks, learner.architecture)
+        checksums = checksums_of(learner)
         found[family] = {"buckets": buckets, "counts": shapes, "checksums": checksums}
         converted = _learner(4, layout, directory / family, mcore_dir=directory / f"{family}-mcore")
-        found[family]["converted"] = weight_checksums(converted.model_chunks, converted.architecture)
+        found[family]["converted"] = checksums_of(converted)
     return found
 
 

@@ -8,19 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_retool.planning import published_run
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS
 from megatron_retool.planning.models import preset
-from megatron_retool.planning.simulate import (
-    RolloutSimulation,
-    Scenario,
-    StepResult,
-    Strategy,
-    run_strategy,
-    standard_strategies,
-)
+from megatron_retool.planning.simulate import RolloutSimulation, StepResult
+from megatron_retool.planning.strategies import Scenario, Strategy, run_strategy, standard_strategies
 from megatron_retool.planning.workload import LengthDistribution, ToolLatency, Workload
+from tests.planning import published_run
 
 LENGTHS = LengthDistribution.fit(2707, 0.0085, 16384)
 ENGINE = EngineModel(preset("qwen2.5-32b"), ACCELERATORS["H200"], 4, memory_fraction=0.85, max_running=256)

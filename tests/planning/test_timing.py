@@ -24,12 +24,12 @@ from megatron_retool.config import (
     WeightSyncConfig,
     load_config,
 )
-from megatron_retool.planning import published_run as published
 from megatron_retool.planning.engine_model import GPU_PROFILE
 from megatron_retool.planning.hardware import ACCELERATORS, parse_machines
 from megatron_retool.planning.models import demo_architecture, preset
 from megatron_retool.planning.timing import Assumptions, StepTime, learner_time, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
+from tests.planning import published_run as published
 
 RECIPE = "configs/retool_qwen2.5_32b_8xh200.yaml"
 
