@@ -235,7 +235,7 @@ class Learner:
         modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
         for module in modules:
             module.eval()
-        forward(modules, micro_batches, *self._pass_options(head_options), collect)
+        forward(modules, micro_batches, {**head_options, **self._head_settings}, self.packer.max_tokens, collect)
         # Every token was found by one context-parallel rank of one data-parallel rank.
         parallel.sum_over_data_parallel(found, with_context_parallel=True)
         return found.cpu().numpy()
@@ -330,7 +330,8 @@ class Learner:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = forward_backward(self.model_chunks, micro_batches, *self._pass_options(head_options), loss)
+        options = {**head_options, **self._head_settings}
+        parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
         lr = self.learning_rate
         applied, grad_norm = self._step()
         metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
@@ -347,10 +348,10 @@ class Learner:
     def _step(self) -> tuple[bool, float]:
         return clip_and_apply(self.optimizer, self.scheduler)
 
-    def _pass_options(self, head_options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    @property
+    def _head_settings(self) -> dict[str, Any]:
         learner = self.config.learner
-        options = {**head_options, "chunk_tokens": learner.log_prob_chunk_tokens, "fp32_head": learner.fp32_lm_head}
-        return options, learner.max_tokens_per_micro_batch
+        return {"chunk_tokens": learner.log_prob_chunk_tokens, "fp32_head": learner.fp32_lm_head}
 
     def _timed_gradient_sum(self) -> Callable[..., None]:
         @functools.wraps(sum_gradients)
