@@ -17,7 +17,7 @@ class Strategy:
     """One answer to the long tail.
 
     Attributes:
-        unfinished: see the module.
+        unfinished: see ``simulate``.
         over_sampling: groups in flight for each group that a step needs.
         max_age: steps that a paused group may wait.
         engine_factor: engines (and their GPUs) for each one of the scenario.
