@@ -14,7 +14,6 @@ from conversion import hf_to_mcore, mcore_to_hf
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families, engine_class
 from conversion.model.hf_config import UnsupportedArchitecture
-from conversion.model.rules import ATTENTION, renamed
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.registry import ExtensionError
@@ -127,10 +126,20 @@ def test_the_built_in_families_are_found_by_their_files() -> None:
     assert engine_class("GPT2LMHeadModel") is None
 
 
-def test_renamed_rules() -> None:
-    rules = renamed(ATTENTION, {"self_attn.o_proj": "attention.dense", "model.layers": "transformer.h"})
-    assert rules[2].hf == ("transformer.h.{layer}.attention.dense.weight",)
-    assert rules[2].mcore == ATTENTION[2].mcore
+def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "renamed.py"
+    file.write_text(
+        "from conversion.model.family import Family\n"
+        "from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules, renamed\n"
+        "NAMES = {'self_attn.o_proj': 'attention.dense', 'model.layers': 'h', 'model.embed_tokens': 'wte'}\n"
+        "FAMILY = Family('mine', rules=renamed(decoder_rules(*ATTENTION, *SWIGLU), NAMES))\n"
+    )
+    config = {**LLAMA, "model_type": "mine", "tie_word_embeddings": True}
+    weight_map = WeightMap(Architecture.from_hf_config(config, [f"{file}:FAMILY"]))
+    assert weight_map["decoder.layers.1.self_attention.linear_proj.weight"].hf_names == ("h.1.attention.dense.weight",)
+    assert weight_map["output_layer.weight"].hf_names == ("wte.weight",)
+    assert weight_map.output_name == "lm_head.weight"
+    assert len(weight_map) == len(WeightMap(Architecture.from_hf_config(LLAMA)))
 
 
 @pytest.mark.parametrize(
