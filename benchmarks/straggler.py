@@ -21,12 +21,11 @@ if str(ROOT) not in sys.path:
 from rich.console import Console  # noqa: E402
 
 from megatron_retool.config import load_config  # noqa: E402
-from megatron_retool.learner.parallel import validate_layout  # noqa: E402
 from megatron_retool.planning.hardware import parse_machines  # noqa: E402
 from megatron_retool.planning.models import resolve_architecture  # noqa: E402
 from megatron_retool.planning.report import outcome_table, straggler_sentence  # noqa: E402
 from megatron_retool.planning.scenarios import scenario_of  # noqa: E402
-from megatron_retool.planning.simulate import Outcome, Scenario, Strategy, run_strategy  # noqa: E402
+from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy  # noqa: E402
 from megatron_retool.planning.workload import workload_of  # noqa: E402
 
 
@@ -44,7 +43,7 @@ def simulate(
     config = load_config(config_file)
     _, architecture = resolve_architecture(config)
     machines = parse_machines(gpus)
-    layout = validate_layout(config.learner, architecture)
+    layout = config.learner.layout(architecture)
     scenario = scenario_of(config, architecture, layout, machines, workload_of(config), machines.count)
     return scenario, [
         run_strategy(scenario, strategy, steps=steps, seed=seed) for strategy in strategies(over_sampling, max_age)

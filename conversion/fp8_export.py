@@ -1,9 +1,7 @@
 """FP8 and NVFP4 checkpoints for inference.
 
-``quantize_blockwise`` is DeepSeek-V3's scheme (arXiv:2412.19437, section 3.3.2): e4m3 weights with one float32 scale
-for each 128 x 128 block, activations quantised by the engine as it runs.  SGLang and transformers read the checkpoints
-that ``mcore_to_hf.py --fp8 blockwise`` makes with it.  ``export_with_modelopt`` makes per-tensor FP8 and NVFP4
-checkpoints through nvidia-modelopt, which calibrates activation scales on sample tokens.
+``mcore_to_hf.py --fp8 blockwise`` makes checkpoints of ``model.block_fp8``'s scheme.  ``export_with_modelopt`` makes
+per-tensor FP8 and NVFP4 checkpoints through nvidia-modelopt, which calibrates activation scales on sample tokens.
 """
 
 from __future__ import annotations
@@ -12,76 +10,13 @@ import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_jobs
-from conversion.model.weight_map import Mapping, WeightMap
-
-BLOCK = 128
-E4M3_MAX = 448.0
-SCALE_SUFFIX = "_scale_inv"
-"""A weight's scales carry its name with this suffix: ``….q_proj.weight_scale_inv``."""
-
-
-def is_quantized(mapping: Mapping) -> bool:
-    """Whether the scheme quantises the parameter: linear layers, but not embedding, router and output layer.
-
-    Both sides of every matrix have to be multiples of 128: transformers takes the block size from the ratio of the
-    shapes and would otherwise scale with the wrong blocks, and engines refuse the checkpoint.
-    """
-    if mapping.tp_dim is None or mapping.layer is None or len(mapping.mcore_shape) != 2:
-        return False
-    return all(size % BLOCK == 0 for shape in mapping.hf_shapes for size in shape)
-
-
-def quantized_names(weight_map: WeightMap) -> frozenset[str]:
-    """Hugging Face names of the weights that the scheme quantises.
-
-    Raises:
-        ValueError: none, because the model's sizes are not multiples of 128.
-    """
-    names = frozenset(name for mapping in weight_map if is_quantized(mapping) for name in mapping.hf_names)
-    if not names:
-        architecture = weight_map.architecture
-        raise ValueError(
-            f"no linear layer can be quantised in {BLOCK} x {BLOCK} blocks: hidden_size={architecture.hidden_size} and "
-            f"the other sizes of this {architecture.family} model are not multiples of {BLOCK}"
-        )
-    return names
-
-
-def quantize_blockwise(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix in blocks of ``block`` x ``block``; blocks at the edges may be smaller.
-
-    Args:
-        weight: [out, in], any floating dtype.
-
-    Returns:
-        (quantised float8_e4m3fn [out, in], scale float32 [ceil(out / block), ceil(in / block)]) with
-        ``weight = quantised * scale``, block by block: the scale is the block's largest magnitude / 448. An all-zero
-        block has scale 1.
-    """
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % block, 0, -rows % block))
-    blocks = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
-    largest = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
-    # Rounding in the division may land a hair above 448, which e4m3fn turns into NaN.
-    scaled = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
-    quantized = scaled.view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
-    return quantized, scale
-
-
-def dequantize_blockwise(quantized: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
-    """The float32 matrix that ``quantize_blockwise``'s result stands for."""
-    rows, columns = quantized.shape
-    full = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-    return quantized.float() * full
+from conversion.model.block_fp8 import BLOCK, SCALE_SUFFIX
 
 
 def quantized_specs(spec: TensorSpec) -> list[TensorSpec]:
@@ -91,32 +26,6 @@ def quantized_specs(spec: TensorSpec) -> list[TensorSpec]:
         TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn),
         TensorSpec(spec.name + SCALE_SUFFIX, (rows // BLOCK, columns // BLOCK), torch.float32),
     ]
-
-
-def quantize_named(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-    """``quantize_blockwise`` under the names of a block-FP8 checkpoint.
-
-    At a weight sync: for the names that ``quantized_names`` gives, and for no others.
-    """
-    quantized, scale = quantize_blockwise(weight)
-    return [(name, quantized), (name + SCALE_SUFFIX, scale)]
-
-
-def blockwise_quantization_config(weight_map: WeightMap) -> dict[str, Any]:
-    """config.json's ``quantization_config``: the scheme, and the linear layers that stay as they are."""
-    kept = {
-        name.removesuffix(".weight")
-        for mapping in weight_map
-        if mapping.layer is not None and len(mapping.mcore_shape) == 2 and not is_quantized(mapping)
-        for name in mapping.hf_names
-    }
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *sorted(kept)],
-    }
 
 
 MODELOPT_FORMATS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}

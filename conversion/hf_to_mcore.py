@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from conversion.files.directory import COMPLETE_NAME, new_directory
+from conversion.files.directory import COMPANIONS, COMPLETE_NAME, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
     HFCheckpoint,
@@ -33,11 +33,11 @@ from conversion.files.hf_checkpoint import (
     write_text,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
-from conversion.model.architecture import Architecture, UnsupportedArchitecture
-from conversion.model.weight_map import Arrangement, Mapping, WeightMap, checkpoint_place
+from conversion.model.architecture import Architecture
+from conversion.model.layout import cuts
+from conversion.model.rules import Arrangement
+from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 
-COMPANIONS = "hf"
-"""Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
 REPORT_NAME = "conversion.json"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,18 +54,18 @@ class TargetLayout:
 
     def check(self, architecture: Architecture) -> None:
         """Raises ValueError naming the option that does not divide the model."""
-        for option, size, what in (
-            ("--tp", self.tp, "num_attention_heads"),
-            ("--pp", self.pp, "num_layers"),
-            ("--vpp", self.pp * self.vpp, "num_layers"),
-            ("--ep", self.ep, "num_experts"),
+        options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
+        for cut in cuts(
+            architecture,
+            tensor=self.tp,
+            pipeline=self.pp,
+            virtual_pipeline=self.vpp,
+            expert=self.ep,
+            expert_tensor=self.tp,
         ):
-            whole = getattr(architecture, what) or 1
-            if size < 1 or whole % size:
-                raise ValueError(f"{option}: {size} parts do not divide {what}={whole}")
-        groups = architecture.num_query_groups
-        if groups % self.tp and self.tp % groups:
-            raise ValueError(f"--tp {self.tp} neither divides num_key_value_heads={groups} nor is a multiple of it")
+            if not cut.fits:
+                option = options.get(cut.dimension, "--tp")
+                raise ValueError(f"{option}: {cut.parts} parts do not divide {cut.what}={cut.size}")
 
     def rank(self, mapping: Mapping, architecture: Architecture, tp_rank: int) -> int:
         """Number of the group of files that holds a part: one for each combination of PP, EP and TP rank."""
@@ -85,6 +85,7 @@ def convert(
     *,
     layout: TargetLayout | None = None,
     dtype: torch.dtype | None = None,
+    families: Sequence[str] = (),
     processes: int | None = None,
     verify: bool = False,
     tolerance: float | None = None,
@@ -97,6 +98,7 @@ def convert(
     Args:
         layout: see ``TargetLayout``; None: whole tensors.
         dtype: cast to it; None: keep what is stored.
+        families: model families beside the built-in ones, see ``model.family``.
         processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
@@ -107,13 +109,14 @@ def convert(
 
     Raises:
         HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit; nothing is written.
+        ExtensionError: one of ``families`` cannot be used.
         FileExistsError: ``mcore_dir`` exists and ``overwrite`` is not set.
         VerificationError: the logits differ by more than ``tolerance``; nothing is left behind.
         OSError: too little room on the disk, or writing failed; nothing is left behind.
     """
     began = time.monotonic()
     hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
-    architecture = Architecture.from_pretrained(hf_dir)
+    architecture = Architecture.from_pretrained(hf_dir, families)
     layout = layout or TargetLayout()
     layout.check(architecture)
     checkpoint = HFCheckpoint(hf_dir)
@@ -252,25 +255,6 @@ def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int
                 yield start, stop, [(tp_rank, None)]
 
 
-def local_directory(path_or_id: str) -> Path:
-    """``path_or_id`` if it is a directory, else the local copy of the hub repository of that id, fetched if needed.
-
-    Raises:
-        FileNotFoundError: it is neither.
-    """
-    if Path(path_or_id).is_dir():
-        return Path(path_or_id)
-    if path_or_id.count("/") != 1 or path_or_id.startswith((".", "/")):
-        raise FileNotFoundError(f"{path_or_id} is neither a directory nor a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(path_or_id, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise FileNotFoundError(f"{path_or_id} is no directory here, and the hub did not give it: {error}") from error
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
     parser = argparse.ArgumentParser(
@@ -283,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages per rank")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
+    add_family_option(parser)
     parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
@@ -297,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.mcore_dir,
                 layout=TargetLayout(options.tp, options.pp, options.vpp, options.ep),
                 dtype=DTYPES.get(options.dtype),
+                families=options.family,
                 processes=options.processes,
                 verify=options.verify,
                 tolerance=options.tolerance,
@@ -304,11 +290,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 require_tokenizer=not options.allow_missing_tokenizer,
                 on_progress=on_progress,
             )
-    except (ValueError, UnsupportedArchitecture, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_report(report, options.mcore_dir)
     return 0
+
+
+def add_family_option(parser: argparse.ArgumentParser) -> None:
+    """--family, which may be given several times."""
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="FILE.py:FAMILY",
+        help="a model family of your own, or package.module:FAMILY; may be repeated",
+    )
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from conversion import fp8_export
 from conversion.files.byte_ranges import ByteRange
-from conversion.files.directory import COMPLETE_NAME, new_directory
+from conversion.files.directory import COMPANIONS, COMPLETE_NAME, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
     TensorSpec,
@@ -36,8 +36,9 @@ from conversion.files.hf_checkpoint import (
     write_text,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
-from conversion.hf_to_mcore import COMPANIONS, DTYPES, local_directory, print_report
-from conversion.model.architecture import Architecture, UnsupportedArchitecture
+from conversion.hf_to_mcore import DTYPES, add_family_option, print_report
+from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import blockwise_quantization_config, is_quantized, quantize_named, quantized_names
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -52,6 +53,7 @@ def export(
     hf_config_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     fp8: bool = False,
+    families: Sequence[str] = (),
     processes: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = False,
@@ -68,6 +70,7 @@ def export(
         dtype: cast to it; None: keep what is stored.
         fp8: quantise the linear layers in blocks of 128 x 128, see ``fp8_export``. Layers whose sizes are not multiples
             of 128 stay as they are; a model that has no others is a ValueError.
+        families: model families beside the built-in ones, see ``model.family``.
         verify: compare the logits of both models on random tokens before the directory appears.
 
     Returns:
@@ -76,18 +79,18 @@ def export(
     Raises:
         DistCheckpointError: ``mcore_dir`` is no complete checkpoint of the model that config.json describes.
         HFCheckpointError, UnsupportedArchitecture: config.json or the tokenizer is missing or unfit.
-        FileExistsError, VerificationError, OSError: as ``hf_to_mcore.convert``.
+        ExtensionError, FileExistsError, VerificationError, OSError: as ``hf_to_mcore.convert``.
     """
     began = time.monotonic()
     mcore_dir, hf_dir = checkpoint_directory(mcore_dir), Path(hf_dir)
     companions = companion_directory(mcore_dir, hf_config_dir)
-    architecture = Architecture.from_pretrained(companions)
+    architecture = Architecture.from_pretrained(companions, families)
     if require_tokenizer:
         check_tokenizer(companions)
     checkpoint = DistCheckpoint(mcore_dir)
     weight_map = WeightMap(architecture)
     if fp8:
-        fp8_export.quantized_names(weight_map)  # raises where there is nothing to quantise
+        quantized_names(weight_map)  # raises where there is nothing to quantise
     files = plan_files(_specs(checkpoint, weight_map, dtype, fp8), max_file_bytes)
     total = sum(spec.nbytes for _, specs in files for spec in specs)
 
@@ -162,7 +165,7 @@ def _specs(
             )
         named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
         specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
-        if fp8 and fp8_export.is_quantized(mapping):
+        if fp8 and is_quantized(mapping):
             specs = [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec)]
         yield specs
 
@@ -193,7 +196,7 @@ def _contents(
     checkpoint: DistCheckpoint, mappings: Sequence[Mapping], job: _Job, report: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor | list[ByteRange]]]:
     for mapping in mappings:
-        quantize = job.fp8 and fp8_export.is_quantized(mapping)
+        quantize = job.fp8 and is_quantized(mapping)
         as_stored = job.dtype is None and not quantize
         ranges = _ranges(checkpoint, mapping, job.architecture) if as_stored else None
         if ranges is not None:
@@ -204,7 +207,7 @@ def _contents(
         full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
         for name, tensor in to_hf(mapping, full).items():
             tensor = tensor if job.dtype is None else tensor.to(job.dtype)
-            for item in fp8_export.quantize_named(name, tensor) if quantize else [(name, tensor)]:
+            for item in quantize_named(name, tensor) if quantize else [(name, tensor)]:
                 yield item
                 report(item[1].nbytes)
 
@@ -235,7 +238,7 @@ def _write_config(
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
     if fp8:
-        config["quantization_config"] = fp8_export.blockwise_quantization_config(weight_map)
+        config["quantization_config"] = blockwise_quantization_config(weight_map)
     write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -248,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hf-dir", required=True, type=Path, help="directory to make")
     parser.add_argument("--hf-config-dir", help="where config.json and tokenizer are; default: MCORE_DIR/hf")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
+    add_family_option(parser)
     parser.add_argument(
         "--fp8",
         choices=("blockwise", "per-tensor", "nvfp4"),
@@ -280,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     hf_config_dir=config_dir,
                     dtype=DTYPES.get(options.dtype),
                     fp8=options.fp8 == "blockwise",
+                    families=options.family,
                     processes=options.processes,
                     max_file_bytes=options.max_file_bytes,
                     verify=options.verify,
@@ -296,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     fp8_export.read_calibration(options.calibration, full_precision),
                     overwrite=options.overwrite,
                 )
-    except (ValueError, UnsupportedArchitecture, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_report(report, options.hf_dir)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.workers import run_jobs
-from conversion.fp8_export import SCALE_SUFFIX, dequantize_blockwise, is_quantized, quantize_blockwise
 from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import SCALE_SUFFIX, dequantize_blockwise, is_quantized, round_to_blocks
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 
 NUM_SEQUENCES = 2
@@ -78,6 +78,7 @@ def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, 
     # Of libraries about each other; this process does nothing else, and errors are raised all the same.
     warnings.simplefilter("ignore", FutureWarning)
     disable_progress_bar()
+    comparison.architecture.declaration  # noqa: B018  (a family's file may make its classes known to transformers)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(comparison.architecture.vocab_size, (NUM_SEQUENCES, SEQUENCE_LENGTH), generator=generator)
     expected = _hf_logits(comparison, ids)
@@ -93,7 +94,7 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     if comparison.fp8:
         config = AutoConfig.from_pretrained(comparison.hf_dir)
         del config.quantization_config
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         model = model_class.from_pretrained(
             None, config=config, state_dict=dequantized(comparison.hf_dir), dtype=torch.float32
         ).eval()
@@ -128,7 +129,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
 
     learner = load_config(overrides=["learner.dtype=float32"]).learner
     architecture = comparison.architecture
-    layout = parallel.validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     device = parallel.resolve_device(learner.device)
     acceleration = Acceleration.detect()
     parallel.initialize(layout, device, seed=0)
@@ -161,8 +162,7 @@ def _quantize_and_dequantize(model: torch.nn.Module, architecture: Architecture)
     for name, parameter in global_parameters([model]):
         # Vocabularies, which the model pads, are never quantised.
         if is_quantized(weight_map[name]):
-            tensors = to_hf(weight_map[name], parameter).values()
-            rounded = [dequantize_blockwise(*quantize_blockwise(tensor)) for tensor in tensors]
+            rounded = [round_to_blocks(tensor) for tensor in to_hf(weight_map[name], parameter).values()]
             parameter.copy_(to_mcore(weight_map[name], rounded))
 
 

@@ -96,7 +96,7 @@ def _run_stages(
         return code
     export = run_dir / "export"
     newest = complete_checkpoints(run_dir)[-1]
-    stages.run("export", [*_mcore_to_hf(newest, export), "--overwrite"], done=export, step=newest.step)
+    stages.run("export", [*_mcore_to_hf(config, newest, export), "--overwrite"], done=export, step=newest.step)
     summary = demo_summary(run_dir)
     page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
     _print_summary(console, summary, stages.seconds)
@@ -119,7 +119,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Pat
         [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
         done=sft / "COMPLETE",
     )
-    stages.run("mcore_to_hf", _mcore_to_hf(complete_checkpoints(sft)[-1], sft_hf), done=sft_hf)
+    stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], sft_hf), done=sft_hf)
     stages.run(
         "hf_to_mcore",
         [
@@ -130,6 +130,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Pat
             "--mcore-dir",
             str(sft_mcore),
             "--verify",
+            *_families(config),
         ],
         done=sft_mcore,
     )
@@ -256,9 +257,14 @@ def _names(config: Config, stage: str) -> list[str]:
     ]
 
 
-def _mcore_to_hf(checkpoint: Checkpoint, hf_dir: Path) -> list[str]:
+def _mcore_to_hf(config: Config, checkpoint: Checkpoint, hf_dir: Path) -> list[str]:
     script = ROOT / "conversion" / "mcore_to_hf.py"
-    return [sys.executable, str(script), "--mcore-dir", str(checkpoint.learner), "--hf-dir", str(hf_dir)]
+    source = ["--mcore-dir", str(checkpoint.learner), "--hf-dir", str(hf_dir)]
+    return [sys.executable, str(script), *source, *_families(config)]
+
+
+def _families(config: Config) -> list[str]:
+    return [argument for target in config.model.families for argument in ("--family", target)]
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import torch
+from torch import Tensor
+
 _BLOCK = 2**23
 _UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
@@ -76,6 +79,11 @@ class RangeCopier:
         for descriptor in self._sources.values():
             os.close(descriptor)
         self._sources.clear()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which the view shares."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def write_at_position(target: int, data: bytes | memoryview, position: int) -> None:

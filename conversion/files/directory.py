@@ -1,4 +1,4 @@
-"""Output directories that appear complete or not at all."""
+"""Directories of models: output that appears complete or not at all, and where the input lies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 COMPLETE_NAME = "COMPLETE"
 """Marker file: written last, so a directory that has it has everything."""
+COMPANIONS = "hf"
+"""Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
 
 
 @contextmanager
@@ -79,6 +81,25 @@ def check_free_space(directory: Path, needed_bytes: int) -> None:
             f"{directory} has {free / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are going to be written: "
             "free some space or choose another directory"
         )
+
+
+def local_directory(path_or_id: str) -> Path:
+    """``path_or_id`` if it is a directory, else the local copy of the hub repository of that id, fetched if needed.
+
+    Raises:
+        FileNotFoundError: it is neither.
+    """
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if path_or_id.count("/") != 1 or path_or_id.startswith((".", "/")):
+        raise FileNotFoundError(f"{path_or_id} is neither a directory nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(path_or_id, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "original/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise FileNotFoundError(f"{path_or_id} is no directory here, and the hub did not give it: {error}") from error
 
 
 def _fsync(path: Path) -> None:

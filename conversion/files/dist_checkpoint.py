@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from conversion.files.byte_ranges import ByteRange, RangeCopier, write_at_position
+from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
 from conversion.model.weight_map import CheckpointPlace
 
 METADATA_NAME = ".metadata"
@@ -116,8 +116,7 @@ class ChunkWriter:
         )
         data, _ = _data_of_record(self._stream, record.position, record.length)
         if isinstance(content, Tensor):
-            flat = content.contiguous().view(-1).view(torch.uint8)
-            write_at_position(self._stream.fileno(), memoryview(flat.numpy()), data)
+            write_at_position(self._stream.fileno(), tensor_bytes(content.contiguous()), data)
         else:
             self._copier.copy(content[2], self._stream.fileno(), data)
         self._stream.seek(0, os.SEEK_END)
@@ -163,7 +162,7 @@ def write_metadata(directory: Path, chunks: Iterable[Chunk], common: Mapping[str
     for key, entry in tensors.items():
         if covered[key] != entry.size.numel():
             raise DistCheckpointError(f"{key}: {covered[key]} of {entry.size.numel()} elements were written")
-    metadata = Metadata(tensors, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
+    metadata = Metadata({**tensors}, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
     with open(directory / METADATA_NAME, "wb") as stream:
         pickle.dump(metadata, stream)
     with open(directory / COMMON_NAME, "wb") as stream:
@@ -300,7 +299,7 @@ class DistCheckpoint:
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         with self._record(key, chunk) as (stream, record):
-            view = _create_file_view(stream, record.offset, record.length)
+            view: Any = _create_file_view(stream, record.offset, record.length)
             return torch.load(view, map_location="cpu", weights_only=True)
 
     def _locate(self, key: str, chunk: ChunkStorageMetadata) -> tuple[Path, int] | None:
@@ -325,6 +324,7 @@ class DistCheckpoint:
 
 def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]:
     """Where in ``stream`` the elements of a ``torch.save`` record begin, and whether they lie in order."""
-    described = torch.load(_create_file_view(stream, position, length), map_location="meta", weights_only=True)
+    view: Any = _create_file_view(stream, position, length)
+    described = torch.load(view, map_location="meta", weights_only=True)
     begin = position + described.untyped_storage()._checkpoint_offset
     return begin + described.storage_offset() * described.element_size(), described.is_contiguous()

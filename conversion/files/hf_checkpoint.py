@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conversion.files.byte_ranges import ByteRange, RangeCopier, write_at_position
+from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
+from megatron_retool.runs.files import atomic_write
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -114,11 +115,6 @@ class HFCheckpoint:
                 raise HFCheckpointError(f"{self.directory / INDEX_NAME} places tensor {name} in {file}, which lacks it")
 
     @property
-    def largest_file_bytes(self) -> int:
-        """Size of the largest safetensors file."""
-        return max((self.directory / file).stat().st_size for file in {t.file for t in self.tensors.values()})
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -135,9 +131,9 @@ class HFCheckpoint:
             raise HFCheckpointError(f"{self.directory} lacks {_some(missing)}, which {self._family(weight_map)} needs")
         known = set(weight_map.hf_names)
         extra = sorted(n for n in self.tensors if n not in known and not IGNORED_HF_NAMES.search(n))
-        if weight_map.architecture.tie_word_embeddings and "lm_head.weight" in extra:
-            extra.remove("lm_head.weight")
-            self._check_tied_copy()
+        if weight_map.architecture.tie_word_embeddings and weight_map.output_name in extra:
+            extra.remove(weight_map.output_name)
+            self._check_tied_copy(weight_map.output_name, weight_map.embedding_name)
         if extra:
             raise HFCheckpointError(
                 f"{self.directory} holds {_some(extra)}, which {self._family(weight_map)} does not have"
@@ -146,19 +142,18 @@ class HFCheckpoint:
             stored = [self.tensors[name] for name in mapping.hf_names]
             check_tensors(mapping, [t.shape for t in stored], [t.dtype for t in stored], str(self.directory))
 
-    def _check_tied_copy(self) -> None:
-        head, embedding = self.tensors["lm_head.weight"], self.tensors["model.embed_tokens.weight"]
+    def _check_tied_copy(self, head_name: str, embedding_name: str) -> None:
+        head, embedding = self.tensors[head_name], self.tensors[embedding_name]
         same = head.shape == embedding.shape and head.dtype == embedding.dtype
         step = max(1, 2**24 // max(1, _count(head.shape[1:])))
         for start in range(0, head.shape[0] if same else 0, step):
             stop = min(start + step, head.shape[0])
-            same = same and torch.equal(
-                self.read("lm_head.weight", (start, stop)), self.read("model.embed_tokens.weight", (start, stop))
-            )
+            rows = (start, stop)
+            same = same and torch.equal(self.read(head_name, rows), self.read(embedding_name, rows))
         if not same:
             raise HFCheckpointError(
-                f"{self.directory}: config.json ties the embeddings (tie_word_embeddings), but lm_head.weight differs "
-                "from model.embed_tokens.weight: set tie_word_embeddings to false to keep both"
+                f"{self.directory}: config.json ties the embeddings (tie_word_embeddings), but {head_name} differs "
+                f"from {embedding_name}: set tie_word_embeddings to false to keep both"
             )
 
     def _family(self, weight_map: WeightMap) -> str:
@@ -242,7 +237,7 @@ def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
 
 
 def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:
-    buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
+    buffer = tensor_bytes(out)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -320,8 +315,7 @@ def write_file(
                 if name != spec.name or tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
                     raise HFCheckpointError(f"{path}: expected {spec}, got {name}: {content.dtype} {content.shape}")
                 if content.numel():
-                    flat = content.contiguous().view(-1).view(torch.uint8)
-                    write_at_position(target, memoryview(flat.numpy()), position)
+                    write_at_position(target, tensor_bytes(content.contiguous()), position)
             else:
                 if name != spec.name or sum(part.length for part in content) != spec.nbytes:
                     raise HFCheckpointError(f"{path}: expected {spec}, got {name}")
@@ -340,11 +334,9 @@ def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file."""
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write a text file, in UTF-8."""
+    with atomic_write(path) as stream:
+        stream.write(text.encode())
 
 
 def check_tokenizer(directory: Path) -> None:

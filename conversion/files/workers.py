@@ -21,7 +21,8 @@ def default_processes(nbytes: int) -> int:
 
 def even_ranges(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Cut ``range(len(sizes))`` into at most ``parts`` runs of about equal total size; none is empty."""
-    total, ranges, start, seen = sum(sizes), [], 0, 0
+    ranges: list[tuple[int, int]] = []
+    total, start, seen = sum(sizes), 0, 0
     for index, size in enumerate(sizes):
         seen += size
         if seen * parts >= total * (len(ranges) + 1) or index == len(sizes) - 1:

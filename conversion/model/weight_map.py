@@ -1,7 +1,7 @@
 """The one statement of how Hugging Face tensors and Megatron-Core parameters correspond.
 
-A family is a table of ``Rule``: a Megatron-Core name, the Hugging Face names whose rows it is made of, how the rows are
-arranged, and the dimension that tensor parallelism splits.  ``WeightMap`` expands a family's table for one model into
+A family has a table of ``rules.Rule``: a Megatron-Core name, the Hugging Face names whose rows it is made of, how the
+rows are arranged, and the dimension that tensor parallelism splits.  ``WeightMap`` expands the table for one model into
 ``Mapping`` objects.  Offline conversion, weight sync, gradient comparison and FP8 export are walks over them:
 
     to_mcore   Hugging Face tensors     -> the full Megatron-Core tensor
@@ -23,117 +23,18 @@ import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from conversion.model.architecture import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
+from conversion.model.architecture import Architecture
+from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Rule
 
 
 class WeightMapError(ValueError):
     """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
 
-
-class Arrangement(Enum):
-    """How the rows (dimension 0) of the Hugging Face tensors lie in the Megatron-Core tensor."""
-
-    COPY = "copy"
-    """One tensor, rows unchanged."""
-    VOCABULARY = "vocabulary"
-    """One tensor, followed by zero rows up to the padded vocabulary size."""
-    QUERY_GROUPS = "query_groups"
-    """q, k, v interleaved: for each query group its R = heads / groups query heads, its key head, its value head."""
-    GATE_UP = "gate_up"
-    """gate over up; tensor parallelism splits each half by itself."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row of a family's table. ``{layer}`` and ``{expert}`` stand for global numbers; see ``_sizes``."""
-
-    mcore: str
-    hf: tuple[str, ...]
-    shapes: tuple[tuple[str, ...], ...]
-    """Shape of each Hugging Face tensor."""
-    arrangement: Arrangement = Arrangement.COPY
-    tp_dim: int | None = None
-    """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
-
-
-def _norm(mcore: str, hf: str, size: str = "hidden") -> Rule:
-    return Rule(mcore, (hf,), ((size,),))
-
-
-_EMBEDDING = Rule(
-    "embedding.word_embeddings.weight",
-    ("model.embed_tokens.weight",),
-    (("vocab", "hidden"),),
-    Arrangement.VOCABULARY,
-    0,
-)
-_FINAL_NORM = _norm("decoder.final_layernorm.weight", "model.norm.weight")
-_OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), (("vocab", "hidden"),), Arrangement.VOCABULARY, 0)
-
-_HF_LAYER, _MCORE_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
-_QKV_NAMES = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
-_ATTENTION = (
-    _norm(_MCORE_LAYER + "input_layernorm.weight", _HF_LAYER + "input_layernorm.weight"),
-    Rule(
-        _MCORE_LAYER + "self_attention.linear_qkv.weight",
-        tuple(f"{name}.weight" for name in _QKV_NAMES),
-        (("query", "hidden"), ("key_value", "hidden"), ("key_value", "hidden")),
-        Arrangement.QUERY_GROUPS,
-        0,
-    ),
-    Rule(
-        _MCORE_LAYER + "self_attention.linear_proj.weight",
-        (_HF_LAYER + "self_attn.o_proj.weight",),
-        (("hidden", "query"),),
-        tp_dim=1,
-    ),
-    _norm(_MCORE_LAYER + "pre_mlp_layernorm.weight", _HF_LAYER + "post_attention_layernorm.weight"),
-)
-_QKV_BIAS = Rule(
-    _MCORE_LAYER + "self_attention.linear_qkv.bias",
-    tuple(f"{name}.bias" for name in _QKV_NAMES),
-    (("query",), ("key_value",), ("key_value",)),
-    Arrangement.QUERY_GROUPS,
-    0,
-)
-_QK_NORM = (
-    _norm(_MCORE_LAYER + "self_attention.q_layernorm.weight", _HF_LAYER + "self_attn.q_norm.weight", "head_dim"),
-    _norm(_MCORE_LAYER + "self_attention.k_layernorm.weight", _HF_LAYER + "self_attn.k_norm.weight", "head_dim"),
-)
-
-
-def _swiglu(mcore: str, hf: str, width: str) -> tuple[Rule, Rule]:
-    return (
-        Rule(
-            mcore + "linear_fc1.weight",
-            (hf + "gate_proj.weight", hf + "up_proj.weight"),
-            ((width, "hidden"), (width, "hidden")),
-            Arrangement.GATE_UP,
-            0,
-        ),
-        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1),
-    )
-
-
-_DENSE_MLP = _swiglu(_MCORE_LAYER + "mlp.", _HF_LAYER + "mlp.", "ffn")
-_EXPERTS = (
-    Rule(_MCORE_LAYER + "mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), (("experts", "hidden"),)),
-    *_swiglu(_MCORE_LAYER + "mlp.experts.local_experts.{expert}.", _HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"),
-)
-
-FAMILY_RULES: dict[str, tuple[Rule, ...]] = {
-    QWEN2: (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
-    QWEN3: (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
-    QWEN3_MOE: (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, _FINAL_NORM, _OUTPUT),
-    LLAMA: (_EMBEDDING, *_ATTENTION, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
-    MISTRAL: (_EMBEDDING, *_ATTENTION, *_DENSE_MLP, _FINAL_NORM, _OUTPUT),
-}
 
 IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and that are a function of the config."""
@@ -359,6 +260,8 @@ class WeightMap:
 
     def __init__(self, architecture: Architecture, padded_vocab_size: int | None = None) -> None:
         self.architecture = architecture
+        self._rules = architecture.declaration.rules
+        self._sizes = _sizes(architecture)
         self.padded_vocab_size = architecture.vocab_size if padded_vocab_size is None else padded_vocab_size
         if self.padded_vocab_size < architecture.vocab_size:
             raise WeightMapError(
@@ -393,14 +296,25 @@ class WeightMap:
         """Every tensor that a Hugging Face checkpoint of the model must hold."""
         return frozenset(name for mapping in self for name in mapping.hf_names)
 
+    @property
+    def embedding_name(self) -> str:
+        """Hugging Face name of the embedding."""
+        return self._hf_name(EMBEDDING_NAME)
+
+    @property
+    def output_name(self) -> str:
+        """Hugging Face name of the output layer where it is not tied."""
+        return self._hf_name(OUTPUT_NAME)
+
+    def _hf_name(self, mcore_name: str) -> str:
+        return next(rule.hf[0] for rule in self._rules if rule.mcore == mcore_name)
+
     def exported(self) -> Iterator[Mapping]:
         """The mappings that are written to Hugging Face: all but the tied output layer."""
         return (mapping for mapping in self if not mapping.tied)
 
     def _expand(self) -> Iterator[Mapping]:
-        for in_layers, group in itertools.groupby(
-            FAMILY_RULES[self.architecture.family], lambda rule: "{layer}" in rule.mcore
-        ):
+        for in_layers, group in itertools.groupby(self._rules, lambda rule: "{layer}" in rule.mcore):
             rules = tuple(group)
             if not in_layers:
                 yield from (self._mapping(rule) for rule in rules)
@@ -413,14 +327,13 @@ class WeightMap:
                     yield from (self._mapping(rule, layer, expert) for rule in per_expert)
 
     def _mapping(self, rule: Rule, layer: int | None = None, expert: int | None = None) -> Mapping:
-        sizes = _sizes(self.architecture)
-        tied = rule is _OUTPUT and self.architecture.tie_word_embeddings
-        hf_names = _EMBEDDING.hf if tied else rule.hf
+        tied = rule.mcore == OUTPUT_NAME and self.architecture.tie_word_embeddings
+        hf_names = (self.embedding_name,) if tied else rule.hf
         padding = self.padded_vocab_size - self.architecture.vocab_size
         return Mapping(
             mcore_name=rule.mcore.format(layer=layer, expert=expert),
             hf_names=tuple(name.format(layer=layer, expert=expert) for name in hf_names),
-            hf_shapes=tuple(tuple(sizes[size] for size in shape) for shape in rule.shapes),
+            hf_shapes=tuple(tuple(self._sizes[size] for size in shape) for shape in rule.shapes),
             arrangement=rule.arrangement,
             tp_dim=rule.tp_dim,
             rule=rule,
@@ -433,16 +346,17 @@ class WeightMap:
 
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:
-    return {
-        "vocab": architecture.vocab_size,
-        "hidden": architecture.hidden_size,
-        "query": architecture.query_size,
-        "key_value": architecture.key_value_size,
-        "head_dim": architecture.head_dim,
-        "ffn": architecture.ffn_hidden_size,
-        "experts": architecture.num_experts or 0,
-        "expert_ffn": architecture.moe_ffn_hidden_size or 0,
-    }
+    values = (
+        architecture.vocab_size,
+        architecture.hidden_size,
+        architecture.query_size,
+        architecture.key_value_size,
+        architecture.head_dim,
+        architecture.ffn_hidden_size,
+        architecture.num_experts or 0,
+        architecture.moe_ffn_hidden_size or 0,
+    )
+    return dict(zip(SIZES, values, strict=True))
 
 
 _FUSED_NORMS = {
@@ -479,8 +393,8 @@ def checkpoint_place(mapping: Mapping, architecture: Architecture) -> Checkpoint
     """
     name = mapping.mcore_name
     if mapping.layer is None:
-        return CheckpointPlace(_EMBEDDING.mcore if mapping.tied else name)
-    name = name.removeprefix(_MCORE_LAYER.format(layer=mapping.layer))
+        return CheckpointPlace(EMBEDDING_NAME if mapping.tied else name)
+    name = name.removeprefix(MCORE_LAYER.format(layer=mapping.layer))
     for fused, plain in _FUSED_NORMS.items():
         if name == plain and not (architecture.is_moe and fused.startswith("mlp.")):
             name = fused

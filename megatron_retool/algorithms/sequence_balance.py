@@ -223,37 +223,3 @@ def _first_fit_decreasing(lengths: npt.NDArray[np.int64], max_tokens: int) -> li
         bins[place].append(int(row))
         free[place] -= lengths[row]
     return bins
-
-
-def plan_micro_batches(
-    lengths: Sequence[int] | npt.NDArray[Any],
-    num_ranks: int,
-    max_tokens: int,
-    linear: float = 1.0,
-    quadratic: float = 0.0,
-    equal_size: bool = False,
-) -> list[list[list[int]]]:
-    """Micro-batches of every data-parallel rank for one mini-batch.
-
-    Rows are shared out over ranks by cost (``balanced_partition``), each rank's share is packed under the token budget,
-    and all ranks get the number of micro-batches of the rank that needs most: expert-parallel and pipeline schedules
-    need every rank to make the same number of forward passes.
-
-    Returns:
-        plan[rank][micro_batch] = ascending row numbers of ``lengths``.  All ranks have equally many micro-batches, in
-        descending order of cost, so that the i-th ones of different ranks are of similar size.  A micro-batch is empty
-        only where a rank has fewer sequences than another one has micro-batches: never with ``equal_size`` and a
-        number of sequences that ``num_ranks`` divides.
-
-    Raises:
-        ValueError: as ``balanced_partition`` and ``pack_micro_batches``.
-    """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    costs = np.asarray(sequence_cost(lengths, linear, quadratic), dtype=np.float64).reshape(lengths.shape)
-    shares = [np.asarray(part, dtype=np.int64) for part in balanced_partition(costs, num_ranks, equal_size)]
-    most = max(len(pack_micro_batches(lengths[share], max_tokens)) for share in shares)
-    plan = []
-    for share in shares:
-        micro_batches = pack_micro_batches(lengths[share], max_tokens, most, costs[share])
-        plan.append([[int(share[i]) for i in micro_batch] for micro_batch in micro_batches])
-    return plan

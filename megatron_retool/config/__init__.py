@@ -8,7 +8,7 @@ replaced as a whole.
 Every key is declared here with its type and default, one file a section; an unknown key is an error that names the
 nearest known one. After ``load_config`` the tree is frozen: no code may change a setting while a run is under way.
 Rules within a section are in its ``check``, rules between sections in ``tree.validate``, and rules that need the
-model's own shape in ``megatron_retool.learner.parallel``.
+model's own shape in ``conversion.model.layout``.
 """
 
 from megatron_retool.config.algorithm import (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from conversion.model.architecture import Architecture
+from conversion.model.layout import LayoutError, ParallelLayout
 from megatron_retool.config.base import ConfigError, choice
 
 
@@ -78,29 +80,7 @@ class LearnerConfig:
 
     def check(self) -> None:
         """Raise ConfigError where the sizes of the parallel layout do not fit one another."""
-        model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        if self.world_size % model_ranks:
-            raise ConfigError(f"learner.world_size={self.world_size} is not divisible by TP x PP x CP = {model_ranks}")
-        data_parallel = self.world_size // model_ranks
-        expert_ranks = (
-            self.expert_model_parallel_size
-            * (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
-            * self.pipeline_model_parallel_size
-        )
-        if self.world_size % expert_ranks:
-            raise ConfigError(
-                f"learner.world_size={self.world_size} is not divisible by ETP x EP x PP = {expert_ranks}"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("learner.sequence_parallel=true needs learner.tensor_model_parallel_size > 1")
-        if self.virtual_pipeline_model_parallel_size is not None:
-            if self.pipeline_model_parallel_size < 2:
-                raise ConfigError("learner.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
-            if self.pipeline_model_parallel_size == 2:
-                raise ConfigError(
-                    "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong "
-                    "gradients in Megatron-Core 0.16 without overlapped point-to-point communication: use PP >= 4"
-                )
+        data_parallel = self.layout().data
         if self.mini_batch_size % data_parallel:
             raise ConfigError(
                 f"learner.mini_batch_size={self.mini_batch_size} is not divisible by the data parallel size "
@@ -110,3 +90,26 @@ class LearnerConfig:
             raise ConfigError(
                 f"learner.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} must be at least 1"
             )
+
+    def layout(self, architecture: Architecture | None = None) -> ParallelLayout:
+        """The parallel layout, of ``architecture`` where it is given.
+
+        Raises:
+            ConfigError: sizes do not fit one another or the model; the message names the key and what would.
+        """
+        try:
+            layout = ParallelLayout.of_ranks(
+                self.world_size,
+                tensor=self.tensor_model_parallel_size,
+                pipeline=self.pipeline_model_parallel_size,
+                virtual_pipeline=self.virtual_pipeline_model_parallel_size,
+                context=self.context_parallel_size,
+                expert=self.expert_model_parallel_size,
+                expert_tensor=self.expert_tensor_parallel_size,
+                sequence_parallel=self.sequence_parallel,
+            )
+            if architecture is None:
+                return layout
+            return layout.for_model(architecture, self.max_tokens_per_micro_batch)
+        except LayoutError as error:
+            raise ConfigError(str(error)) from error

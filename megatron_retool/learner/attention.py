@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Layer modules for machines without Transformer Engine: RMSNorm, and rotary causal attention over packed sequences.
 
 Attention runs on torch's scaled_dot_product_attention.  Packed sequences of similar length become one padded batch
@@ -15,12 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_retool.learner.packing import Bucket, ContextBucket
 
@@ -132,7 +126,8 @@ class RotaryTable:
             cos, sin = angles.cos(), angles.sin()
             tables = (torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype))
             self._tables[dtype] = tables
-        return tuple(table.index_select(0, positions).unsqueeze(1) for table in tables)
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in tables)
+        return cos, sin
 
 
 class PackedAttention(MegatronModule):

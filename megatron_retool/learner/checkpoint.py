@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """The learner's checkpoints: model, optimizer, schedule and random state, loadable in any other layout.
 
 Files are those of ``megatron.core.dist_checkpointing`` (``torch_dist``; the optimizer state is stored per model tensor,
@@ -25,16 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-from conversion.files.directory import COMPLETE_NAME, check_free_space, publish
-from conversion.files.dist_checkpoint import SHARDING_METADATA, DistCheckpoint, DistCheckpointError
-from conversion.files.hf_checkpoint import copy_companions, write_text
-from conversion.hf_to_mcore import COMPANIONS
-from conversion.model.architecture import Architecture
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -50,6 +39,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from conversion.files.directory import COMPANIONS, COMPLETE_NAME, check_free_space, publish
+from conversion.files.dist_checkpoint import SHARDING_METADATA, DistCheckpoint, DistCheckpointError
+from conversion.files.hf_checkpoint import copy_companions, write_text
+from conversion.model.architecture import Architecture
+from megatron_retool.learner import cpu
 from megatron_retool.learner.weights import global_parameters, local_weight_map, unwrap
 
 ShardedState = dict[str, Any]

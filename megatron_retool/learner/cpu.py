@@ -1,11 +1,8 @@
 """Everything that Megatron-Core 0.16 needs on a host without CUDA: what it asks of the GPU, the host answers.
 
-    from megatron_retool.learner import cpu
-
-    cpu.install()  # before the first import of megatron.core
-
-``install`` does nothing where CUDA is present.  ``fix_torch_adam`` has nothing to do with CPUs: it repairs
-Megatron's distributed optimizer wherever neither Transformer Engine nor Apex supplies Adam.
+The package's own ``__init__`` calls ``install``, before any of its modules imports megatron.core.  It does nothing
+where CUDA is present.  ``fix_torch_adam`` has nothing to do with CPUs: it repairs Megatron's distributed optimizer
+wherever neither Transformer Engine nor Apex supplies Adam.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ def install() -> bool:
     # Megatron decorates functions with torch.compile while it is imported. On a host without a GPU that means a C++
     # compiler run per function, for nothing.
     compile_function = torch.compile
-    torch.compile = _identity_compile  # type: ignore[assignment]
+    torch.compile = _identity_compile
     try:
         from megatron.core import jit
     finally:
@@ -110,7 +107,7 @@ def _redirect_devices() -> None:
             kwargs["device"] = _HOST
         return tensor_to(self, *args, **kwargs)
 
-    torch.Tensor.to = to  # type: ignore[method-assign]
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
 
@@ -285,7 +282,9 @@ def _send_pipeline_shapes_without_waiting() -> None:
                 self._shapes_under_way.append((send(shape, peer, group=self.pp_group), shape))
         for wanted, shape, peer in ((recv_prev, from_prev, self.prev_rank), (recv_next, from_next, self.next_rank)):
             if wanted:
-                receive(shape, peer, group=self.pp_group).wait()
+                request = receive(shape, peer, group=self.pp_group)
+                assert request is not None, "this rank is a member of its own pipeline group"
+                request.wait()
         return from_prev.tolist(), from_next.tolist()
 
     @functools.wraps(communicate)
@@ -310,7 +309,7 @@ def _cuda_type_names() -> Iterator[None]:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_  # type: ignore[method-assign]
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """The learner: a Megatron-Core model that is asked for log-probs and taught by mini-batches.
 
 SPMD: every rank builds a ``Learner`` and calls the same methods with the same whole batch; each takes its own share,
@@ -9,35 +8,25 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
-from conversion.hf_to_mcore import local_directory
+from conversion.files.directory import local_directory
+from conversion.model import flops
 from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, reduce_metrics, value_loss
+from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, value_loss
 from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
-from megatron_retool.learner import cpu
-
-cpu.install()
-
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import clip_grads, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
-
-from conversion.model import flops
-from megatron_retool.learner import parallel
+from megatron_retool.learner import cpu, parallel
 from megatron_retool.learner.model import (
     CriticModel,
     PackedModel,
@@ -46,9 +35,17 @@ from megatron_retool.learner.model import (
     build_transformer_config,
 )
 from megatron_retool.learner.offload import HostOffload
+from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
 from megatron_retool.learner.packing import MicroBatch, Packer
-from megatron_retool.learner.precision import Acceleration, check_precision, optimizer_options, token_multiple
-from megatron_retool.learner.weights import export_hf_weights, load_hf_weights, weight_checksums
+from megatron_retool.learner.pipeline import (
+    forward,
+    forward_backward,
+    reduce_over_ranks,
+    sum_gradients,
+    whole_sequences,
+)
+from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
 from megatron_retool.trajectory import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -97,14 +94,14 @@ class Learner:
             if hf_dir is None:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
             hf_dir = local_directory(str(hf_dir))
-            architecture = Architecture.from_pretrained(hf_dir)
+            architecture = Architecture.from_pretrained(hf_dir, config.model.families)
         self.config = config
         self.role = role
         self._pending_save: Any = None
         self._offload = HostOffload(self)
         self.own_seconds = 0.0
         self.architecture = architecture
-        self.layout = parallel.validate_layout(config.learner, architecture)
+        self.layout = config.learner.layout(architecture)
         self.device = parallel.resolve_device(config.learner.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -133,7 +130,7 @@ class Learner:
             # without passing through autograd's hooks, which overlapping would wait for.
             overlap_grad_reduce=False,
         )
-        self.model_chunks = [
+        self.model_chunks: Sequence[Any] = [
             DistributedDataParallel(self.transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
@@ -174,32 +171,10 @@ class Learner:
         Raises:
             ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
         """
-        if optimizer.warmup_steps >= total_optimizer_steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps={optimizer.warmup_steps} must be less than the {total_optimizer_steps} "
-                "optimizer steps of the stage"
-            )
-        if optimizer.min_lr > optimizer.lr:
-            raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
-        self.optimizer_config = optimizer
-        self.optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(**optimizer_options(self.config.learner, optimizer)), self.model_chunks
+        self.optimizer, self.scheduler = build_optimizer(
+            self.config.learner, optimizer, total_optimizer_steps, self.model_chunks
         )
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.
-            init_lr=optimizer.lr / (optimizer.warmup_steps + 1),
-            max_lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            lr_warmup_steps=optimizer.warmup_steps,
-            lr_decay_steps=total_optimizer_steps,
-            lr_decay_style=optimizer.schedule,
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=total_optimizer_steps,
-            wd_incr_style="constant",
-        )
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -260,7 +235,7 @@ class Learner:
         modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
         for module in modules:
             module.eval()
-        self._run(modules, micro_batches, head_options, collect=collect)
+        forward(modules, micro_batches, {**head_options, **self._head_settings}, self.packer.max_tokens, collect)
         # Every token was found by one context-parallel rank of one data-parallel rank.
         parallel.sum_over_data_parallel(found, with_context_parallel=True)
         return found.cpu().numpy()
@@ -289,7 +264,7 @@ class Learner:
         bypass = correction if correction.bypass_old_log_probs else None
 
         def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-            log_probs, entropy = self._whole_sequences(micro_batch, output)
+            log_probs, entropy = whole_sequences(micro_batch, output, self.layout)
             inputs = PolicyLossInputs(
                 log_probs=log_probs,
                 entropy=entropy,
@@ -307,7 +282,7 @@ class Learner:
         clip = self.config.learner.critic.value_clip
 
         def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-            (values,) = self._whole_sequences(micro_batch, output[None])
+            (values,) = whole_sequences(micro_batch, output[None], self.layout)
             column = {name: micro_batch.column(array) for name, array in columns.items()}
             return value_loss(
                 values,
@@ -355,11 +330,11 @@ class Learner:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts: list[dict[str, Tensor]] = []
-        self._run(self.model_chunks, micro_batches, head_options, loss=loss, metrics=parts)
+        options = {**head_options, **self._head_settings}
+        parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
         lr = self.learning_rate
         applied, grad_norm = self._step()
-        metrics = self._reduce(parts, sum_over_context)
+        metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
         metrics[f"{room}/grad_norm"] = grad_norm
         metrics[f"{room}/lr"] = lr
         if not applied:
@@ -370,111 +345,23 @@ class Learner:
             metrics |= self._mfu(room, batch, time.perf_counter() - start)
         return metrics
 
+    def _step(self) -> tuple[bool, float]:
+        return clip_and_apply(self.optimizer, self.scheduler)
+
+    @property
+    def _head_settings(self) -> dict[str, Any]:
+        learner = self.config.learner
+        return {"chunk_tokens": learner.log_prob_chunk_tokens, "fp32_head": learner.fp32_lm_head}
+
     def _timed_gradient_sum(self) -> Callable[..., None]:
-        @functools.wraps(_sum_gradients)
+        @functools.wraps(sum_gradients)
         def timed(*args: Any, **kwargs: Any) -> None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self.own_seconds = time.perf_counter() - self._update_start
-            _sum_gradients(*args, **kwargs)
+            sum_gradients(*args, **kwargs)
 
         return timed
-
-    def _step(self) -> tuple[bool, float]:
-        """Clip and apply; returns whether the update was applied and the norm before clipping.
-
-        Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it.
-        """
-        optimizers = [o for o in self.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
-        found_inf = self.optimizer.prepare_grads()
-        norm = float("inf") if found_inf else float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            return False, norm
-        for optimizer in optimizers:
-            parameters = optimizer.get_parameters()
-            if parameters and optimizer.config.clip_grad > 0:
-                clip_grads.clip_grad_by_total_norm_fp32(
-                    parameters,
-                    max_norm=optimizer.config.clip_grad,
-                    total_norm=norm,
-                    use_decoupled_grad=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                )
-        applied = bool(self.optimizer.step_with_ready_grads())
-        if applied:
-            self.scheduler.step(increment=1)
-        return applied, norm
-
-    def _run(
-        self,
-        chunks: list[Any],
-        micro_batches: list[MicroBatch],
-        head_options: dict[str, Any],
-        *,
-        loss: Callable[[MicroBatch, Tensor], LossOutput] | None = None,
-        metrics: list[dict[str, Tensor]] | None = None,
-        collect: Callable[[MicroBatch, Tensor], None] | None = None,
-    ) -> None:
-        """One pass of Megatron's pipeline schedule: with ``loss`` forward and backward, with ``collect`` forward."""
-        learner = self.config.learner
-        options = {
-            **head_options,
-            "chunk_tokens": learner.log_prob_chunk_tokens,
-            "fp32_head": learner.fp32_lm_head,
-        }
-
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-            micro_batch = next(iterator)
-
-            def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-                if loss is None:
-                    assert collect is not None
-                    return collect(micro_batch, output)
-                result = loss(micro_batch, output)
-                assert metrics is not None
-                metrics.append(result.metrics)
-                # The token count would divide the gradient, which is normalised already (_sum_gradients drops it).
-                return result.loss, torch.zeros((), dtype=torch.int, device=output.device), {}
-
-            return model(micro_batch, **options), finish
-
-        several = len(chunks) > 1
-        iterators = [iter(micro_batches) for _ in chunks]
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=chunks if several else chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=learner.max_tokens_per_micro_batch,  # a placeholder: stages exchange the real shapes
-            micro_batch_size=1,
-            forward_only=loss is None,
-            collect_non_loss_data=loss is None,
-        )
-
-    def _whole_sequences(self, micro_batch: MicroBatch, output: Tensor) -> Tensor:
-        """[columns, n] at the head's tokens -> [columns, R] at all response tokens, on every context-parallel rank."""
-        if self.layout.context == 1 and output.size(1) == len(micro_batch.response_positions):
-            return output
-        whole = output.new_zeros(output.size(0), len(micro_batch.response_positions))
-        whole = whole.index_copy(1, micro_batch.slots, output)
-        return whole if self.layout.context == 1 else _SumOverContextParallel.apply(whole)
-
-    def _reduce(self, parts: list[dict[str, Tensor]], sum_over_context: bool) -> dict[str, float]:
-        """Sum (sum, count) pairs over micro-batches and ranks; the same answer on every rank."""
-        names = sorted(parts[0]) if parts else []
-        if self.layout.pipeline > 1:
-            # Earlier stages see no loss and do not know the names.
-            box = [names]
-            torch.distributed.broadcast_object_list(
-                box,
-                src=parallel_state.get_pipeline_model_parallel_last_rank(),
-                group=parallel_state.get_pipeline_model_parallel_group(),
-            )
-            names = box[0]
-        total = torch.zeros(len(names), 2, dtype=torch.float64, device=self.device)
-        for part in parts:
-            total += torch.stack([part[name] for name in names])
-        parallel.sum_over_data_parallel(total, with_context_parallel=sum_over_context)
-        return reduce_metrics([dict(zip(names, total.cpu(), strict=True))])
 
     def _mfu(self, room: str, batch: TrajectoryBatch, seconds: float) -> dict[str, float]:
         peak = flops.peak_flops(self.acceleration.gpu_name)
@@ -497,10 +384,6 @@ class Learner:
     def export_weights(self, bucket_bytes: int = 512 * 2**20) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name in buckets, on rank 0; every rank must drain the iterator."""
         return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes)
-
-    def weights_checksum(self) -> dict[str, str]:
-        """A fingerprint of every exported tensor by Hugging Face name, on rank 0."""
-        return weight_checksums(self.model_chunks, self.architecture)
 
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""
@@ -545,30 +428,6 @@ class Learner:
         config = self.transformer_config
         config.no_sync_func = config.finalize_model_grads_func = config.grad_scale_func = None
         parallel.shutdown()
-
-
-class _SumOverContextParallel(torch.autograd.Function):
-    """Add up what context-parallel ranks hold of the same sequences.
-
-    Every rank then computes the same loss from the sum, so each rank's own part gets the gradient as it is: summing
-    gradients over ranks here would count the loss CP times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        torch.distributed.all_reduce(x, group=parallel_state.get_context_parallel_group())
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-@functools.wraps(finalize_model_grads)
-def _sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
-    # calculate_per_token_loss makes Megatron's DDP sum; without a token count nothing is divided afterwards.
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _head_options(temperature: float, sampling: SamplingSettings | None) -> dict[str, Any]:

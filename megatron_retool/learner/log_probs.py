@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """log pi(token) and entropy from hidden states, without ever holding the logits of all tokens.
 
 The plain way stores fp32 logits [tokens, vocabulary] and several temporaries of that size: 5 GB each at 8k tokens and
@@ -22,17 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from torch import Tensor
+
+from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
 
 
 def head_hidden_states(
@@ -106,7 +101,7 @@ def log_probs_and_entropy(
         dtype=torch.float32 if fp32_head else hidden.dtype,
         main_grad=main_grad,
     )
-    return _ChunkedHead.apply(hidden, weight, targets, settings)  # type: ignore[no-any-return]
+    return _ChunkedHead.apply(hidden, weight, targets, settings)
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class _Settings:
             x.div_(self.temperature)
         self._fill_padding(x, float("-inf"))
         if self.filters is not None:
-            kept, target = self._kept(x), local.unsqueeze(-1)
+            kept, target = self._kept(x, self.filters), local.unsqueeze(-1)
             kept.scatter_(-1, target, kept.gather(-1, target) | owned.unsqueeze(-1))
             x.masked_fill_(~kept, float("-inf"))
         return x
@@ -148,9 +143,9 @@ class _Settings:
         if self.padding:
             x[:, x.size(1) - self.padding :] = value
 
-    def _kept(self, x: Tensor) -> Tensor:
+    def _kept(self, x: Tensor, sampling: SamplingSettings) -> Tensor:
         """bool [rows, V / TP]: this rank's part of what top_p, top_k and min_p leave of the whole vocabulary."""
-        filters = _Filters(self.filters.top_p, self.filters.top_k, self.filters.min_p)
+        filters = _Filters(sampling.top_p, sampling.top_k, sampling.min_p)
         if self.group is None:
             return kept_tokens(x, filters)
         parts = [torch.empty_like(x) for _ in range(self.group.size())]

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """From a Hugging Face config to Megatron-Core models: the policy, its reference copy, the critic.
 
 One builder for every machine.  With Transformer Engine the layers come from its spec; without it (CPU, or a GPU without
@@ -14,15 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.sampling import SamplingSettings
-from megatron_retool.config import LearnerConfig
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -33,7 +23,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
+from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout, padded_vocab_size
+from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.attention import (
     LocalPackedSequences,
     PackedAttention,
@@ -43,7 +38,6 @@ from megatron_retool.learner.attention import (
 )
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
-from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
 from megatron_retool.learner.precision import Acceleration, transformer_options
 
 

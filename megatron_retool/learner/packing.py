@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.sequence_balance import balanced_partition, pack_micro_batches, sequence_cost
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.trajectory import TrajectoryBatch
 
 Int64Array = npt.NDArray[np.int64]
@@ -82,8 +82,6 @@ class MicroBatch:
     response_positions: Int64Array
     sequence_ids: torch.Tensor
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...]
-    real_tokens: int
-    """Tokens of the whole micro-batch that are not padding."""
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The micro-batch's part [R] of a batch column [T]."""
@@ -259,7 +257,6 @@ class Packer:
             response_positions=response_positions,
             sequence_ids=tensor(response_owner),
             buckets=buckets,
-            real_tokens=int(lengths.sum()) if len(rows) else 0,
         )
 
     def _bucket_ranges(self, lengths: Int64Array) -> list[tuple[int, int]]:

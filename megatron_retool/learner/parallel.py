@@ -1,157 +1,18 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Process groups: who shares weights, layers, sequences and data with whom.
 
-Ranks are laid out TP fastest, then CP, EP, DP, PP (Megatron-Core's default order).  ``validate_layout`` holds a layout
-against the model's own shape before any process group exists; ``initialize`` joins the groups.
+Ranks are laid out TP fastest, then CP, EP, DP, PP (Megatron-Core's default order).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-
-from conversion.model.architecture import Architecture
-from megatron_retool.config import ConfigError, LearnerConfig
-from megatron_retool.learner import cpu
-
-cpu.install()
-
 from megatron.core import parallel_state, tensor_parallel
 
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """Sizes of every kind of parallelism. ``world_size`` = tensor x context x data x pipeline."""
-
-    world_size: int
-    tensor: int
-    pipeline: int
-    virtual_pipeline: int | None
-    context: int
-    data: int
-    expert: int
-    expert_tensor: int
-    sequence_parallel: bool
-
-    @property
-    def sequence_multiple(self) -> int:
-        """A sequence's length is padded to a multiple of this: context parallelism cuts it into 2 x CP chunks."""
-        return 2 * self.context if self.context > 1 else 1
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """A micro-batch's length is padded to a multiple of this: sequence parallelism cuts each CP share by TP."""
-        return self.sequence_multiple * (self.tensor if self.sequence_parallel else 1)
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding and output layer: ``vocab_size`` rounded up to a multiple of 8 x TP.
-
-    Published vocabularies are multiples of 64 or 128, so that nothing is padded and checkpoints have the same shapes in
-    every layout up to TP 8.
-    """
-    multiple = 8 * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
-
-
-def validate_layout(learner: LearnerConfig, architecture: Architecture) -> ParallelLayout:
-    """Check that the model can be cut as ``learner`` says.
-
-    Raises:
-        ConfigError: naming the key, the size that does not divide, and what would.
-    """
-    tp, pp, cp = (
-        learner.tensor_model_parallel_size,
-        learner.pipeline_model_parallel_size,
-        learner.context_parallel_size,
-    )
-    ep = learner.expert_model_parallel_size
-    etp = learner.expert_tensor_parallel_size or tp
-    vpp = learner.virtual_pipeline_model_parallel_size
-    for key, size in (
-        ("world_size", learner.world_size),
-        ("tensor_model_parallel_size", tp),
-        ("pipeline_model_parallel_size", pp),
-        ("context_parallel_size", cp),
-        ("expert_model_parallel_size", ep),
-        ("expert_tensor_parallel_size", etp),
-    ):
-        if size < 1:
-            raise ConfigError(f"learner.{key}={size} must be at least 1")
-    if learner.world_size % (tp * pp * cp):
-        raise ConfigError(f"learner.world_size={learner.world_size} is not divisible by TP x PP x CP = {tp * pp * cp}")
-
-    def divides(what: str, size: int, key: str, parts: int) -> None:
-        if size % parts:
-            raise ConfigError(f"learner.{key}={parts} does not divide the model's {what}={size}")
-
-    divides("num_attention_heads", architecture.num_attention_heads, "tensor_model_parallel_size", tp)
-    groups = architecture.num_query_groups
-    if groups % tp and tp % groups:
-        raise ConfigError(
-            f"learner.tensor_model_parallel_size={tp} neither divides the model's num_key_value_heads={groups} "
-            "nor is a multiple of it"
-        )
-    if not architecture.is_moe:
-        divides("intermediate_size", architecture.ffn_hidden_size, "tensor_model_parallel_size", tp)
-    divides("hidden_size", architecture.hidden_size, "tensor_model_parallel_size", tp)
-    if learner.sequence_parallel and tp == 1:
-        raise ConfigError("learner.sequence_parallel=true needs learner.tensor_model_parallel_size > 1")
-
-    if vpp is not None:
-        if pp < 2:
-            raise ConfigError("learner.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
-        if pp == 2:
-            raise ConfigError(
-                "learner.virtual_pipeline_model_parallel_size with pipeline_model_parallel_size=2 gives wrong "
-                "gradients in Megatron-Core 0.16 without overlapped communication: use PP >= 4, or no VPP"
-            )
-    stages = pp * (vpp or 1)
-    if architecture.num_layers % stages:
-        raise ConfigError(
-            f"the model's num_hidden_layers={architecture.num_layers} is not divisible by PP x VPP = {stages}: change "
-            "learner.pipeline_model_parallel_size or learner.virtual_pipeline_model_parallel_size"
-        )
-
-    if architecture.is_moe:
-        assert architecture.num_experts is not None and architecture.moe_ffn_hidden_size is not None
-        divides("num_experts", architecture.num_experts, "expert_model_parallel_size", ep)
-        divides("moe_intermediate_size", architecture.moe_ffn_hidden_size, "expert_tensor_parallel_size", etp)
-        if tp > 1 and not learner.sequence_parallel:
-            raise ConfigError(
-                "a mixture-of-experts model with tensor_model_parallel_size > 1 needs learner.sequence_parallel=true"
-            )
-        if learner.world_size % (etp * ep * pp):
-            raise ConfigError(
-                f"learner.world_size={learner.world_size} is not divisible by ETP x EP x PP = {etp * ep * pp}"
-            )
-    elif ep > 1 or learner.expert_tensor_parallel_size not in (None, 1, tp):
-        raise ConfigError(
-            f"learner.expert_model_parallel_size={ep} and expert_tensor_parallel_size="
-            f"{learner.expert_tensor_parallel_size} need a mixture-of-experts model, which "
-            f"{architecture.family} is not"
-        )
-    sequence = 2 * cp if cp > 1 else 1
-    budget = learner.max_tokens_per_micro_batch
-    if budget < sequence * tp:
-        raise ConfigError(
-            f"learner.max_tokens_per_micro_batch={budget} is smaller than the layout's padding unit, {sequence * tp}"
-        )
-    return ParallelLayout(
-        world_size=learner.world_size,
-        tensor=tp,
-        pipeline=pp,
-        virtual_pipeline=vpp,
-        context=cp,
-        data=learner.world_size // (tp * pp * cp),
-        expert=ep,
-        expert_tensor=etp if architecture.is_moe else tp,
-        sequence_parallel=learner.sequence_parallel,
-    )
-
+from conversion.model.layout import ParallelLayout
+from megatron_retool.config import ConfigError
 
 _active: ParallelLayout | None = None
 """The layout whose process groups this process has joined: an actor and a critic share them."""
@@ -248,10 +109,6 @@ def shutdown() -> None:
 def data_parallel_rank() -> int:
     """This process's place among those that hold the same weights and see different sequences."""
     return parallel_state.get_data_parallel_rank()
-
-
-def data_parallel_size() -> int:
-    return parallel_state.get_data_parallel_world_size()
 
 
 def is_last_stage() -> bool:

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (cpu.install must run before megatron.core is imported)
 """Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
 
 Both directions walk ``conversion.model.weight_map``.  Loading reads, on every rank, the rows that the rank owns.
@@ -13,16 +12,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
-from conversion.files.checksum import tensor_checksum
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
+from conversion.model.rules import Arrangement
 from conversion.model.weight_map import (
-    Arrangement,
     Mapping,
     WeightMap,
     WeightMapError,
@@ -31,22 +32,17 @@ from conversion.model.weight_map import (
     shard_shape,
     to_hf,
 )
-from megatron_retool.learner import cpu
-
-cpu.install()
-
-from megatron.core import parallel_state
-from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module) -> Any:
     """The GPTModel inside DistributedDataParallel, Float16Module and the like."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module
+    model: Any = module
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def global_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -57,7 +53,7 @@ def global_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple
             yield _global_name(model, name), parameter
 
 
-def _global_name(model: torch.nn.Module, name: str) -> str:
+def _global_name(model: Any, name: str) -> str:
     name = canonical_name(name)
     if found := _LAYER.match(name):
         # layer_number counts from 1 over the whole model, whatever the pipeline layout.
@@ -101,8 +97,7 @@ def local_weight_map(model_chunks: Sequence[torch.nn.Module], architecture: Arch
 def _padded_vocab_size(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> int | None:
     unpadded = WeightMap(architecture)
     for name, parameter in global_parameters(model_chunks):
-        # A critic's output layer has one row: it says nothing of the vocabulary.
-        if name in unpadded and unpadded[name].arrangement is Arrangement.VOCABULARY and parameter.shape[0] > 1:
+        if name in unpadded and unpadded[name].arrangement is Arrangement.VOCABULARY:
             return parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
     return None
 
@@ -121,7 +116,7 @@ def load_hf_weights(
 
     Args:
         model_chunks: this rank's virtual pipeline stages, wrapped or not.
-        except_names: weight-map names that keep their present values (a critic's ``output_layer.weight``).
+        except_names: weight-map names that keep their present values (a critic's ``value_head.weight``).
 
     Raises:
         HFCheckpointError: the directory lacks a tensor, or holds one that the family does not have.
@@ -171,15 +166,6 @@ def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: 
     return {
         name: tensor.clone()  # the buffers are clipped and cleared in place
         for bucket in _gather(model_chunks, architecture, 2**30, _gradient)
-        for name, tensor in bucket
-    }
-
-
-def weight_checksums(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, str]:
-    """``tensor_checksum`` of every exported tensor by Hugging Face name, on global rank 0; empty elsewhere."""
-    return {
-        name: tensor_checksum(tensor)
-        for bucket in export_hf_weights(model_chunks, architecture)
         for name, tensor in bucket
     }
 

@@ -17,12 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.learner.parallel import validate_layout
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.models import resolve_architecture
 from megatron_retool.planning.scenarios import MAX_RESPONSES, SIZES, compare, scenario_of
-from megatron_retool.planning.simulate import Strategy, standard_strategies
+from megatron_retool.planning.strategies import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
@@ -43,7 +42,7 @@ def main(arguments: list[str], console: Console) -> int:
     config, measured = _configuration(options)
     name, architecture = resolve_architecture(config, options.model)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
-    layout = validate_layout(config.learner, architecture)
+    layout = config.learner.layout(architecture)
     workload = _workload(options, config, measured)
 
     report.print_header(console, name, architecture, config, layout, machines, workload)

@@ -211,8 +211,3 @@ class EngineModel:
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         flops = a.num_layers * (token_flops(a) * new_tokens + pair_flops(a) * pairs)
         return flops / self._compute
-
-    @property
-    def single_stream_tokens_per_second(self) -> float:
-        """The speed of the last response, when all others are done."""
-        return 1.0 / self.step_seconds(1, 4096)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.weight_map import WeightMap, shard_shape
 from megatron_retool.config import Config, LearnerConfig, RecomputeConfig
-from megatron_retool.learner.parallel import ParallelLayout, padded_vocab_size
 
 PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RUNTIME_BYTES = 4 * 2**30

@@ -115,7 +115,7 @@ def resolve_architecture(config: Config, model: str | None = None) -> tuple[str,
     if not text and config.demo.enable:
         raise ConfigError("model.path is empty: pass --model")
     if text and (Path(text) / "config.json").is_file():
-        return Path(text).name, Architecture.from_pretrained(text)
+        return Path(text).name, Architecture.from_pretrained(text, config.model.families)
     if config.demo.enable and model is None:
         return "demo", demo_architecture(config)
     wanted = _letters(Path(text).name)

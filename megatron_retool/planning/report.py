@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import checkpoint_bytes, parameter_count
-from megatron_retool.planning.simulate import Outcome, Scenario
+from megatron_retool.planning.strategies import Outcome, Scenario
 from megatron_retool.planning.suggest import Candidate, MemoryPlan, overrides_of
 from megatron_retool.planning.timing import RunTime, StepTime
 from megatron_retool.planning.workload import Workload

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
-from megatron_retool.planning.simulate import Outcome, Scenario, Strategy, run_strategy, standard_strategies
+from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy, standard_strategies
 from megatron_retool.planning.timing import Assumptions, learner_time, phase_switch_seconds, weight_sync_seconds
 from megatron_retool.planning.workload import Workload
 

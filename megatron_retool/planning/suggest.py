@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout
 from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import Config, ConfigError, validate
-from megatron_retool.learner.parallel import ParallelLayout, validate_layout
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import LearnerMemory, learner_memory
@@ -186,6 +186,16 @@ def _replace(node: Any, path: list[str], value: Any) -> Any:
     return replace(node, **{path[0]: _replace(getattr(node, path[0]), path[1:], value)})
 
 
+def vary_section(config: Config, section: str, changes: dict[str, Any]) -> Any:
+    """``section`` of ``config`` with those of ``changes`` that are in it, unchecked."""
+    node = getattr(config, section)
+    for key, value in changes.items():
+        name, *path = key.split("__")
+        if name == section:
+            node = _replace(node, path, value)
+    return node
+
+
 def overrides_of(changes: dict[str, Any]) -> list[str]:
     """The same changes as command-line overrides, dotted.key=value."""
 
@@ -234,11 +244,12 @@ class Planner:
 
         Its ``changes`` name ``cluster`` and ``weight_sync.method`` too where the configuration's own do not go with it.
         """
-        if not self._divides(changes):
-            return None
         try:
+            # Most of the layouts that are tried do not divide the ranks: the whole tree is checked only for the others.
+            learner = vary_section(self.config, "learner", changes)
+            learner.check()
+            layout = learner.layout(self.architecture)
             config = vary(self.config, **changes)
-            layout = validate_layout(config.learner, self.architecture)
         except ConfigError:
             return None
         if layout.tensor > self.machines.per_node:
@@ -281,19 +292,6 @@ class Planner:
     def _cluster(self) -> dict[str, Any]:
         machines = self.machines
         return {"cluster__nodes": machines.nodes, "cluster__gpus_per_node": min(machines.per_node, machines.count)}
-
-    def _divides(self, changes: dict[str, Any]) -> bool:
-        """The quick part of ``validate``: most of the layouts that are tried do not divide the ranks."""
-        learner = self.config.learner
-        dimensions = ("tensor", "pipeline", "expert")
-        sizes = ["world_size", "context_parallel_size", *(f"{name}_model_parallel_size" for name in dimensions)]
-        world, context, tensor, pipeline, expert = (
-            changes.get(f"learner__{key}", getattr(learner, key)) for key in sizes
-        )
-        if world % (tensor * pipeline * context) or world % (expert * pipeline):
-            return False
-        mini_batch: int = changes.get("learner__mini_batch_size", learner.mini_batch_size)
-        return not mini_batch % (world // (tensor * pipeline * context))
 
     def generation(self, config: Config) -> StepResult:
         """A rollout with the engines of ``config``, at a smaller scale where there are many responses."""

@@ -21,8 +21,8 @@ import numpy as np
 
 from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, pair_flops, quadratic_cost, token_flops
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (

@@ -201,7 +201,7 @@ class Workload:
 
 
 REFERENCE_MEAN = 2707 / 16384
-"""Mean response of the published run (published_run.py) as a share of its limit: the default for an unmeasured run."""
+"""Mean response of tests/planning/published_run.py as a share of its limit: the default for an unmeasured run."""
 REFERENCE_CLIP_RATIO = 0.0085
 REFERENCE_PROMPT_TOKENS = 332.0
 REFERENCE_TOOL_CALLS = 2.91

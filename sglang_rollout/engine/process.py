@@ -25,6 +25,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from conversion.model.family import engine_class
 from megatron_retool.config import EngineConfig
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
 
@@ -48,15 +49,6 @@ _TORCHRUN_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# Architecture in config.json -> where SGLang implements it. Others start too, only more slowly: SGLang then imports
-# every model it has to find the class.
-_MODEL_CLASSES = {
-    "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM": "sglang.srt.models.qwen2_moe:Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM",
-    "LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM",
-}
 
 
 class EngineError(RuntimeError):
@@ -328,7 +320,8 @@ class EngineProcess:
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
-            if model_class := _MODEL_CLASSES.get(self._architecture()):
+            # Without it engines start too, only more slowly: SGLang then imports every model it has to find the class.
+            if model_class := engine_class(self._architecture()):
                 environment |= {
                     "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
                     "MEGATRON_RETOOL_ENGINE_MODEL": model_class,

@@ -131,15 +131,15 @@ Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _fp8_quantizer() -> Quantize:
-    from conversion.fp8_export import quantize_blockwise
+    from conversion.model.block_fp8 import quantize_blockwise
 
     return quantize_blockwise
 
 
 def _fp8_rounder() -> Callable[[torch.Tensor], torch.Tensor]:
-    from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
+    from conversion.model.block_fp8 import round_to_blocks
 
-    return lambda weight: dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
+    return round_to_blocks
 
 
 def _is_linear(name: str, tensor: torch.Tensor) -> bool:

@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_retool.algorithms.sequence_balance import (
     balanced_partition,
     pack_micro_batches,
-    plan_micro_batches,
     sequence_cost,
 )
 
@@ -91,23 +90,3 @@ def test_packing_into_a_given_number():
     assert [len(p) for p in pack_micro_batches([4], 16, num_micro_batches=2)] == [1, 0]
     with pytest.raises(ValueError, match="need 2 micro-batches"):
         pack_micro_batches([4, 4], 4, num_micro_batches=1)
-
-
-@settings(max_examples=50)
-@given(lengths_lists, st.integers(1, 6), st.booleans())
-def test_ranks_get_equally_many_micro_batches(lengths, ranks, equal_size):
-    plan = plan_micro_batches(lengths, ranks, 1500, quadratic=1e-3, equal_size=equal_size)
-    assert len(plan) == ranks
-    assert len({len(rank) for rank in plan}) == 1
-    rows = [row for rank in plan for micro_batch in rank for row in micro_batch]
-    assert sorted(rows) == list(range(len(lengths)))
-    for micro_batch in (micro_batch for rank in plan for micro_batch in rank):
-        assert sum(lengths[row] for row in micro_batch) <= 1500
-    if equal_size and len(lengths) % ranks == 0:
-        assert all(micro_batch for rank in plan for micro_batch in rank)
-
-
-def test_plan_is_the_same_on_every_rank():
-    lengths = long_tailed_lengths()
-    first = plan_micro_batches(lengths, 8, 32768, quadratic=1e-4)
-    assert first == plan_micro_batches(lengths.tolist(), 8, 32768, quadratic=1e-4)

@@ -176,8 +176,8 @@ def test_too_little_room(model_directory, tmp_path: Path, monkeypatch) -> None:
     ("layout", "message"),
     [
         (TargetLayout(tp=3), "--tp: 3 parts do not divide num_attention_heads=4"),
-        (TargetLayout(pp=3), "--pp: 3 parts do not divide num_layers=8"),
-        (TargetLayout(pp=2, vpp=8), "--vpp: 16 parts do not divide num_layers=8"),
+        (TargetLayout(pp=3), "--pp: 3 parts do not divide num_hidden_layers=8"),
+        (TargetLayout(pp=2, vpp=8), "--vpp: 16 parts do not divide num_hidden_layers=8"),
         (TargetLayout(ep=2), "--ep: 2 parts do not divide num_experts=1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Block-FP8: the numbers, the names and the checkpoint; modelopt's schemes where it is installed."""
+"""Block-FP8 checkpoints; modelopt's schemes where it is installed."""
 
 from __future__ import annotations
 
@@ -7,57 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from conversion.fp8_export import (
-    dequantize_blockwise,
-    export_with_modelopt,
-    quantize_blockwise,
-    quantized_names,
-    read_calibration,
-)
+from conversion.fp8_export import export_with_modelopt, read_calibration
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import quantize_blockwise, quantized_names
 from conversion.model.weight_map import WeightMap
 from tests.conversion.conftest import assert_same_bits, read_all
-
-
-@given(
-    rows=st.integers(1, 20),
-    columns=st.integers(1, 20),
-    magnitude=st.floats(-30, 30),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-@settings(max_examples=60, deadline=None)
-def test_blockwise_error_is_half_a_step_of_e4m3(rows: int, columns: int, magnitude: float, dtype: torch.dtype) -> None:
-    weight = (torch.randn(rows, columns) * 2.0**magnitude).to(dtype)
-    quantized, scale = quantize_blockwise(weight, block=8)
-    assert quantized.dtype == torch.float8_e4m3fn and quantized.shape == weight.shape
-    assert scale.dtype == torch.float32 and scale.shape == (-(-rows // 8), -(-columns // 8))
-    back = dequantize_blockwise(quantized, scale, block=8)
-    # 3 bits of mantissa: half a step is 2^-4 of the value; below 2^-6 steps are even, half of one is 2^-10 scales.
-    per_element = scale.repeat_interleave(8, 0)[:rows].repeat_interleave(8, 1)[:, :columns]
-    bound = torch.maximum(weight.float().abs() * 2**-4, per_element * 2**-10) * 1.001
-    assert ((back - weight.float()).abs() <= bound).all()
-
-
-def test_the_largest_element_of_a_block_is_kept_and_blocks_are_independent() -> None:
-    weight = torch.full((130, 129), 0.01)
-    weight[0, 0], weight[129, 128] = -5.0, 1e-6
-    quantized, scale = quantize_blockwise(weight)
-    assert scale.shape == (2, 2)
-    assert scale[0, 0] == pytest.approx(5.0 / 448) and scale[0, 1] == pytest.approx(0.01 / 448)
-    back = dequantize_blockwise(quantized, scale)
-    assert back[0, 0] == pytest.approx(-5.0) and back[1, 128] == pytest.approx(0.01)
-    assert quantized[0, 0].float() == -448
-
-
-def test_zero_blocks_have_scale_one() -> None:
-    quantized, scale = quantize_blockwise(torch.zeros(3, 3))
-    assert scale.tolist() == [[1.0]] and quantized.float().eq(0).all()
-
 
 BLOCKS = {
     "hidden_size": 128,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conversion.model.layout import ParallelLayout
 from megatron_retool.learner.packing import Packer, zigzag
-from megatron_retool.learner.parallel import ParallelLayout
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import random_batch, sequences
 

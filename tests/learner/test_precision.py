@@ -16,7 +16,7 @@ from megatron_retool.learner.precision import (
     token_multiple,
     transformer_options,
 )
-from tests.learner.test_parallel import DENSE, EXPERTS
+from tests.conversion.model.test_layout import DENSE, EXPERTS
 
 CPU = Acceleration(cuda=False)
 H200 = Acceleration(True, (9, 0), "NVIDIA H200", "2.9.0", apex=True, fused_weight_gradient=True)

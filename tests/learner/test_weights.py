@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.hf_to_mcore import TargetLayout, convert
+from tests.conversion.conftest import assert_same_bits
 from tests.learner.ranks import run_ranks
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
 from tests.learner.tiny_models import hf_model, save_model
@@ -31,7 +32,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _export(directory: Path) -> dict[str, Any]:
     """World 4: each family's buckets as rank 0 gets them, and what the other ranks got."""
-    from megatron_retool.learner.weights import export_hf_weights, weight_checksums
+    from megatron_retool.learner.weights import export_hf_weights
+
+    def whole(learner: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
 
     found: dict[str, Any] = {}
     for family, layout in LAYOUTS.items():
@@ -42,16 +46,13 @@ def _export(directory: Path) -> dict[str, Any]:
         ]
         shapes: list[Any] = [None] * 4
         torch.distributed.all_gather_object(shapes, [len(bucket) for bucket in buckets])
-        checksums = weight_checksums(learner.model_chunks, learner.architecture)
-        found[family] = {"buckets": buckets, "counts": shapes, "checksums": checksums}
+        found[family] = {"buckets": buckets, "counts": shapes, "exported": whole(learner)}
         converted = _learner(4, layout, directory / family, mcore_dir=directory / f"{family}-mcore")
-        found[family]["converted"] = weight_checksums(converted.model_chunks, converted.architecture)
+        found[family]["converted"] = whole(converted)
     return found
 
 
 def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> None:
-    from conversion.files.checksum import tensor_checksum
-
     for family, found in run_ranks(_export, 4, models / "export", models).items():
         expected = load_file(models / family / "model.safetensors")
         names = [name for bucket in found["buckets"] for name, _ in bucket]
@@ -62,9 +63,9 @@ def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> Non
         assert len(sizes) > 5 and max(sizes) <= max(BUCKET_BYTES, 2 * expected["model.embed_tokens.weight"].nbytes)
         # Lock step: the other ranks see as many buckets, all of them empty.
         assert found["counts"][1:] == [[0] * len(sizes)] * 3
-        assert found["checksums"] == {name: tensor_checksum(tensor) for name, tensor in expected.items()}
+        assert_same_bits(found["exported"], expected)
         # The same model from a converted checkpoint, through megatron.core.dist_checkpointing.
-        assert found["converted"] == found["checksums"]
+        assert_same_bits(found["converted"], expected)
 
 
 def _misfits(directory: Path) -> dict[str, str]:

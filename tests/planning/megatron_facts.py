@@ -86,7 +86,7 @@ def shard(model: str, learner: LearnerConfig, rank: int) -> dict[str, Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     architecture = Architecture.from_hf_config(MODELS[model])
-    layout = parallel.validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -154,7 +154,7 @@ def batch_of(responses: int, length: int) -> TrajectoryBatch:
 def saved_bytes(architecture: Architecture, recompute: RecomputeConfig) -> int:
     """Bytes of the distinct storages that autograd keeps of a forward pass over 2048 tokens, parameters aside."""
     learner = LearnerConfig(dtype="bfloat16", max_tokens_per_micro_batch=2048, recompute=recompute)
-    layout = parallel.validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     parallel.initialize(layout, torch.device("cpu"), 0)
     acceleration = Acceleration.detect()
     config = build_transformer_config(architecture, learner, layout, acceleration)

@@ -14,7 +14,6 @@ import pytest
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import AlgorithmConfig, Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
-from megatron_retool.learner.parallel import validate_layout
 from megatron_retool.planning import memory
 from megatron_retool.planning.hardware import GIB
 from megatron_retool.planning.models import preset
@@ -111,7 +110,7 @@ def test_every_rank_has_the_bytes_that_the_formula_says(facts: dict[str, Any], i
     case = SHARDS[index]
     learner = LearnerConfig(**case["learner"])
     architecture = preset(case["model"])
-    layout = validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     for shard in facts["shards"][index]:
         assert memory.rank_parameters(architecture, layout, shard["stage"]) == shard["parameters"]
         states = memory.state_bytes(architecture, layout, shard["stage"], "bfloat16", learner.use_distributed_optimizer)
@@ -140,7 +139,7 @@ def test_the_optimizer_shares_of_all_ranks_add_up_to_the_model(facts: dict[str, 
 def test_activations_of_a_layer_are_what_autograd_keeps(facts: dict[str, Any], name: str) -> None:
     """Measured with the local layer spec: within 0.6 % (the rest: router bookkeeping, rotary tables)."""
     architecture = Architecture.from_hf_config(SMALL_MODELS[name])
-    layout = validate_layout(LearnerConfig(), architecture)
+    layout = LearnerConfig().layout(architecture)
     predicted = sum(memory.layer_activations(architecture, layout, 2048, 2, fused=False).values())
     assert predicted == pytest.approx(facts["layers"][name], rel=0.006)
 
@@ -178,7 +177,7 @@ def learner_32b(**changes: Any) -> LearnerConfig:
 def plan(learner: LearnerConfig, **algorithm: Any) -> memory.LearnerMemory:
     architecture = preset("qwen2.5-32b")
     config = Config(learner=learner, algorithm=AlgorithmConfig(**algorithm))
-    return memory.learner_memory(config, architecture, validate_layout(learner, architecture))
+    return memory.learner_memory(config, architecture, learner.layout(architecture))
 
 
 def test_the_published_recipe_on_eight_gpus() -> None:
@@ -205,7 +204,7 @@ def test_recomputation_sequence_parallelism_and_context_parallelism_save_activat
 def test_the_first_pipeline_stage_keeps_a_micro_batch_for_each_stage() -> None:
     architecture = preset("qwen2.5-32b")
     learner = learner_32b(world_size=32, pipeline_model_parallel_size=4, recompute=RecomputeConfig())
-    layout = validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     kept = [memory.activation_bytes(architecture, layout, learner, stage, 16) for stage in range(4)]
     assert kept[0] > kept[1] > kept[2] > kept[3]
     assert kept[1] / kept[3] == pytest.approx(3)
@@ -231,7 +230,7 @@ def test_chunks_bound_the_logits() -> None:
 
 def test_fp32_training_has_no_second_copy_of_the_weights() -> None:
     architecture = preset("qwen3-0.6b")
-    layout = validate_layout(LearnerConfig(), architecture)
+    layout = LearnerConfig().layout(architecture)
     half = memory.state_bytes(architecture, layout, 0, "bfloat16")
     single = memory.state_bytes(architecture, layout, 0, "float32")
     assert single.total == half.total - 2 * half.parameters + half.parameters

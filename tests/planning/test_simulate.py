@@ -1,4 +1,4 @@
-"""The discrete-event simulation against a token-by-token one, conservation laws, and what the strategies are for."""
+"""The discrete-event simulation against a token-by-token one, and conservation laws."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_retool.planning import published_run
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS
 from megatron_retool.planning.models import preset
-from megatron_retool.planning.simulate import (
-    RolloutSimulation,
-    Scenario,
-    StepResult,
-    Strategy,
-    run_strategy,
-    standard_strategies,
-)
+from megatron_retool.planning.simulate import RolloutSimulation, StepResult
+from megatron_retool.planning.strategies import Scenario
 from megatron_retool.planning.workload import LengthDistribution, ToolLatency, Workload
+from tests.planning import published_run
 
 LENGTHS = LengthDistribution.fit(2707, 0.0085, 16384)
 ENGINE = EngineModel(preset("qwen2.5-32b"), ACCELERATORS["H200"], 4, memory_fraction=0.85, max_running=256)
@@ -141,50 +135,6 @@ def test_dynamic_sampling_generates_what_it_discards() -> None:
     assert result.sampled_tokens > 1.6 * plain.sampled_tokens
     assert result.seconds > 1.6 * plain.seconds
     assert result.trained_tokens == pytest.approx(plain.trained_tokens, rel=0.25)
-
-
-SCENARIO = Scenario(
-    gpus=128, model=ENGINE, engines=32, learner_gpus=128, workload=WORKLOAD.scaled(2),
-    train_seconds_per_token=10e-6, sync_seconds=8.0, switch_seconds=4.0,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, object]:
-    return {strategy.name: run_strategy(SCENARIO, strategy) for strategy in standard_strategies()}
-
-
-def test_partial_rollout_shortens_the_step_without_losing_the_long_responses(outcomes: dict) -> None:  # type: ignore[type-arg]
-    wait, drop, pause = (outcomes[name] for name in ("wait for all", "over-sample, drop the rest", "partial rollout"))
-    assert pause.step_seconds < 0.8 * wait.step_seconds
-    assert pause.mean_length > 0.93 * wait.mean_length
-    assert pause.clip_ratio > 0 and pause.dropped_share == 0
-    assert 0.1 < pause.stale_share < 0.7
-    # Dropping is as fast, and trains on another distribution.
-    assert drop.generation_seconds < 0.8 * wait.generation_seconds
-    assert drop.mean_length < 0.8 * wait.mean_length
-    assert drop.clip_ratio < 0.2 * wait.clip_ratio
-    assert drop.dropped_share > 0.2
-
-
-def test_twice_the_engines_cost_more_than_they_bring_and_asynchrony_hides_the_tail(outcomes: dict) -> None:  # type: ignore[type-arg]
-    wait, engines, off, stream = (
-        outcomes[name]
-        for name in ("wait for all", "twice the engines", "asynchronous, 1 step off", "asynchronous, partial")
-    )
-    assert engines.gpus == 256
-    assert engines.tokens_per_second_per_gpu < wait.tokens_per_second_per_gpu
-    assert (off.gpus, off.stale_share) == (128, 1.0)
-    assert stream.step_seconds < off.step_seconds < wait.step_seconds
-    assert stream.step_seconds >= max(stream.generation_seconds, stream.train_seconds)
-
-
-def test_a_group_that_is_too_old_is_dropped() -> None:
-    patient = run_strategy(SCENARIO, Strategy("p", "pause", 1.5, max_age=5), steps=4)
-    strict = run_strategy(SCENARIO, Strategy("s", "pause", 1.5, max_age=0), steps=4)
-    assert patient.dropped_share == 0
-    assert strict.dropped_share > 0
-    assert strict.stale_share == 0
 
 
 def test_thousands_of_responses_take_seconds() -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, load_config
-from megatron_retool.learner.parallel import validate_layout
 from megatron_retool.planning.hardware import GIB, parse_machines
 from megatron_retool.planning.models import resolve_architecture
 from megatron_retool.planning.suggest import HEADROOM, MemoryPlan, Planner, overrides_of, plan_memory, vary
@@ -34,7 +33,7 @@ def planner(file: str, gpus: str, *overrides: str) -> Planner:
 
 def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
     config = config or plan.config
-    layout = validate_layout(config.learner, plan.architecture)
+    layout = config.learner.layout(plan.architecture)
     return plan_memory(config, plan.architecture, layout, plan.machines, plan.workload)
 
 
@@ -92,7 +91,7 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
         config = load_config(file, overrides_of(candidate.changes))
         assert memory(plan, config).fits
         assert memory(plan, config).learner_needed <= (1 - HEADROOM) * plan.machines.accelerator.memory_bytes
-        layout = validate_layout(config.learner, plan.architecture)
+        layout = config.learner.layout(plan.architecture)
         assert layout == candidate.layout
         # What the cluster would make of it.
         assert len(plan_placement(config).slots) == config.learner.world_size + config.rollout.engine.count

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -23,13 +24,12 @@ from megatron_retool.config import (
     WeightSyncConfig,
     load_config,
 )
-from megatron_retool.learner.parallel import ParallelLayout, validate_layout
-from megatron_retool.planning import published_run as published
 from megatron_retool.planning.engine_model import GPU_PROFILE
 from megatron_retool.planning.hardware import ACCELERATORS, parse_machines
 from megatron_retool.planning.models import demo_architecture, preset
 from megatron_retool.planning.timing import Assumptions, StepTime, learner_time, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
+from tests.planning import published_run as published
 
 RECIPE = "configs/retool_qwen2.5_32b_8xh200.yaml"
 
@@ -110,7 +110,7 @@ def nemo_rl(model: str, gpus: int, length: float, limit: int, engine_tp: int, tp
     clip = 0.45 if length > 0.7 * limit else 0.01
     workload = workload_of(config, response_mean=length - 150, clip_ratio=clip, prompt_tokens=150, tool_calls=0)
     architecture = preset(model)
-    layout = validate_layout(learner, architecture)
+    layout = learner.layout(architecture)
     return predict_step(config, architecture, layout, parse_machines(f"H100x{gpus}"), workload)
 
 
@@ -142,7 +142,7 @@ def test_the_demo_takes_about_as_long_as_predicted() -> None:
     # The seconds measured for a call contain its wait for a worker.
     workload = replace(workload, sandbox_workers=workload.responses)
     architecture = demo_architecture(config)
-    layout = validate_layout(config.learner, architecture)
+    layout = config.learner.layout(architecture)
     step = predict_step(config, architecture, layout, parse_machines("CPUx2"), workload)
     errors = {name: seconds / measured[name] - 1 for name, seconds in (step.phases() | {"step": step.total}).items()
               if name in measured}  # fmt: skip
@@ -161,7 +161,7 @@ def times(training: bool = True, gpus: int = 32, **changes: Any) -> Any:
         **changes,
     )
     workload = workload_of(load_config(RECIPE))
-    layout: ParallelLayout = validate_layout(learner, architecture)
+    layout: ParallelLayout = learner.layout(architecture)
     machines = parse_machines(f"H200x{gpus}")
     return learner_time(architecture, learner, layout, machines, workload, Assumptions(), training)
 
@@ -211,7 +211,7 @@ def recipe(*overrides: str) -> tuple[Config, StepTime, Workload]:
     config = load_config(RECIPE, overrides)
     architecture = preset("qwen2.5-32b")
     workload = workload_of(config)
-    layout = validate_layout(config.learner, architecture)
+    layout = config.learner.layout(architecture)
     return config, predict_step(config, architecture, layout, parse_machines("H200x8"), workload), workload
 
 

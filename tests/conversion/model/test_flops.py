@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from tests.learner.test_parallel import EXPERTS
+from tests.conversion.model.test_layout import EXPERTS
 from tests.learner.tiny_models import hf_model
 
 QWEN25_7B = Architecture(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
+from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, load_config
 from sglang_rollout.weight_sync.base import make_weight_sync
 

@@ -1,0 +1,14 @@
+"""Llama 2 and 3, and what calls itself so."""
+
+from __future__ import annotations
+
+from conversion.model.family import Family
+from conversion.model.hf_config import unbiased_decoder
+from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
+
+FAMILY = Family(
+    "llama",
+    rules=decoder_rules(*ATTENTION, *SWIGLU),
+    read=unbiased_decoder,
+    engine_classes={"LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM"},
+)

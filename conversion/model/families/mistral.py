@@ -1,0 +1,16 @@
+"""Mistral: Llama with a sliding window in all layers, where config.json sets one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, sliding_window, unbiased_decoder
+from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    return {**unbiased_decoder(config), **sliding_window(config)}
+
+
+FAMILY = Family("mistral", rules=decoder_rules(*ATTENTION, *SWIGLU), read=read)

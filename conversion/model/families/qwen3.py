@@ -1,0 +1,21 @@
+"""Qwen3, dense: RMSNorm on queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, optional_sliding_window, unbiased_decoder
+from conversion.model.rules import ATTENTION, QK_NORM, SWIGLU, decoder_rules
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    return {**unbiased_decoder(config), **optional_sliding_window(config), "qk_norm": True}
+
+
+FAMILY = Family(
+    "qwen3",
+    rules=decoder_rules(*ATTENTION, *QK_NORM, *SWIGLU),
+    read=read,
+    engine_classes={"Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM"},
+)

@@ -1,0 +1,32 @@
+"""Qwen3 with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import (
+    ConfigReader,
+    UnsupportedArchitecture,
+    experts,
+    optional_sliding_window,
+    unbiased_decoder,
+)
+from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, decoder_rules
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    fields = unbiased_decoder(config)
+    if config.integer("decoder_sparse_step", 1) != 1 or config.mapping.get("mlp_only_layers"):
+        raise UnsupportedArchitecture(
+            "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
+        )
+    return {**fields, **experts(config), **optional_sliding_window(config), "qk_norm": True}
+
+
+FAMILY = Family(
+    "qwen3_moe",
+    rules=decoder_rules(*ATTENTION, *QK_NORM, *EXPERTS),
+    read=read,
+    engine_classes={"Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM"},
+)

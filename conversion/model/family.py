@@ -1,0 +1,136 @@
+"""Model families: what a family declares, and how it is found.
+
+    FAMILY = Family("llama", rules=decoder_rules(*ATTENTION, *SWIGLU), read=unbiased_decoder)
+
+A file in ``families/`` with a ``FAMILY`` is a built-in. Anybody's own is named as ``package.module:FAMILY`` or
+``path/to/file.py:FAMILY`` in model.families, and by --family of the conversion commands. An ``Architecture`` carries
+that name with it, so that worker processes and other hosts find the family too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder
+from conversion.model.rules import EMBEDDING_NAME, OUTPUT_NAME, SIZES, Rules
+from megatron_retool.registry import ExtensionError, load_object
+
+KEY = "model.families"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Decoders that share a table of weights and a way to read config.json.
+
+    Attributes:
+        model_type: of config.json.
+        rules: the table; see ``rules``.
+        read: config.json -> the fields of ``Architecture`` that it decides. Raises UnsupportedArchitecture for what the
+            learner does not compute.
+        engine_classes: name in config.json's ``architectures`` -> SGLang's class as "module:class". Engines on CPU
+            start faster with it; SGLang finds classes that it knows without.
+    """
+
+    model_type: str
+    rules: Rules
+    read: Callable[[ConfigReader], Mapping[str, Any]] = decoder
+    engine_classes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = {rule.mcore for rule in self.rules}
+        if missing := {EMBEDDING_NAME, OUTPUT_NAME} - names:
+            raise ValueError(f"family {self.model_type!r}: rules lack {', '.join(sorted(missing))}: use decoder_rules")
+        sizes = {size for rule in self.rules for shape in rule.shapes for size in shape}
+        if unknown := sizes - set(SIZES):
+            raise ValueError(
+                f"family {self.model_type!r}: {', '.join(sorted(unknown))} in rules is not one of {', '.join(SIZES)}"
+            )
+
+
+@functools.cache
+def built_in_families() -> Mapping[str, Family]:
+    """The families of ``families/`` by model_type."""
+    place = "conversion.model.families"
+    package = importlib.import_module(place)
+    modules = [importlib.import_module(f"{place}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
+    return MappingProxyType({module.FAMILY.model_type: module.FAMILY for module in modules})
+
+
+def load_family(target: str) -> Family:
+    """The family that ``package.module:FAMILY`` or ``path/to/file.py:FAMILY`` names.
+
+    Raises:
+        ExtensionError: it cannot be imported, or is no ``Family``.
+    """
+    found = load_object(KEY, target, known=tuple(built_in_families()))
+    if not isinstance(found, Family):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise ExtensionError(
+            f"{KEY}={target}: it is a {kind}, not a conversion.model.family.Family: write "
+            'FAMILY = Family("<model_type>", rules=decoder_rules(…), read=…)'
+        )
+    return found
+
+
+def load_families(targets: Sequence[str]) -> dict[str, tuple[str, Family]]:
+    """model_type -> (target, family) of every one of model.families.
+
+    Raises:
+        ExtensionError: as ``load_family``, or two of them have one model_type.
+    """
+    loaded: dict[str, tuple[str, Family]] = {}
+    for target in targets:
+        family = load_family(target)
+        if family.model_type in loaded:
+            raise ExtensionError(
+                f"{KEY}: {loaded[family.model_type][0]} and {target} both declare model_type={family.model_type!r}: "
+                "name one of them"
+            )
+        loaded[family.model_type] = (target, family)
+    return loaded
+
+
+def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None, Family]:
+    """The family of a model: among ``added`` (values of model.families) first, then among the built-in ones.
+
+    Returns:
+        The target that declares it (None: built-in, and with a file's path absolute), and the family.
+
+    Raises:
+        UnsupportedArchitecture: none of them has this model_type.
+        ExtensionError: as ``load_families``.
+    """
+    own, known = load_families(added), built_in_families()
+    if model_type in own:
+        target, family = own[model_type]
+        return _absolute(target), family
+    if model_type not in known:
+        raise UnsupportedArchitecture(
+            f"model_type={model_type!r} is not one of {', '.join((*own, *known))}; declare it in a file of your own "
+            f"(docs/extending.md) and name that in {KEY}, or with --family for a conversion"
+        )
+    return None, known[model_type]
+
+
+def engine_class(architecture: str, added: Sequence[str] = ()) -> str | None:
+    """SGLang's "module:class" for a name in config.json's ``architectures``, where a family declares it.
+
+    Raises:
+        ExtensionError: as ``load_families``.
+    """
+    for family in (*(family for _, family in load_families(added).values()), *built_in_families().values()):
+        if architecture in family.engine_classes:
+            return family.engine_classes[architecture]
+    return None
+
+
+def _absolute(target: str) -> str:
+    place, _, attribute = target.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else target

@@ -1,0 +1,78 @@
+"""Megatron's optimizer and learning-rate schedule, and one step of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.learner.precision import optimizer_options
+
+
+def build_optimizer(
+    learner: LearnerConfig,
+    settings: OptimizerConfig,
+    total_steps: int,
+    model_chunks: Sequence[DistributedDataParallel],
+) -> tuple[Any, OptimizerParamScheduler]:
+    """A fresh optimizer on the present weights, and a schedule of ``total_steps``.
+
+    Raises:
+        ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
+    """
+    if settings.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps={settings.warmup_steps} must be less than the {total_steps} optimizer steps of "
+            "the stage"
+        )
+    if settings.min_lr > settings.lr:
+        raise ConfigError(f"optimizer.min_lr={settings.min_lr} exceeds optimizer.lr={settings.lr}")
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(**optimizer_options(learner, settings)), list(model_chunks)
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.
+        init_lr=settings.lr / (settings.warmup_steps + 1),
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=total_steps,
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
+    """Returns whether the update was applied, and the gradient's norm before clipping.
+
+    Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it.
+    """
+    optimizers = [o for o in optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
+    found_inf = optimizer.prepare_grads()
+    norm = float("inf") if found_inf else float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return False, norm
+    for part in optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grads.clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    applied = bool(optimizer.step_with_ready_grads())
+    if applied:
+        scheduler.step(increment=1)
+    return applied, norm

@@ -1,0 +1,218 @@
+"""Model families: the built-in ones, one of somebody's own, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conversion import hf_to_mcore, mcore_to_hf
+from conversion.model.architecture import Architecture
+from conversion.model.family import built_in_families, engine_class
+from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.weight_map import WeightMap
+from megatron_retool.config import ConfigError, load_config
+from megatron_retool.registry import ExtensionError
+from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
+
+SEED_OSS = """
+from conversion.model.family import Family
+from conversion.model.hf_config import decoder
+from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules
+
+
+def read(config):
+    config.refuse("attention_out_bias")
+    return {**decoder(config), "attention_bias": True}
+
+
+FAMILY = Family("seed_oss", rules=decoder_rules(*ATTENTION, *QKV_BIAS, *SWIGLU), read=read)
+"""
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 101,
+}
+
+
+@pytest.fixture
+def seed_oss(tmp_path: Path) -> tuple[str, Path]:
+    """A family's target, and a model directory of it as transformers writes it."""
+    from transformers import SeedOssConfig, SeedOssForCausalLM
+
+    torch.manual_seed(3)
+    config = SeedOssConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=101,
+        initializer_range=0.1,
+        max_position_embeddings=128,
+    )
+    model = SeedOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "my_family.py").write_text(SEED_OSS)
+    return f"{tmp_path / 'my_family.py'}:FAMILY", tmp_path / "model"
+
+
+def test_a_family_of_ones_own_is_converted_there_and_back_by_worker_processes(
+    seed_oss: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --verify: the learner's logits are those of transformers."""
+    target, source = seed_oss
+    options = ["--hf-dir", str(source), "--mcore-dir", str(tmp_path / "mcore"), "--processes", "2"]
+    assert hf_to_mcore.main(options) == 1
+    assert "model_type='seed_oss' is not one of llama, mistral" in capsys.readouterr().err
+    assert hf_to_mcore.main([*options, "--tp", "2", "--verify", "--family", target]) == 0
+    back = ["--mcore-dir", str(tmp_path / "mcore"), "--hf-dir", str(tmp_path / "hf"), "--processes", "2"]
+    assert mcore_to_hf.main([*back, "--max-file-bytes", "30000", "--family", target]) == 0
+    assert_same_bits(read_all(tmp_path / "hf"), read_all(source))
+
+
+def test_the_learner_takes_it_from_the_configuration(seed_oss: tuple[str, Path]) -> None:
+    from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+    from megatron_retool.learner.learner import Learner
+    from megatron_retool.planning.models import resolve_architecture
+    from tests.learner.tiny_models import hf_log_probs, random_batch
+
+    target, source = seed_oss
+    config = Config(
+        model=ModelConfig(path=str(source), families=[target]),
+        learner=LearnerConfig(dtype="float32", max_tokens_per_micro_batch=64),
+    )
+    assert resolve_architecture(config)[1].family == "seed_oss"
+    learner = Learner(config, optimizer=OptimizerConfig(), total_optimizer_steps=1, hf_dir=source)
+    batch = random_batch([(5, 20), (9, 3)])
+    from transformers import AutoModelForCausalLM
+
+    expected, _ = hf_log_probs(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), batch)
+    found = torch.from_numpy(learner.log_probs(batch)["log_probs"])
+    mask = torch.from_numpy(batch.loss_mask)
+    torch.testing.assert_close(found[mask], expected.detach()[mask], rtol=1e-4, atol=1e-5)
+    exported = {name: tensor for bucket in learner.export_weights() for name, tensor in bucket}
+    assert_same_bits(exported, read_all(source))
+    learner.close()
+
+
+def test_an_architecture_carries_its_family(seed_oss: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is named relative to the working directory is found from another one."""
+    target, source = seed_oss
+    monkeypatch.chdir(source.parent)
+    architecture = Architecture.from_pretrained(source, ["my_family.py:FAMILY"])
+    monkeypatch.chdir("/")
+    sent = pickle.loads(pickle.dumps(architecture))
+    assert sent.family_target == target
+    assert WeightMap(sent).hf_names == read_all(source).keys()
+
+
+def test_the_built_in_families_are_found_by_their_files() -> None:
+    directory = Path(__file__).parents[3] / "conversion" / "model" / "families"
+    assert set(built_in_families()) == {path.stem for path in directory.glob("*.py")} - {"__init__"}
+    assert engine_class("Qwen2ForCausalLM") == "sglang.srt.models.qwen2:Qwen2ForCausalLM"
+    assert engine_class("GPT2LMHeadModel") is None
+
+
+def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "renamed.py"
+    file.write_text(
+        "from conversion.model.family import Family\n"
+        "from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules, renamed\n"
+        "NAMES = {'self_attn.o_proj': 'attention.dense', 'model.layers': 'h', 'model.embed_tokens': 'wte'}\n"
+        "FAMILY = Family('mine', rules=renamed(decoder_rules(*ATTENTION, *SWIGLU), NAMES))\n"
+    )
+    config = {**LLAMA, "model_type": "mine", "tie_word_embeddings": True}
+    weight_map = WeightMap(Architecture.from_hf_config(config, [f"{file}:FAMILY"]))
+    assert weight_map["decoder.layers.1.self_attention.linear_proj.weight"].hf_names == ("h.1.attention.dense.weight",)
+    assert weight_map["output_layer.weight"].hf_names == ("wte.weight",)
+    assert weight_map.output_name == "lm_head.weight"
+    assert len(weight_map) == len(WeightMap(Architecture.from_hf_config(LLAMA)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt5"}, "model_type='gpt5' is not one of .*llama.*name that in model.families, or with --fam"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 1.5}, "hidden_size=1.5 is not a positive integer"),
+        ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=true is not supported for llama"),
+        ({"attention_bias": True}, "attention_bias=true is not supported for llama"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is set: start from the full-precision weights",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not one of default, linear, llama3"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "max_window_layers=1: sliding-window attention in some of 2 layers",
+        ),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "a mix of dense and expert layers"),
+    ],
+)
+def test_what_no_family_computes_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    with pytest.raises(UnsupportedArchitecture, match=rf"config\.json: {message}"):
+        Architecture.from_pretrained(tmp_path)
+
+
+def test_sliding_windows() -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    for family, change, expected in (
+        ("mistral", {}, 8),
+        ("mistral", {"use_sliding_window": False}, 8),
+        ("qwen3", {}, 8),
+        ("qwen3", {"use_sliding_window": False}, None),
+        ("qwen2", {"max_window_layers": 2}, None),
+        ("llama", {}, None),
+    ):
+        config = {**LLAMA, **window, **change, "model_type": family}
+        assert Architecture.from_hf_config(config).sliding_window == expected, (family, change)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("FAMILY = {}", "it is a dict, not a conversion.model.family.Family: write"),
+        ("", "has no 'FAMILY'"),
+        ("import nowhere_to_be_found", "importing .* failed at line 1: ModuleNotFoundError"),
+        (SEED_OSS.replace("decoder_rules(*ATTENTION", "(*ATTENTION"), "rules lack embedding.*: use decoder_rules"),
+        (SEED_OSS.replace("*SWIGLU)", '*swiglu("a", "b", "wide"))').replace("SWIGLU,", "swiglu,"), "wide in rules is"),
+    ],
+)
+def test_a_family_that_cannot_be_used_is_refused_with_the_configuration(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=rf"model\.families=.*broken\.py:FAMILY: .*{message}"):
+        load_config(None, [f"model.families=[{file}:FAMILY]"])
+
+
+def test_two_families_of_one_model_type(seed_oss: tuple[str, Path]) -> None:
+    target, _ = seed_oss
+    with pytest.raises(ConfigError, match=r"model\.families: .* both declare model_type='seed_oss': name one"):
+        load_config(None, [f"model.families=[{target},{target}]"])
+
+
+@pytest.mark.parametrize("returned", ["None", "{'layers': 3}", "1 / 0"])
+def test_a_reader_that_fails_is_named(tmp_path: Path, returned: str) -> None:
+    file = tmp_path / "reader.py"
+    file.write_text(SEED_OSS.replace('{**decoder(config), "attention_bias": True}', returned))
+    with pytest.raises(ExtensionError, match=r"model\.families=.*reader\.py:FAMILY: its read\(config\) must return"):
+        Architecture.from_hf_config({**LLAMA, "model_type": "seed_oss"}, [f"{file}:FAMILY"])

@@ -1,0 +1,103 @@
+"""Layouts that do not fit a model are refused with the key that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conversion.model.architecture import Architecture
+from conversion.model.layout import padded_vocab_size
+from megatron_retool.config import ConfigError, LearnerConfig
+
+DENSE = Architecture(
+    family="qwen2",
+    num_layers=8,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=8,
+    ffn_hidden_size=96,
+    vocab_size=512,
+)
+EXPERTS = Architecture(
+    family="qwen3_moe",
+    num_layers=8,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=8,
+    ffn_hidden_size=96,
+    vocab_size=512,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_ffn_hidden_size=12,
+)
+TP, PP, VPP, CP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        (DENSE, {"world_size": 3, TP: 3}, r"tensor_model_parallel_size=3 does not divide .*num_attention_heads=8"),
+        (DENSE, {"world_size": 6, TP: 4}, r"world_size=6 is not divisible by TP x PP x CP = 4"),
+        (DENSE, {"world_size": 3, PP: 3}, r"num_hidden_layers=8 is not divisible by PP x VPP = 3"),
+        (DENSE, {"world_size": 4, PP: 4, VPP: 4}, r"num_hidden_layers=8 is not divisible by PP x VPP = 16"),
+        (DENSE, {"world_size": 2, PP: 2, VPP: 2}, r"wrong gradients.*use PP >= 4, or no VPP"),
+        (DENSE, {VPP: 2}, r"virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1"),
+        (DENSE, {"sequence_parallel": True}, r"sequence_parallel=true needs .*tensor_model_parallel_size > 1"),
+        (DENSE, {"world_size": 2, EP: 2}, r"need a mixture-of-experts model, which qwen2 is not"),
+        (DENSE, {CP: 0}, r"context_parallel_size=0 must be at least 1"),
+        (
+            DENSE,
+            {"world_size": 4, CP: 4, "max_tokens_per_micro_batch": 7},
+            r"smaller than the layout's padding unit, 8",
+        ),
+        (EXPERTS, {"world_size": 2, TP: 2}, r"needs learner.sequence_parallel=true"),
+        (EXPERTS, {"world_size": 3, EP: 3}, r"expert_model_parallel_size=3 does not divide .*num_experts=8"),
+        (
+            EXPERTS,
+            {"world_size": 8, TP: 8, "sequence_parallel": True},
+            r"expert_tensor_parallel_size=8 does not divide .*moe_intermediate_size=12",
+        ),
+        (
+            EXPERTS,
+            {"world_size": 4, TP: 2, EP: 4, "sequence_parallel": True},
+            r"world_size=4 is not divisible by ETP x EP x PP = 8",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(architecture: Architecture, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LearnerConfig(**settings).layout(architecture)
+
+
+def test_query_groups_may_be_fewer_than_ranks_but_not_uneven() -> None:
+    assert LearnerConfig(world_size=8, tensor_model_parallel_size=8).layout(DENSE).tensor == 8
+    uneven = Architecture(**{**vars(DENSE), "num_attention_heads": 24, "num_query_groups": 3, "hidden_size": 192})
+    with pytest.raises(ConfigError, match=r"=2 neither divides .*num_key_value_heads=3 nor is a multiple"):
+        LearnerConfig(world_size=2, tensor_model_parallel_size=2).layout(uneven)
+
+
+def test_layout_of_products() -> None:
+    layout = LearnerConfig(
+        world_size=32,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        context_parallel_size=2,
+    ).layout(DENSE)
+    assert (layout.data, layout.sequence_multiple, layout.micro_batch_multiple) == (2, 4, 8)
+
+
+def test_vocabulary_padding_is_the_same_for_common_layouts() -> None:
+    assert [padded_vocab_size(151936, tp) for tp in (1, 2, 4, 8)] == [151936] * 4
+    assert [padded_vocab_size(101, tp) for tp in (1, 2, 4)] == [104, 112, 128]
