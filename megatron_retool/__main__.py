@@ -78,9 +78,9 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
             make_demo(config)
         elif options.command == "sft":
-            from megatron_retool.sft import main as sft
+            from megatron_retool.sft.launch import fine_tune
 
-            return 0 if sft(config, leave=leave) else REQUEUE
+            return 0 if fine_tune(config, leave=leave) else REQUEUE
         elif options.command == "train":
             return train(config, console, leave)
         elif options.command == "evaluate":

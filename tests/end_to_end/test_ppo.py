@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import FinishedRun
 
-from megatron_retool.loop.columns import read_estimates
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 
 pytestmark = pytest.mark.timeout(600)

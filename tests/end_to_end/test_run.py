@@ -13,7 +13,7 @@ import pytest
 from conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
 from ray.cluster_utils import Cluster
 
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 
 pytestmark = pytest.mark.timeout(900)
