@@ -63,9 +63,10 @@ class Run:
             return True
         self.stages = self._load_data()
         state = self._resume_state(resume)
-        moved = set_aside_later(config, resume) if self.rank == 0 else None
-        if moved is not None:
-            self.console.print(f"what the run made after {resume.path} was moved to {moved}")
+        if resume is not None and self.rank == 0:
+            moved = set_aside_later(config, resume)
+            if moved is not None:
+                self.console.print(f"what the run made after {resume.path} was moved to {moved}")
         stage = self.stages[state["stage"]]
 
         from megatron_retool.learner.learner import Learner
