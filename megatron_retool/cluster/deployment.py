@@ -1,7 +1,7 @@
 """Everything a run consists of, started together and stopped together.
 
     async with Deployment(config, console) as run:
-        run.learner, run.engines, run.rollout, run.rewards, run.prompts, ...
+        run.learner, run.engines, run.weights, run.rollout, run.rewards, run.prompts, ...
 
 Starting checks what can be checked without processes first (data, tokenizer, placement), then starts sandbox, engines
 and learner side by side. Whatever happens, leaving the block stops every process that was started.
@@ -52,6 +52,8 @@ class Deployment:
     engines: EngineGroup
     sandboxes: SandboxGroup | None = None
     """On several nodes, where no other servers are named."""
+    gpu_phases: GpuPhases
+    weights: EngineWeights
     rollout: RolloutManager
     rewards: RewardManager
     prompts: PromptSource

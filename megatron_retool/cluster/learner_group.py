@@ -135,7 +135,7 @@ class LearnerWorker:
         self.learner.load(directory)
 
     def save(self, directory: str, asynchronous: bool) -> str | None:
-        """Why no checkpoint is written, or None: the driver does not know Megatron's exceptions."""
+        """Why no checkpoint is written, or None; as an answer, since an error of a call is looked at as a death."""
         return _failure_of(lambda: self.learner.save(directory, asynchronous=asynchronous))
 
     def finish_save(self) -> str | None:
@@ -307,11 +307,9 @@ def severity(error: BaseException) -> int:
 
 
 def _failure_of(work: Callable[[], None]) -> str | None:
-    from megatron_retool.learner.checkpoint.state import CheckpointError
-
     try:
         work()
-    except (CheckpointError, OSError) as error:
+    except (SaveError, OSError) as error:
         return str(error)
     return None
 

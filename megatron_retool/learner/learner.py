@@ -523,7 +523,7 @@ class Learner:
             asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
 
         Raises:
-            CheckpointError: too little room on the disk, or writing failed, on any rank.
+            SaveError: too little room on the disk, or writing failed, on any rank.
         """
         from megatron_retool.learner.checkpoint.save import save_checkpoint
 
@@ -536,7 +536,7 @@ class Learner:
         """Wait for the checkpoint that is being written, if there is one.
 
         Raises:
-            CheckpointError: writing failed on some rank.
+            SaveError: writing failed on some rank.
         """
         if self._pending_save is not None:
             pending, self._pending_save = self._pending_save, None

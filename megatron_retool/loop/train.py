@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.loop.checkpointer import Checkpointer
-from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout
+from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState, contents_after, restore
-from megatron_retool.loop.update import update
+from megatron_retool.loop.update import update_actor, update_critic
 from megatron_retool.loop.validation import validate
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
@@ -157,5 +157,9 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         return Learned(batch, metrics, SkipReason.MISMATCH)
     if not batch.columns["keep"][batch.loss_mask].any():
         return Learned(batch, metrics, SkipReason.REJECTED)
-    updates = await update(run, batch, step, timer)
+    mini_batches = list(split_mini_batches(run.config, batch, step))
+    actor, critic = await gather_or_cancel(
+        [update_actor(run, mini_batches, step, timer), update_critic(run, mini_batches, timer)]
+    )
+    updates = [*actor, *critic]
     return Learned(batch, metrics | mean_metrics(updates), SkipReason.NONFINITE if nonfinite_updates(updates) else None)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
-    SaveError,
     find_resume_point,
     set_aside,
     set_aside_later,
@@ -214,7 +212,7 @@ class Run:
         """A checkpoint that is complete when any rank goes on.
 
         Raises:
-            SaveError, CheckpointError: it could not be written; fine-tuning ends here.
+            SaveError: it could not be written; fine-tuning ends here.
         """
         if self.rank == 0:
             files = {"trainer_state.json": {"step": step, "stage": stage_index, **self._identity()}}
@@ -257,25 +255,13 @@ class InProcess:
         self._learner = learner
 
     async def save(self, directory: Path, *, asynchronous: bool) -> None:
-        with _save_error():
-            self._learner.save(directory, asynchronous=asynchronous)
+        self._learner.save(directory, asynchronous=asynchronous)
 
     async def finish_save(self) -> None:
-        with _save_error():
-            self._learner.finish_save()
+        self._learner.finish_save()
 
     async def load(self, directory: Path) -> None:
         self._learner.load(directory)
-
-
-@contextlib.contextmanager
-def _save_error() -> Iterator[None]:
-    from megatron_retool.learner.checkpoint.state import CheckpointError
-
-    try:
-        yield
-    except CheckpointError as error:
-        raise SaveError(str(error)) from error
 
 
 def _due(step: int, frequency: int) -> bool:

@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, FinishedRun
+
+from tests.end_to_end.conftest import ROOT, FinishedRun
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from conftest import FinishedRun
 
 from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from tests.end_to_end.conftest import FinishedRun
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,11 +10,11 @@ import time
 import numpy as np
 import psutil
 import pytest
-from conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
 from ray.cluster_utils import Cluster
 
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
+from tests.end_to_end.conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
 
 pytestmark = pytest.mark.timeout(900)
 

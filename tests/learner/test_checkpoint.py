@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from megatron_retool.runs.checkpoints import SaveError
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny_models import hf_model, random_batch, save_model
 
@@ -195,7 +196,7 @@ def _weights_of(directory: Path) -> dict[str, torch.Tensor]:
 def _failures(directory: Path) -> dict[str, str]:
     """World 2. What is said of every save and load that cannot be, on rank 0; the state after each failed save."""
     from conversion.hf_to_mcore import convert
-    from megatron_retool.learner.checkpoint.state import CheckpointError
+    from megatron_retool.learner.checkpoint.load import CheckpointError
 
     rank = torch.distributed.get_rank
     said: dict[str, str] = {}
@@ -203,7 +204,7 @@ def _failures(directory: Path) -> dict[str, str]:
     def expect(case: str, function: Any, *arguments: Any) -> None:
         try:
             function(*arguments)
-        except CheckpointError as error:
+        except (CheckpointError, SaveError) as error:
             said[case] = str(error)
 
     learner = _learner(2, {}, directory / DENSE)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from megatron_retool.config import ConfigError
-from megatron_retool.runs.checkpoints import complete_checkpoints
+from megatron_retool.runs.checkpoints import SaveError, complete_checkpoints
 from megatron_retool.sft.launch import fine_tune
 from megatron_retool.sft.run import Run
 from tests.sft.conftest import QUIET, losses, metrics, with_name, with_sft
@@ -83,3 +85,13 @@ def test_a_run_goes_back_to_an_older_checkpoint(config):
     assert [c.step for c in complete_checkpoints(config.run_dir)] == [15, 20]
     (aside,) = config.run_dir.parent.glob("run.*")
     assert [c.step for c in complete_checkpoints(aside)] == [20] and (aside / "COMPLETE").exists()
+
+
+def test_a_full_disk_ends_it_and_the_older_checkpoint_stays(config, monkeypatch):
+    config = with_sft(config, save_freq=10)
+    free = iter([2**40, 0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, next(free)))
+    with pytest.raises(SaveError, match=r"step 20 was not written: .* GiB free.*global_step_10 is intact"):
+        fine_tune(config, QUIET)
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["global_step_10"]
+    assert not (config.run_dir / "COMPLETE").exists()

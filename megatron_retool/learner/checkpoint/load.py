@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
-    CheckpointError,
     ShardedState,
     explain,
     full_state,
@@ -33,6 +32,10 @@ from megatron_retool.learner.checkpoint.state import (
     sharded_items,
 )
 from megatron_retool.learner.weights import global_parameters, local_weight_map, unwrap
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read. The message names the directory and the reason."""
 
 
 def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:

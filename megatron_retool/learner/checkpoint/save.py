@@ -44,13 +44,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
-    CheckpointError,
     ShardedState,
     explain,
     full_state,
     sharded_items,
     sharding_metadata,
 )
+from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.runs.files import atomic_write
 
 _groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
@@ -120,7 +120,7 @@ class PendingSave:
         """Block until the checkpoint is complete; to be called once.
 
         Raises:
-            CheckpointError: writing failed on some rank; the temporary directory is gone.
+            SaveError: writing failed on some rank; the temporary directory is gone.
         """
         error = self._future.exception()
         self._executor.shutdown()
@@ -150,7 +150,7 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
         The save, which the caller waits for.
 
     Raises:
-        CheckpointError: too little room on the disk, or writing failed, on any rank. Raised on every rank; nothing is
+        SaveError: too little room on the disk, or writing failed, on any rank. Raised on every rank; nothing is
             left of the new checkpoint, and an old one in ``directory`` is intact.
     """
     directory = Path(directory).absolute()
@@ -236,4 +236,4 @@ def _raise_together(error: BaseException | None, directory: Path, temporary: Pat
         return
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
-    raise CheckpointError(f"checkpoint {directory} was not written; {'; '.join(dict.fromkeys(failed))}") from error
+    raise SaveError(f"checkpoint {directory} was not written; {'; '.join(dict.fromkeys(failed))}") from error

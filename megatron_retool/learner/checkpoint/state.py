@@ -26,10 +26,6 @@ from megatron_retool.learner.weights import unwrap
 ShardedState = dict[str, Any]
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message names the directory and the reason."""
-
-
 class Checkpointable(Protocol):
     """What is saved: the attributes of ``Learner`` that this module reads."""
 
