@@ -122,7 +122,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     """The same of the Megatron-Core model, built as the learner builds it."""
     from megatron_retool.config import load_config
     from megatron_retool.learner import parallel
-    from megatron_retool.learner.checkpoint import load_model_weights
+    from megatron_retool.learner.checkpoint.load import load_model_weights
     from megatron_retool.learner.model import build_model_chunks, build_transformer_config
     from megatron_retool.learner.packing import Packer
     from megatron_retool.learner.precision import Acceleration

@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
         from megatron_retool.reports.run import write_report
 
         kind = options.overrides[0] if len(options.overrides) == 2 else "run"
-        writers = {"run": write_report, "mismatch": write_mismatch_report}
+        writers: dict[str, Callable[[str], Path]] = {"run": write_report, "mismatch": write_mismatch_report}
         if kind not in writers or len(options.overrides) not in (1, 2):
             raise ConfigError("report takes the run's directory, runs/<experiment_name>, with the word mismatch before "
                               "it for the mismatch of engine and learner")  # fmt: skip
@@ -78,9 +78,9 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
             make_demo(config)
         elif options.command == "sft":
-            from megatron_retool.sft import main as sft
+            from megatron_retool.sft.launch import fine_tune
 
-            return 0 if sft(config, leave=leave) else REQUEUE
+            return 0 if fine_tune(config, leave=leave) else REQUEUE
         elif options.command == "train":
             return train(config, console, leave)
         elif options.command == "evaluate":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,11 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.reports.run import write_report
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
+from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
+from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,7 +118,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Pat
     stages.run(
         "sft",
         [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
-        done=sft / "COMPLETE",
+        done=sft / COMPLETE_NAME,
     )
     stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], sft_hf), done=sft_hf)
     stages.run(
@@ -200,9 +201,8 @@ class Stages:
         code = work()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.file.with_name(f".{self.file.name}.partial")
-        partial.write_text(json.dumps(self.state, indent=1), encoding="utf-8")
-        os.replace(partial, self.file)
+        with atomic_write(self.file) as handle:
+            handle.write(json.dumps(self.state, indent=1).encode())
         return code
 
 

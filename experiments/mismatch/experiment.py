@@ -24,11 +24,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.pipeline import Stages, fine_tune
 from megatron_retool.reports.mismatch import write_mismatch_report
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "demo_cpu.yaml"

@@ -1,7 +1,7 @@
 """Everything a run consists of, started together and stopped together.
 
     async with Deployment(config, console) as run:
-        run.learner, run.engines, run.rollout, run.rewards, run.prompts, ...
+        run.learner, run.engines, run.weights, run.rollout, run.rewards, run.prompts, ...
 
 Starting checks what can be checked without processes first (data, tokenizer, placement), then starts sandbox, engines
 and learner side by side. Whatever happens, leaving the block stops every process that was started.
@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
-from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.cluster.engine_weights import EngineWeights
+from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
-from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
+from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
@@ -29,13 +30,12 @@ from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager
-from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.loop import engine_needs_tokenizer
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.weight_sync.base import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.settings import TOKEN_VARIABLE
@@ -52,6 +52,8 @@ class Deployment:
     engines: EngineGroup
     sandboxes: SandboxGroup | None = None
     """On several nodes, where no other servers are named."""
+    gpu_phases: GpuPhases
+    weights: EngineWeights
     rollout: RolloutManager
     rewards: RewardManager
     prompts: PromptSource
@@ -62,12 +64,6 @@ class Deployment:
         self.config = config
         self.console = console
         self.with_learner = with_learner
-        self.version = 0
-        """Version of the weights that the engines serve: the number of the last completed step."""
-        self.checkpoint: Checkpoint | None = None
-        """Newest complete checkpoint of this run, which a learner that is built anew starts from."""
-        self.pending_save: tuple[int, dict[str, dict[str, Any]]] | None = None
-        """Step and JSON files of the checkpoint that the learner is writing."""
         self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
         self.write_errors = WriteErrors(console)
         self._starting = self.watchdog.watch_start(StepTimer())
@@ -75,7 +71,7 @@ class Deployment:
 
     async def __aenter__(self) -> Deployment:
         try:
-            with self._starting.phase("start"):
+            with self._starting.phase(Phase.START):
                 await self._start()
         except BaseException:
             await self._stack.aclose()
@@ -101,7 +97,6 @@ class Deployment:
         self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
         if self.with_learner:
             self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
-            self._first_prompts = self.prompts.state_dict()
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -119,31 +114,40 @@ class Deployment:
                 weights_from_sync=self.with_learner,
             )
             self._stack.push_async_callback(self.engines.stop)
-            self.turns = GpuTurns(
+            self.gpu_phases = GpuPhases(
                 self.with_learner and self._placement.colocated,
-                models=lambda: [group for group in (self.learner, self.critic) if group is not None],
+                models=lambda: list(self.models.values()),
                 engines=lambda: self.engines.urls,
+            )
+            self.weights = EngineWeights(
+                self.engines,
+                config.model.path,
+                (lambda: self.learner) if self.with_learner else None,
+                self.gpu_phases,
+                replaced=lambda url, new_url: self.rollout.replace_engine(url, new_url),
+                starting=self._starting,
+                console=self.console,
             )
             starts = [self._start_engines()]
             if self.sandboxes is not None:
                 self._stack.push_async_callback(self.sandboxes.stop)
                 starts.append(self.sandboxes.start(self._placement))
-            if self.turns.enabled:
+            if self.gpu_phases.enabled:
                 await self._start_learner()
-                await self.turns.engines_only()
+                await self.gpu_phases.engines_only()
             elif self.with_learner:
                 starts.append(self._start_learner())
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
-            RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
+            RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self.weights.restart)
         )
 
     async def _start_engines(self) -> None:
-        with self._starting.phase("start_engines"):
+        with self._starting.phase(Phase.START_ENGINES):
             await self.engines.start(self.config.model.path)
 
     async def _start_learner(self) -> None:
-        with self._starting.phase("start_learner"):
+        with self._starting.phase(Phase.START_LEARNER):
             await self._build_learner()
 
     async def _build_learner(self) -> None:
@@ -162,26 +166,28 @@ class Deployment:
         # Only now: until then calls meet the ranks that died, and not some that are not ready.
         self.learner, self.critic = learner, critic
 
+    @property
+    def models(self) -> dict[str, LearnerGroup]:
+        """The present learner and critic, by the name of their directory in a checkpoint."""
+        return {"learner": self.learner} | ({"critic": self.critic} if self.critic is not None else {})
+
     async def restart_learner(self) -> None:
-        """Build learner and critic anew and take the prompts back to the first; engines and tools go on.
+        """Build learner and critic anew; engines and tools go on.
 
         Raises:
             RuntimeError: a node is gone, which no new process can replace.
             LearnerDied: a rank died once more.
         """
-        self.learner.kill()
-        if self.critic is not None:
-            self.critic.kill()
+        for group in self.models.values():
+            group.kill()
         lost = lost_nodes(self._placement.node_ids)
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
                 "resumes from its last checkpoint (a Slurm job requeues itself)"
             )
-        with self._starting.phase("engines_leave"):
-            await self.turns.engines_leave()
-        self.rollout.drop_paused()
-        self.prompts.load_state_dict(self._first_prompts)
+        with self._starting.phase(Phase.ENGINES_LEAVE):
+            await self.gpu_phases.engines_leave()
         await self._start_learner()
 
     async def _start_tools(self, placement: Placement) -> ToolRegistry:
@@ -231,50 +237,6 @@ class Deployment:
                     text = f"the code interpreter server does not start again: {error}"
                     self.console.print(text, style="yellow", markup=False)
                     await asyncio.sleep(RETRY_SECONDS)
-
-    async def sync_weights(self, version: int) -> dict[str, float]:
-        """Give every engine the learner's weights; returns when each of them serves ``version``.
-
-        Engines that fail to take them are started anew and get them once more; a second failure is raised.
-        """
-        async with self.turns.syncing():
-            metrics = await self._push_weights(version)
-        self.version = version
-        return metrics
-
-    async def _push_weights(self, version: int) -> dict[str, float]:
-        try:
-            metrics = await self.learner.sync_weights(self.engines.urls, version)
-        except WeightSyncError as error:
-            culprits = getattr(error, "cause", error).engines
-            text = f"weight sync failed, restarting {', '.join(culprits)}: {error}"
-            self.console.print(text, style="yellow", markup=False)
-            if not culprits:
-                raise
-            for url in culprits:
-                new_url = await self._start_engine_again(url)
-                self.turns.restarted(new_url)
-                await self.rollout.replace_engine(url, new_url)
-            metrics = await self.learner.sync_weights(self.engines.urls, version)
-        return metrics
-
-    async def _restart_engine(self, url: str) -> str | None:
-        """Bring a dead engine back with the current weights; the other engines go on meanwhile."""
-        new_url = await self._start_engine_again(url)
-        if self.with_learner:
-            self.turns.restarted(new_url)
-            try:
-                async with self.turns.sending_to_one():
-                    await self.learner.sync_weights([new_url], self.version)
-            except LearnerDied as error:
-                # The loop meets the same death at its next call, and what this engine samples until then is dropped.
-                text = f"engine {new_url} is back without the current weights: {error}"
-                self.console.print(text, style="yellow", markup=False)
-        return new_url
-
-    async def _start_engine_again(self, url: str) -> str:
-        with self._starting.phase("start_engine_again"):
-            return await self.engines.restart(self.engines.urls.index(url), self.config.model.path)
 
     def _stacks_of_nodes(self) -> list[tuple[str, str]]:
         """A private Ray's processes are the driver's children; others are asked for."""

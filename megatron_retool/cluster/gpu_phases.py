@@ -1,4 +1,4 @@
-"""Taking turns on the same GPUs (cluster.placement=colocated).
+"""Who is on the GPUs when learner and engines share them (cluster.placement=colocated).
 
 | phase | engines | learner | critic |
 |---|---|---|---|
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from sglang_rollout.engine.client import EngineClient, EngineRejected, EngineUnavailable
 
@@ -29,12 +29,13 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 
 
 class Model(Protocol):
-    """A learner group, as far as turns are concerned."""
+    """A learner group, as far as its memory is concerned."""
 
-    async def call(self, method: str, *args: Any) -> Any: ...
+    async def offload(self, *parts: str) -> None: ...
+    async def reload(self, *parts: str) -> None: ...
 
 
-class GpuTurns:
+class GpuPhases:
     """Whose memory is on the GPUs. Every method does nothing where ``enabled`` is false.
 
     It starts in training: the learner there, no engine yet.
@@ -59,7 +60,7 @@ class GpuTurns:
         """What each engine has released, by URL; a restarted one is not in it."""
 
     async def training(self) -> None:
-        """The learner's turn: log-probs, values, updates, loading."""
+        """The learner's phase: log-probs, values, updates, loading."""
         await self.engines_leave()
         await self._reload("weights", "optimizer", "gradients")
 
@@ -78,7 +79,7 @@ class GpuTurns:
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
-        """For a weight sync, from wherever it was; afterwards it is the engines' turn."""
+        """For a weight sync, from wherever it was; afterwards the engines generate."""
         if not self.enabled:
             yield
             return
@@ -86,9 +87,9 @@ class GpuTurns:
         await self._sleep(_CACHE)
         await self._offload("optimizer", "gradients")
         for critic in critics:
-            await critic.call("offload", "weights")
+            await critic.offload("weights")
         await self._wake(_WEIGHTS)
-        await learner.call("reload", "weights")
+        await learner.reload("weights")
         yield
         await self.engines_only()
 
@@ -106,18 +107,18 @@ class GpuTurns:
     async def sending_to_one(self) -> AsyncIterator[None]:
         """For bringing one restarted engine up to date while the others go on."""
         if self.enabled:
-            await self._models()[0].call("reload", "weights")
+            await self._models()[0].reload("weights")
         yield
         if self.enabled:
-            await self._models()[0].call("offload", "weights")
+            await self._models()[0].offload("weights")
 
     async def _reload(self, *parts: str) -> None:
         if self.enabled:
-            await asyncio.gather(*(model.call("reload", *parts) for model in self._models()))
+            await asyncio.gather(*(model.reload(*parts) for model in self._models()))
 
     async def _offload(self, *parts: str) -> None:
         if self.enabled:
-            await asyncio.gather(*(model.call("offload", *parts) for model in self._models()))
+            await asyncio.gather(*(model.offload(*parts) for model in self._models()))
 
     async def _sleep(self, *tags: str) -> None:
         if self.enabled:

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from megatron_retool.config import Config
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.leave import REQUEUE
 
 DUMP_SECONDS = 30.0
@@ -75,8 +76,8 @@ class HangWatchdog:
         """The same for a timer of phases in which processes start."""
         return self.watch(timer, "start_hang_timeout_seconds")
 
-    def progress(self, phase: str) -> None:
-        """The phase called so is alive; for phases in which much happens one after another."""
+    def progress(self, phase: Phase) -> None:
+        """``phase`` is alive; for phases in which much happens one after another."""
         for timer, _ in self._watched():
             if phase in timer.running:
                 timer.touch()
@@ -129,7 +130,7 @@ class HangWatchdog:
         ]
 
     def _report(self, timer: StepTimer, setting: str) -> None:
-        phase, seconds = (timer.running or ["?"])[-1], time.monotonic() - timer.last_change
+        phase, seconds = timer.running[-1] if timer.running else "?", time.monotonic() - timer.last_change
         path = self._logs / f"stacks_{time.strftime('%Y%m%d-%H%M%S')}_{phase}.txt"
         what = f"no progress in phase {phase} for {seconds:.0f} s (trainer.{setting}={self._limit(setting):g})"
         try:

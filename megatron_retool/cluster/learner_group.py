@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
+from megatron_retool.algorithms.sampling import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
@@ -38,6 +41,13 @@ GPU_ENVIRONMENT = {
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
+
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+FloatArray = npt.NDArray[np.float32]
+Updated = tuple[dict[str, float] | None, float]
+"""Metrics of an update (rank 0's alone), and the seconds that the rank itself took (``Learner.own_seconds``)."""
 
 
 class LearnerDied(RuntimeError):
@@ -95,31 +105,41 @@ class LearnerWorker:
         )
         return socket.gethostname()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the Learner; only rank 0's answer leaves the process."""
-        result = getattr(self.learner, method)(*args, **kwargs)
-        return result if self.rank == 0 else None
+    # The answers of these are the same on every rank; rank 0's alone leaves its process.
 
-    def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
-        """``call`` of an update, and the seconds that this rank itself took for it (``Learner.own_seconds``)."""
-        return self.call(method, *args, **kwargs), self.learner.own_seconds
+    def log_probs(
+        self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings
+    ) -> dict[str, FloatArray] | None:
+        found = self.learner.log_probs(batch, reference=reference, sampling=sampling)
+        return found if self.rank == 0 else None
 
-    def save(self, directory: str | None, asynchronous: bool) -> str | None:
-        """Write a checkpoint, or without a directory complete the one that is being written.
+    def values(self, batch: TrajectoryBatch) -> FloatArray | None:
+        found = self.learner.values(batch)
+        return found if self.rank == 0 else None
 
-        Returns:
-            Why there is none, or None. The driver does not know Megatron's exceptions.
-        """
-        from megatron_retool.learner.checkpoint import CheckpointError
+    def update(self, batch: TrajectoryBatch, sampling: SamplingSettings) -> Updated:
+        metrics = self.learner.update(batch, sampling=sampling)
+        return (metrics if self.rank == 0 else None), self.learner.own_seconds
 
-        try:
-            if directory is None:
-                self.learner.finish_save()
-            else:
-                self.learner.save(directory, asynchronous=asynchronous)
-        except (CheckpointError, OSError) as error:
-            return str(error)
-        return None
+    def update_critic(self, batch: TrajectoryBatch) -> Updated:
+        metrics = self.learner.update_critic(batch)
+        return (metrics if self.rank == 0 else None), self.learner.own_seconds
+
+    def offload(self, *parts: str) -> None:
+        self.learner.offload(*parts)
+
+    def reload(self, *parts: str) -> None:
+        self.learner.reload(*parts)
+
+    def load(self, directory: str) -> None:
+        self.learner.load(directory)
+
+    def save(self, directory: str, asynchronous: bool) -> str | None:
+        """Why no checkpoint is written, or None; as an answer, since an error of a call is looked at as a death."""
+        return _failure_of(lambda: self.learner.save(directory, asynchronous=asynchronous))
+
+    def finish_save(self) -> str | None:
+        return _failure_of(self.learner.finish_save)
 
     def sync_weights(self, engines: list[str], version: int) -> dict[str, float] | None:
         """Send the current weights to every engine; see sglang_rollout.weight_sync.base."""
@@ -153,7 +173,7 @@ class LearnerGroup:
         threads = str(config.learner.threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         remote = ray.remote(LearnerWorker)
-        self.workers = [
+        self.workers: list[Any] = [
             remote.options(
                 **placement.learner_options(rank, role), runtime_env={"env_vars": environment}, max_concurrency=1
             ).remote(config, role, rank, placement.gpus(role, rank))
@@ -166,36 +186,47 @@ class LearnerGroup:
             master = await self.workers[0].rendezvous.remote()
         except _DEATHS as error:
             raise self._died(0, error) from error
-        self.nodes = await self._all("setup", master, total_optimizer_steps)
+        self.nodes = await self._on_all_ranks(LearnerWorker.setup, master, total_optimizer_steps)
 
     def kill(self) -> None:
         """End every rank at once, whatever it is doing."""
         for worker in self.workers:
             ray.kill(worker)
 
-    async def log_probs(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, Any]:
-        return await self._call("log_probs", ray.put(batch), **kwargs)
+    async def log_probs(
+        self, batch: TrajectoryBatch, *, sampling: SamplingSettings, reference: bool = False
+    ) -> dict[str, FloatArray]:
+        """log_probs and entropy, float32 [T] each; see ``Learner.log_probs``."""
+        return _of_rank_0(await self._on_all_ranks(LearnerWorker.log_probs, batch, reference, sampling))
 
-    async def update(self, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
-        return await self._update("update", batch, **kwargs)
-
-    async def values(self, batch: TrajectoryBatch) -> Any:
+    async def values(self, batch: TrajectoryBatch) -> FloatArray:
         """Critic: float32 [T]."""
-        return await self._call("values", ray.put(batch))
+        return _of_rank_0(await self._on_all_ranks(LearnerWorker.values, batch))
+
+    async def update(self, batch: TrajectoryBatch, *, sampling: SamplingSettings) -> dict[str, float]:
+        """One optimizer step on a mini-batch; its metrics."""
+        return self._note_seconds(await self._on_all_ranks(LearnerWorker.update, batch, sampling))
 
     async def update_critic(self, batch: TrajectoryBatch) -> dict[str, float]:
-        return await self._update("update_critic", batch)
+        """The same for a critic."""
+        return self._note_seconds(await self._on_all_ranks(LearnerWorker.update_critic, batch))
 
-    async def _update(self, method: str, batch: TrajectoryBatch, **kwargs: Any) -> dict[str, float]:
-        answers = await self._all("update", method, ray.put(batch), **kwargs)
+    def _note_seconds(self, answers: list[Updated]) -> dict[str, float]:
         self._seconds = [total + own for total, (_, own) in zip(self._seconds, answers, strict=True)]
-        metrics: dict[str, float] = answers[0][0]
-        return metrics
+        return _of_rank_0([metrics for metrics, _ in answers])
 
     def take_rank_seconds(self) -> list[float]:
         """Each rank's own seconds in updates since the last call: without its waiting for other data-parallel ranks."""
         taken, self._seconds = self._seconds, [0.0] * len(self.workers)
         return taken
+
+    async def offload(self, *parts: str) -> None:
+        """Move "weights", "optimizer" or "gradients" to host memory."""
+        await self._on_all_ranks(LearnerWorker.offload, *parts)
+
+    async def reload(self, *parts: str) -> None:
+        """Bring back what ``offload`` moved."""
+        await self._on_all_ranks(LearnerWorker.reload, *parts)
 
     async def save(self, directory: Path, *, asynchronous: bool = False) -> None:
         """Write a checkpoint; ``asynchronous`` returns when the state is copied, and ``finish_save`` completes it.
@@ -203,7 +234,7 @@ class LearnerGroup:
         Raises:
             SaveError: there is too little room, or writing failed.
         """
-        await self._save(str(directory.absolute()), asynchronous)
+        _check_saved(await self._on_all_ranks(LearnerWorker.save, str(directory.absolute()), asynchronous))
 
     async def finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one.
@@ -211,30 +242,29 @@ class LearnerGroup:
         Raises:
             SaveError: writing failed.
         """
-        await self._save(None, False)
-
-    async def _save(self, directory: str | None, asynchronous: bool) -> None:
-        reasons = [reason for reason in await self._all("save", directory, asynchronous) if reason is not None]
-        if reasons:
-            raise SaveError(reasons[0])
+        _check_saved(await self._on_all_ranks(LearnerWorker.finish_save))
 
     async def load(self, directory: Path) -> None:
-        await self._call("load", str(directory.absolute()))
+        await self._on_all_ranks(LearnerWorker.load, str(directory.absolute()))
 
     async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
-        return (await self._all("sync_weights", engines, version))[0]
+        """Send the current weights to every engine, as ``version``; the seconds and bytes that it took."""
+        return _of_rank_0(await self._on_all_ranks(LearnerWorker.sync_weights, engines, version))
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Any other method of the Learner, on every rank; rank 0's answer."""
-        return await self._call(method, *args, **kwargs)
+    async def _on_all_ranks(
+        self,
+        method: Callable[Concatenate[LearnerWorker, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        """``method`` of every rank with the same arguments; batches among them are stored once for all ranks.
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        # An ObjectRef is resolved by Ray only as a direct argument, which these are.
-        return (await self._all("call", method, *args, **kwargs))[0]
-
-    async def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """One call on every rank. A failure does not wait for the other ranks: they may be stuck in a collective."""
-        tasks = [asyncio.ensure_future(resolved(getattr(w, method).remote(*args, **kwargs))) for w in self.workers]
+        A failure does not wait for the other ranks: they may be stuck in a collective.
+        """
+        # Ray resolves a reference only as a direct argument, which these are.
+        shared = [ray.put(argument) if isinstance(argument, TrajectoryBatch) else argument for argument in args]
+        calls = [getattr(worker, method.__name__).remote(*shared, **kwargs) for worker in self.workers]
+        tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(resolved(call)) for call in calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             deadline = asyncio.get_running_loop().time() + DEATH_NOTICE_SECONDS
@@ -274,6 +304,26 @@ def severity(error: BaseException) -> int:
     # gloo raises plain RuntimeErrors; subclasses, as of a weight sync or a checkpoint, may only quote it.
     broken = bool(names & set(_BROKEN_LINKS)) or (type(cause) is RuntimeError and "gloo" in str(cause))
     return _LINK if broken else _ORDINARY
+
+
+def _failure_of(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    except (SaveError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _check_saved(reasons: Sequence[str | None]) -> None:
+    failed = [reason for reason in reasons if reason is not None]
+    if failed:
+        raise SaveError(failed[0])
+
+
+def _of_rank_0(answers: Sequence[Answer | None]) -> Answer:
+    answer = answers[0]
+    assert answer is not None
+    return answer
 
 
 def _failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:

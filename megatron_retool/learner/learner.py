@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,9 @@ from megatron_retool.learner.pipeline import (
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
 from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
 from megatron_retool.trajectory import TrajectoryBatch
+
+if TYPE_CHECKING:
+    from megatron_retool.learner.checkpoint.save import PendingSave
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class Learner:
             architecture = Architecture.from_pretrained(hf_dir, config.model.families)
         self.config = config
         self.role = role
-        self._pending_save: Any = None
+        self._pending_save: PendingSave | None = None
         self._offload = HostOffload(self)
         self.own_seconds = 0.0
         self.architecture = architecture
@@ -158,7 +161,7 @@ class Learner:
         chunks = build_model_chunks(self.architecture, self.transformer_config, self.acceleration, model_class)
         own = ("value_head.weight",) if model_class is CriticModel else ()
         if mcore_dir is not None:
-            from megatron_retool.learner.checkpoint import load_model_weights
+            from megatron_retool.learner.checkpoint.load import load_model_weights
 
             load_model_weights(chunks, self.architecture, mcore_dir)
         elif hf_dir is not None:
@@ -397,26 +400,34 @@ class Learner:
             self._offload.reload(*parts)
 
     def save(self, directory: str | Path, *, asynchronous: bool = False) -> None:
-        """Write model, optimizer, schedule and random state; see ``checkpoint.save_checkpoint``.
+        """Write model, optimizer, schedule and random state; see ``checkpoint.save``.
 
         Args:
             asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
+
+        Raises:
+            SaveError: too little room on the disk, or writing failed, on any rank.
         """
-        from megatron_retool.learner.checkpoint import save_checkpoint
+        from megatron_retool.learner.checkpoint.save import save_checkpoint
 
         self.finish_save()
-        pending = save_checkpoint(self, directory, asynchronous=asynchronous)
-        self._pending_save = pending if asynchronous else None
+        self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous)
+        if not asynchronous:
+            self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises:
+            SaveError: writing failed on some rank.
+        """
         if self._pending_save is not None:
             pending, self._pending_save = self._pending_save, None
             pending.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Continue from ``save``'s directory, written in any layout; see ``checkpoint.load_checkpoint``."""
-        from megatron_retool.learner.checkpoint import load_checkpoint
+        """Continue from ``save``'s directory, written in any layout; see ``checkpoint.load``."""
+        from megatron_retool.learner.checkpoint.load import load_checkpoint
 
         load_checkpoint(self, directory)
 

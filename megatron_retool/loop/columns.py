@@ -1,17 +1,14 @@
 """What the update has to know of every token: log-probs, values, correction, advantages, loss weights.
 
 Each function takes the step's batch and gives it back with more columns ([T], see ``TrajectoryBatch``).
-``write_estimates`` keeps them beside the rollouts, for ``python -m megatron_retool report mismatch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_retool.algorithms.advantages import compute_advantages, share_branch_advantages
@@ -21,7 +18,7 @@ from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from sglang_rollout.agent.branching import shared_token_ids
 
@@ -38,18 +35,18 @@ async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTime
     old_log_probs are the engine's, and nothing is computed.
     """
     algorithm, sampling = run.config.algorithm, run.config.rollout.train
-    with timer.phase("old_log_prob"):
+    with timer.phase(Phase.OLD_LOG_PROB):
         if algorithm.rollout_correction.bypass_old_log_probs:
             batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
         else:
             result = await run.learner.log_probs(batch, sampling=sampling)
             batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
     if algorithm.kl_in_loss or algorithm.kl_in_reward:
-        with timer.phase("ref"):
+        with timer.phase(Phase.REFERENCE):
             reference = await run.learner.log_probs(batch, reference=True, sampling=sampling)
             batch = batch.with_columns(ref_log_probs=reference["log_probs"])
     if run.critic is not None:
-        with timer.phase("values"):
+        with timer.phase(Phase.VALUES):
             batch = batch.with_columns(values=await run.critic.values(batch))
     return batch
 
@@ -154,36 +151,3 @@ def critic_mini_batch(mini_batch: TrajectoryBatch) -> TrajectoryBatch:
     """The same responses for the critic, which learns from every sampled token alike, rejected ones too."""
     count = max(int(mini_batch.loss_mask.sum()), 1)
     return mini_batch.with_columns(loss_weights=mini_batch.loss_mask / count)
-
-
-def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
-    """Write the batch's columns to a parquet file, one row a trajectory, named by group_id and index.
-
-    To a temporary name, fsynced, renamed.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ends = np.cumsum(batch.response_lengths, dtype=np.int32)
-    offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))
-    table = {"group_id": pa.array(batch.group_ids), "index": pa.array(batch.indices)}
-    for name, column in sorted(batch.columns.items()):
-        table[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
-    with atomic_write(path) as handle:
-        pq.write_table(pa.table(table), handle, compression="zstd")
-
-
-def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:
-    """What ``write_estimates`` wrote: (group_id, index) -> column -> float32 [R]."""
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path)
-    names = [name for name in table.column_names if name not in ("group_id", "index")]
-    keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
-    columns = {name: table[name].combine_chunks() for name in names}
-    return {
-        key: {name: columns[name][row].values.to_numpy(zero_copy_only=False) for name in names}
-        for row, key in enumerate(keys)
-    }

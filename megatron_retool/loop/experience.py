@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_retool.algorithms.dynamic_sampling import GroupFilter, RefillDecision, decide_refill, filter_groups
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import ProgressLine, progress_line
 from megatron_retool.trajectory import Trajectory, read_trajectories
 from sglang_rollout.agent.paused_groups import PausedGroup
@@ -152,11 +153,11 @@ async def generate_round(
     groups: list[list[Trajectory]] = []
     async with contextlib.aclosing(run.rollout.stream(prompts, config.rollout.train, group_sizes=sizes)) as stream:
         async for group in stream:
-            with timer.phase("reward"):
+            with timer.phase(Phase.REWARD):
                 await asyncio.to_thread(run.rewards.score, group)
             groups.append(group)
             progress.advance(len(group))
-            run.watchdog.progress("gen")
+            run.watchdog.progress(Phase.GENERATION)
             if partial.enable and len(groups) == count:
                 break
     return sorted(groups, key=lambda group: group[0].group_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
 from megatron_retool.config import Config
-from megatron_retool.runs.checkpoints import Checkpoint, SaveError
+from megatron_retool.loop.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 class LearnerRecovery:
     """Builds a learner anew that lost a rank, up to ``trainer.max_learner_restarts`` times for one checkpoint."""
 
-    def __init__(self, run: Deployment) -> None:
+    def __init__(self, run: Deployment, checkpointer: Checkpointer) -> None:
         self._run = run
+        self._checkpointer = checkpointer
+        self._first_prompts = run.prompts.state_dict()
         self._restarts = 0
-        self._checkpoint: Checkpoint | None = run.checkpoint
+        self._checkpoint = checkpointer.newest
 
     async def after(self, error: LearnerDied) -> None:
-        """Learner and prompts as at the start, so that the loop may go on from ``run.checkpoint``.
+        """Learner and prompts as at the start, so that the loop may go on from the newest checkpoint.
 
         Raises:
             RuntimeError: it died too often, or a node is gone.
@@ -35,9 +37,10 @@ class LearnerRecovery:
         run = self._run
         limit = run.config.trainer.max_learner_restarts
         while True:
-            if run.checkpoint != self._checkpoint:
-                self._checkpoint, self._restarts = run.checkpoint, 0
-            place = f"checkpoint {run.checkpoint.path}" if run.checkpoint is not None else "the initial weights"
+            newest = self._checkpointer.newest
+            if newest != self._checkpoint:
+                self._checkpoint, self._restarts = newest, 0
+            place = f"checkpoint {newest.path}" if newest is not None else "the initial weights"
             if self._restarts >= limit:
                 raise RuntimeError(
                     f"the learner died {limit + 1} times since {place} (trainer.max_learner_restarts={limit}); at "
@@ -55,47 +58,11 @@ class LearnerRecovery:
             )
             try:
                 await run.restart_learner()
-                return
+                break
             except LearnerDied as again:
                 error = again
-
-
-class CheckpointSaves:
-    """Lets a run go on without a checkpoint that cannot be written, and says when to try again.
-
-    Attributes:
-        overdue: a checkpoint is missing, so each following step is to be saved until one is written.
-    """
-
-    def __init__(self, config: Config, console: Console) -> None:
-        self._stop = config.trainer.on_failed_save == "stop"
-        self._console = console
-        self._failed = 0
-
-    @property
-    def overdue(self) -> bool:
-        return self._failed > 0
-
-    async def attempt(self, save: Awaitable[None], *, required: bool) -> dict[str, float]:
-        """Await ``save``; checkpoint/failed_saves, how many have failed in a row.
-
-        Raises:
-            SaveError: it failed, and is ``required`` or ``trainer.on_failed_save`` is stop.
-        """
-        try:
-            await save
-            self._failed = 0
-        except SaveError as error:
-            if required or self._stop:
-                raise
-            self._failed += 1
-            self._console.print(
-                f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again",
-                style="bold red",
-                markup=False,
-                highlight=False,
-            )
-        return {"checkpoint/failed_saves": float(self._failed)}
+        run.rollout.drop_paused()
+        run.prompts.load_state_dict(self._first_prompts)
 
 
 class StragglerWatch:

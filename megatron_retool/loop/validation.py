@@ -14,6 +14,7 @@ from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import Trajectory, write_trajectories
@@ -34,7 +35,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
             await asyncio.to_thread(run.rewards.score, group, "validation")
             trajectories += group
             progress.advance(len(group))
-            run.watchdog.progress("testing")
+            run.watchdog.progress(Phase.VALIDATION)
     trajectories.sort(key=lambda t: (t.group_id, t.index))
     texts = [run.decode(t) for t in trajectories]
     stored = config.run_dir / "validation" / f"step_{step:06d}.parquet"

@@ -16,8 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
+from megatron_retool.runs.metrics_file import drop_rows_from
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
@@ -31,8 +33,8 @@ CONSOLE_COLUMNS = {
     "actor/grad_norm": "grad",
     "rollout_corr/log_prob_abs_diff": "|Δ logp|",
     "rollout_corr/masked_fraction": "masked",
-    "timing_s/gen": "gen s",
-    "timing_s/step": "step s",
+    Phase.GENERATION.metric: "gen s",
+    Phase.STEP.metric: "step s",
 }
 """Metric -> heading in the step table."""
 
@@ -150,38 +152,6 @@ class MetricLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in order. A last line cut off by a crash is left out."""
-    rows = []
-    path = Path(path)
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-    return rows
-
-
-def drop_rows_from(path: Path, step: int) -> None:
-    """Cut metrics.jsonl off before the first row of ``step`` or later, or before a half-written line.
-
-    This needs no room, which a disk may lack when a run resumes.
-    """
-    if not path.exists():
-        return
-    end = 0
-    with open(path, "rb+") as handle:
-        for line in handle:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                    break
-            except json.JSONDecodeError:
-                break
-            end += len(line)
-        handle.truncate(end)
 
 
 def validation_line(values: Mapping[str, float]) -> str:

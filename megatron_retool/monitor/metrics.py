@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
 _EXECUTED = ("ok", "error", "timeout")
@@ -93,8 +94,8 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.running: list[str] = []
+        self.seconds: dict[Phase, float] = {}
+        self.running: list[Phase] = []
         self.touch()
 
     def touch(self) -> None:
@@ -102,19 +103,25 @@ class StepTimer:
         self.last_change = time.monotonic()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, phase: Phase) -> Iterator[None]:
         start = time.perf_counter()
-        self.running.append(name)
+        self.running.append(phase)
         self.touch()
         try:
             yield
         finally:
-            self.running.remove(name)
+            self.running.remove(phase)
             self.touch()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+        return {phase.metric: seconds for phase, seconds in self.seconds.items()}
+
+
+def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over the updates of a step, name by name; a name counts in the rows that have it."""
+    names = {name for row in rows for name in row}
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
 
 
 def performance_metrics(total_tokens: int, seconds: float, learner_ranks: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.planning import report
 from megatron_retool.planning.hardware import Machines, parse_machines
 from megatron_retool.planning.models import resolve_architecture
@@ -184,7 +185,7 @@ def read_measurements(path: Path) -> dict[str, float]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not a file of JSON lines: {error}") from error
-    steps = [row for row in rows if "timing_s/gen" in row]
+    steps = [row for row in rows if Phase.GENERATION.metric in row]
     if not steps:
         raise ConfigError(f"{path} has no training step")
     # The first step compiles, connects and warms caches.
@@ -193,7 +194,7 @@ def read_measurements(path: Path) -> dict[str, float]:
     for name in sorted({name for row in steps for name in row}):
         values = [row[name] for row in steps if isinstance(row.get(name), (int, float))]
         if values:
-            measured[name.removeprefix("timing_s/") if name.startswith("timing_s/") else name] = float(median(values))
+            measured[name.removeprefix(TIMING_PREFIX)] = float(median(values))
     return measured
 
 

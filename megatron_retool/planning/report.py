@@ -11,6 +11,7 @@ from rich.table import Table
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import checkpoint_bytes, parameter_count
 from megatron_retool.planning.strategies import Outcome, Scenario
@@ -137,17 +138,17 @@ def time_table(time: StepTime, measured: dict[str, float] | None = None) -> Tabl
         table.add_column("measured", justify="right")
         table.add_column("error", justify="right")
     parts = {
-        "gen": f"mean batch {time.generation.mean_batch:.0f} an engine; the last tenth of responses takes "
+        Phase.GENERATION: f"mean batch {time.generation.mean_batch:.0f} an engine; the last tenth of responses takes "
         f"{time.generation.tail_seconds:.0f} s",
-        "old_log_prob": _parts(vars(time.log_probs)),
-        "update_actor": _parts(vars(time.update)),
+        Phase.OLD_LOG_PROB: _parts(vars(time.log_probs)),
+        Phase.UPDATE_ACTOR: _parts(vars(time.update)),
     }
-    for name, seconds in time.phases().items():
-        row = [name, f"{seconds:.4g}", f"{seconds / time.total:.0%}", parts.get(name, "")]
-        table.add_row(*row, *_against(measured, name, seconds))
+    for phase, seconds in time.phases().items():
+        row = [phase, f"{seconds:.4g}", f"{seconds / time.total:.0%}", parts.get(phase, "")]
+        table.add_row(*row, *_against(measured, phase, seconds))
     table.add_section()
     note = "generation and training overlap" if time.overlapped else ""
-    table.add_row("step", f"{time.total:.4g}", "", note, *_against(measured, "step", time.total), style="bold")
+    table.add_row(Phase.STEP, f"{time.total:.4g}", "", note, *_against(measured, Phase.STEP, time.total), style="bold")
     return table
 
 

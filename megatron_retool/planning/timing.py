@@ -23,6 +23,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
@@ -121,17 +122,21 @@ class StepTime:
         """perf/throughput."""
         return self.trained_tokens / self.total / self.gpus
 
-    def phases(self) -> dict[str, float]:
-        """Seconds by metric name, timing_s/<name>."""
-        phases = {"gen": self.generation.seconds, "old_log_prob": self.log_probs.total}
+    def phases(self) -> dict[Phase, float]:
+        """Seconds by phase, as a run's ``StepTimer`` counts them; they add up to ``total`` where nothing overlaps.
+
+        Of the switch between learner and engines, a run times the way back from host memory as a phase of its own, and
+        the way there with the weight sync.
+        """
+        phases = {Phase.GENERATION: self.generation.seconds, Phase.OLD_LOG_PROB: self.log_probs.total}
         if self.reference:
-            phases["ref"] = self.reference.total
-        phases["update_actor"] = self.update.total
+            phases[Phase.REFERENCE] = self.reference.total
+        phases[Phase.UPDATE_ACTOR] = self.update.total
         if self.critic:
-            phases["update_critic"] = self.critic
-        phases["weight_sync"] = self.weight_sync
+            phases[Phase.UPDATE_CRITIC] = self.critic
+        phases[Phase.WEIGHT_SYNC] = self.weight_sync + self.phase_switch / 2
         if self.phase_switch:
-            phases["phase_switch"] = self.phase_switch
+            phases[Phase.PHASE_SWITCH] = self.phase_switch / 2
         return phases
 
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 from omegaconf import OmegaConf
 
 from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
-from megatron_retool.loop.columns import read_estimates
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 
 _MAX_POINTS = 20_000

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.monitor.phases import Phase
+from megatron_retool.runs.metrics_file import read_metrics
+
+_DRAWN_PHASES = (
+    Phase.STEP,
+    Phase.GENERATION,
+    Phase.REWARD,
+    Phase.OLD_LOG_PROB,
+    Phase.UPDATE_ACTOR,
+    Phase.WEIGHT_SYNC,
+)
 
 
 @dataclass(frozen=True)
@@ -80,10 +90,7 @@ def _figures(metrics: set[str]) -> list[Figure]:
         Figure(
             "time",
             "Seconds of a step",
-            [
-                (f"timing_s/{phase}", phase)
-                for phase in ("step", "gen", "reward", "old_log_prob", "update_actor", "weight_sync")
-            ],
+            [(phase.metric, phase) for phase in _DRAWN_PHASES],
         ),
     ]
     return figures

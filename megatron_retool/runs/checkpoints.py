@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conversion.files.directory import COMPLETE_NAME, publish
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.metrics_file import read_metrics
+
+PAUSED_GROUPS = "paused_groups.parquet"
 
 _STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\..+")
@@ -42,12 +46,8 @@ class Checkpoint:
         return self.path / "learner"
 
     @property
-    def critic(self) -> Path:
-        return self.path / "critic"
-
-    @property
     def paused_groups(self) -> Path:
-        return self.path / "paused_groups.parquet"
+        return self.path / PAUSED_GROUPS
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint."""
@@ -60,7 +60,7 @@ def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
     found = []
     for path in (run_dir / "checkpoints").glob("global_step_*"):
         match = _STEP_DIRECTORY.fullmatch(path.name)
-        if match and (path / "COMPLETE").exists():
+        if match and (path / COMPLETE_NAME).exists():
             found.append(Checkpoint(path, int(match[1])))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -79,10 +79,10 @@ def find_resume_point(config: Config) -> Checkpoint | None:
         return found[-1] if found else None
     path = Path(config.trainer.resume_from_path or "")
     match = _STEP_DIRECTORY.fullmatch(path.name)
-    if match is None or not (path / "COMPLETE").exists():
+    if match is None or not (path / COMPLETE_NAME).exists():
         raise ConfigError(
             f"trainer.resume_from_path={path}: not a complete checkpoint; give a directory global_step_N that holds "
-            "a file COMPLETE"
+            f"a file {COMPLETE_NAME}"
         )
     return Checkpoint(path, int(match[1]))
 
@@ -115,7 +115,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     for folder in ("rollouts", "validation"):
         later += _later_paths(run_dir / folder, _STEP_FILE, resume.step)
     # Made of the last checkpoint; COMPLETE is fine-tuning's.
-    later += [path for path in map(run_dir.joinpath, ("export", "report", "COMPLETE")) if path.exists()]
+    later += [path for path in map(run_dir.joinpath, ("export", "report", COMPLETE_NAME)) if path.exists()]
     target = _name_aside(run_dir)
     for path in later:
         place = target / path.relative_to(run_dir)
@@ -149,24 +149,17 @@ def checkpoint_workspace(run_dir: Path, step: int) -> Path:
 
 
 @contextmanager
-def checkpoint_attempt(run_dir: Path, step: int) -> Iterator[Path]:
-    """The workspace of the checkpoint of ``step``, which is removed where the block fails.
+def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
+    """The workspace of the checkpoint of ``step``, which is removed where the block cannot write.
 
     Raises:
         SaveError: the disk is full or fails.
     """
-    checkpoint_workspace(run_dir, step)
-    with checkpoint_in_progress(run_dir, step) as workspace:
-        yield workspace
-
-
-@contextmanager
-def checkpoint_in_progress(run_dir: Path, step: int) -> Iterator[Path]:
-    """The same for a block that goes on with a workspace that is there already."""
+    workspace = workspace_path(run_dir, step)
     try:
-        yield workspace_path(run_dir, step)
+        yield workspace
     except (OSError, SaveError) as error:
-        shutil.rmtree(workspace_path(run_dir, step), ignore_errors=True)
+        shutil.rmtree(workspace, ignore_errors=True)
         older = complete_checkpoints(run_dir)
         raise SaveError(
             f"the checkpoint of step {step} was not written: {error}. "
@@ -175,20 +168,18 @@ def checkpoint_in_progress(run_dir: Path, step: int) -> Iterator[Path]:
         ) from error
 
 
-def commit_checkpoint(workspace: Path, step: int, files: dict[str, dict[str, Any]]) -> Checkpoint:
-    """Write the JSON ``files`` and COMPLETE into the workspace, fsync, and give it its final name."""
+def commit_checkpoint(workspace: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
+    """Write the JSON ``files`` and COMPLETE into the workspace, fsync, and give it its final name.
+
+    An earlier attempt at the same step, taken again after a resume, is replaced.
+    """
     for name, content in files.items():
-        _write_synced(workspace / name, json.dumps(content, indent=1))
-    _write_synced(workspace / "COMPLETE", "")
+        with atomic_write(workspace / name) as handle:
+            handle.write(json.dumps(content, indent=1).encode())
+    with atomic_write(workspace / COMPLETE_NAME):
+        pass
     final = workspace.with_name(f"global_step_{step}")
-    replaced = workspace.with_name(f".global_step_{step}.replaced.partial")
-    if final.exists():  # an earlier attempt at the same step, taken again after a resume
-        os.replace(final, replaced)
-    os.replace(workspace, final)
-    directory = os.open(final.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
-    shutil.rmtree(replaced, ignore_errors=True)
+    publish(workspace, final)
     return Checkpoint(final, step)
 
 
@@ -231,7 +222,7 @@ def prune_checkpoints(config: Config, written: Checkpoint) -> None:
     The one just ``written`` and the one that ``trainer.resume_from_path`` names are never deleted.
     """
     trainer, run_dir = config.trainer, config.run_dir
-    for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial"):
+    for leftover in (run_dir / "checkpoints").glob(".global_step_*.partial*"):
         shutil.rmtree(leftover, ignore_errors=True)
     complete = complete_checkpoints(run_dir)
     if trainer.keep_checkpoints < 1:
@@ -250,12 +241,5 @@ def prune_checkpoints(config: Config, written: Checkpoint) -> None:
     for checkpoint in complete:
         if checkpoint.step not in kept and checkpoint.path.resolve() != origin:
             # The marker goes first: a deletion that is cut short must not leave a directory that looks complete.
-            (checkpoint.path / "COMPLETE").unlink()
+            (checkpoint.path / COMPLETE_NAME).unlink()
             shutil.rmtree(checkpoint.path)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())

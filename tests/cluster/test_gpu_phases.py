@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.cluster.gpu_phases import GpuPhases
 from sglang_rollout.engine.client import EngineClient, EngineRejected, EngineUnavailable
 
 
@@ -18,7 +18,7 @@ class Machine:
         self.moves: list[str] = []
         self.busy = self.gone = False
         self.urls: list[str] = []
-        self.turns = GpuTurns(
+        self.phases = GpuPhases(
             enabled, lambda: [FakeModel(self, "learner"), FakeModel(self, "critic")], lambda: self.urls, self.client
         )
 
@@ -34,8 +34,11 @@ class FakeModel:
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
 
-    async def call(self, method: str, *parts: str) -> None:
-        self.machine.moves.append(f"{self.name} {method} {' '.join(parts)}")
+    async def offload(self, *parts: str) -> None:
+        self.machine.moves.append(f"{self.name} offload {' '.join(parts)}")
+
+    async def reload(self, *parts: str) -> None:
+        self.machine.moves.append(f"{self.name} reload {' '.join(parts)}")
 
 
 class FakeEngine(EngineClient):
@@ -65,7 +68,7 @@ ALL_BACK = ["learner reload weights optimizer gradients", "critic reload weights
 def started() -> Machine:
     """The learner has left, and the engine has started after it."""
     machine = Machine()
-    asyncio.run(machine.turns.engines_only())
+    asyncio.run(machine.phases.engines_only())
     assert machine.take() == ALL_AWAY
     machine.urls = ["http://e0"]
     return machine
@@ -74,13 +77,13 @@ def started() -> Machine:
 def test_a_step() -> None:
     machine = started()
     machine.busy = True  # what was aborted is still ending
-    asyncio.run(machine.turns.training())
+    asyncio.run(machine.phases.training())
     assert machine.take() == ["engine busy", "engine release kv_cache weights", *ALL_BACK]
-    asyncio.run(machine.turns.training())
+    asyncio.run(machine.phases.training())
     assert not [move for move in machine.take() if move.startswith("engine")]
 
     async def push() -> None:
-        async with machine.turns.syncing():
+        async with machine.phases.syncing():
             machine.moves.append("PUSH")
 
     asyncio.run(push())
@@ -100,7 +103,7 @@ def test_a_sync_without_training_makes_room_for_the_learners_weights() -> None:
     machine = started()
 
     async def push() -> None:
-        async with machine.turns.syncing():
+        async with machine.phases.syncing():
             machine.moves.append("PUSH")
 
     asyncio.run(push())
@@ -113,7 +116,7 @@ def test_saving_keeps_the_engines_weights_and_ends_in_generation_whatever_happen
     machine = started()
 
     async def save() -> None:
-        async with machine.turns.saving():
+        async with machine.phases.saving():
             raise OSError("disk full")
 
     with pytest.raises(OSError):
@@ -125,10 +128,10 @@ def test_saving_keeps_the_engines_weights_and_ends_in_generation_whatever_happen
 def test_restarted_and_dead_engines() -> None:
     machine = started()
     machine.gone = True
-    asyncio.run(machine.turns.training())
+    asyncio.run(machine.phases.training())
     assert machine.take() == ALL_BACK
-    machine.turns.restarted("http://e0")
-    asyncio.run(machine.turns.engines_only())
+    machine.phases.restarted("http://e0")
+    asyncio.run(machine.phases.engines_only())
     assert machine.take() == ALL_AWAY  # it never slept: nothing to resume
 
 
@@ -136,7 +139,7 @@ def test_one_engine_is_brought_up_to_date_while_the_others_go_on() -> None:
     machine = started()
 
     async def send() -> None:
-        async with machine.turns.sending_to_one():
+        async with machine.phases.sending_to_one():
             machine.moves.append("PUSH")
 
     asyncio.run(send())
@@ -148,14 +151,14 @@ def test_with_gpus_of_their_own_nobody_moves() -> None:
     machine.urls = ["http://e0"]
 
     async def all_phases() -> None:
-        await machine.turns.training()
-        async with machine.turns.syncing():
+        await machine.phases.training()
+        async with machine.phases.syncing():
             pass
-        async with machine.turns.saving():
+        async with machine.phases.saving():
             pass
-        async with machine.turns.sending_to_one():
+        async with machine.phases.sending_to_one():
             pass
-        await machine.turns.engines_leave()
+        await machine.phases.engines_leave()
 
     asyncio.run(all_phases())
     assert machine.moves == []

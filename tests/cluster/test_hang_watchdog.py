@@ -15,12 +15,13 @@ from rich.console import Console
 
 from megatron_retool.cluster import deployment, hang_watchdog
 from megatron_retool.cluster.deployment import Deployment
-from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_dump
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 CHILD = (
@@ -50,7 +51,7 @@ def test_stacks_of_driver_children_and_other_nodes_are_written_once(tmp_path: Pa
     async def hang() -> None:
         async with watchdog(tmp_path, console, remote_stacks=lambda: [("node7", "stuck_over_there\n")]) as dog:
             timer = dog.watch(StepTimer())
-            with timer.phase("step"), timer.phase("update_actor"):
+            with timer.phase(Phase.STEP), timer.phase(Phase.UPDATE_ACTOR):
                 await waiting_for_an_engine(2.5)
 
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
@@ -76,12 +77,12 @@ def test_progress_and_ended_phases_are_no_hang(tmp_path: Path) -> None:
     async def work() -> None:
         async with watchdog(tmp_path, Console(quiet=True)) as dog:
             timer = dog.watch(StepTimer())
-            with timer.phase("gen"):
+            with timer.phase(Phase.GENERATION):
                 for _ in range(8):
                     await asyncio.sleep(0.15)
-                    dog.progress("gen")
+                    dog.progress(Phase.GENERATION)
             for _ in range(3):
-                with timer.phase("update_actor"):
+                with timer.phase(Phase.UPDATE_ACTOR):
                     await asyncio.sleep(0.15)
             await asyncio.sleep(1.2)
 
@@ -94,7 +95,7 @@ def test_abort_ends_the_block_with_the_reason(tmp_path: Path) -> None:
 
     async def hang() -> None:
         async with watchdog(tmp_path, Console(quiet=True), "abort") as dog:
-            with dog.watch(StepTimer()).phase("gen"):
+            with dog.watch(StepTimer()).phase(Phase.GENERATION):
                 try:
                     await asyncio.sleep(60)
                 finally:
@@ -123,7 +124,7 @@ def test_a_driver_that_cannot_be_cancelled_is_ended(tmp_path: Path, monkeypatch:
 
     async def blocked() -> None:
         async with watchdog(tmp_path, Console(quiet=True), "abort") as dog:
-            with dog.watch(StepTimer()).phase("gen"):
+            with dog.watch(StepTimer()).phase(Phase.GENERATION):
                 deadline = time.monotonic() + 15
                 while not codes and time.monotonic() < deadline:
                     time.sleep(0.05)  # the event loop itself does not run
@@ -141,7 +142,7 @@ def test_starting_has_a_limit_of_its_own(tmp_path: Path) -> None:
 
     async def start(seconds: float) -> None:
         async with HangWatchdog(config, console) as dog:
-            with dog.watch_start(StepTimer()).phase("start_engines"):
+            with dog.watch_start(StepTimer()).phase(Phase.START_ENGINES):
                 await asyncio.sleep(seconds)
 
     asyncio.run(start(0.9))
@@ -184,13 +185,13 @@ def test_a_learner_that_does_not_come_up_ends_the_run_and_leaves_nothing(
 
         async def _start(self) -> None:
             self._stack.callback(stopped.append, True)
-            self._placement, self.total_steps, self._first_prompts = SimpleNamespace(node_ids=()), 1, {}
-            self.turns = GpuTurns(False, list, list)
+            self._placement, self.total_steps = SimpleNamespace(node_ids=()), 1
+            self.gpu_phases = GpuPhases(False, list, list)
             self.rollout = SimpleNamespace(drop_paused=lambda: None)
-            self.prompts = SimpleNamespace(load_state_dict=lambda state: None)
+            self.prompts = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
             await self._start_learner()
 
-    async def dies(run: Deployment, leave: Any) -> bool:
+    async def dies(*_: Any) -> bool:
         raise LearnerDied("learner rank 0 died")
 
     monkeypatch.setattr(StuckGroup, "fine_starts", fine_starts)

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_retool.loop.columns import read_estimates
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 from tests.end_to_end.conftest import FinishedRun
 

@@ -1,21 +1,19 @@
 """Checkpoints: two more steps after a load equal those without it, in the same layout bit by bit and in any other to
-rounding; a failed save harms nothing; retention."""
+rounding; a failed save harms nothing."""
 
 from __future__ import annotations
 
 import resource
 import shutil
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+from megatron_retool.runs.checkpoints import SaveError
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny_models import hf_model, random_batch, save_model
 
@@ -82,57 +80,48 @@ def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
 
 def _save(directory: Path) -> dict[str, Any]:
     """World 4: save, go on, and load into the same layout; save asynchronously while going on."""
-    from megatron_retool.learner.checkpoint import load_checkpoint, save_checkpoint
-
     found: dict[str, Any] = {}
     for family, layout in SAVED_BY.items():
         learner = _learner(4, layout, directory / family)
         _steps(learner, 1, 2)
-        save_checkpoint(learner, directory / f"{family}-checkpoint")
-        completed: list[bool] = []
-        pending = save_checkpoint(
-            learner, directory / f"{family}-async", asynchronous=True, on_complete=partial(completed.append, True)
-        )
+        learner.save(directory / f"{family}-checkpoint")
+        learner.save(directory / f"{family}-async", asynchronous=True)
         assert not (directory / f"{family}-async").exists()
         expected = _steps(learner, 3, 4)
-        pending.wait()
-        assert pending.poll()
+        learner.finish_save()
+        completed = (directory / f"{family}-async" / "COMPLETE").exists()
         again = {}
         for kind in ("checkpoint", "async"):
             learner = _learner(4, layout, directory / family)
-            load_checkpoint(learner, directory / f"{family}-{kind}")
+            learner.load(directory / f"{family}-{kind}")
             again[kind] = {**_steps(learner, 3, 4), "steps": _optimizer_steps(learner)}
         found[family] = {"expected": expected, "again": again, "completed": completed}
     for layout in LOADED_BY[4][DENSE]:
         learner = _learner(4, layout, directory / DENSE)
-        load_checkpoint(learner, directory / f"{DENSE}-checkpoint")
+        learner.load(directory / f"{DENSE}-checkpoint")
         found.setdefault("others", []).append(_steps(learner, 3, 4))
     return found
 
 
 def _load(world: int, directory: Path) -> list[tuple[str, dict[str, Any], set[float]]]:
-    from megatron_retool.learner.checkpoint import load_checkpoint
-
     found = []
     for family, layouts in LOADED_BY[world].items():
         for layout in layouts:
             learner = _learner(world, layout, directory / family)
             _steps(learner, 7)  # a learner that has moved elsewhere forgets it
-            load_checkpoint(learner, directory / f"{family}-checkpoint")
+            learner.load(directory / f"{family}-checkpoint")
             found.append((f"{family} {layout}", _steps(learner, 3, 4), _optimizer_steps(learner)))
     return found
 
 
 def _half_precision(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """World 2, bfloat16 with fp32 main parameters: two steps after a save, and again after a load."""
-    from megatron_retool.learner.checkpoint import load_checkpoint, save_checkpoint
-
     learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
     _steps(learner, 1)
-    save_checkpoint(learner, directory / "bfloat16-checkpoint")
+    learner.save(directory / "bfloat16-checkpoint")
     expected = _steps(learner, 2, 3)
     learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
-    load_checkpoint(learner, directory / "bfloat16-checkpoint")
+    learner.load(directory / "bfloat16-checkpoint")
     return expected, _steps(learner, 2, 3)
 
 
@@ -158,7 +147,7 @@ def test_the_same_layout_continues_bit_by_bit(saved: dict[str, Any], family: str
     for name, tensor in expected["weights"].items():
         assert torch.equal(again["weights"][name], tensor), name
     assert again["steps"] == {4.0}
-    assert saved[family]["completed"] == [True]
+    assert saved[family]["completed"]
     if kind == "checkpoint":
         assert torch.equal(again["random"], expected["random"])
 
@@ -207,7 +196,7 @@ def _weights_of(directory: Path) -> dict[str, torch.Tensor]:
 def _failures(directory: Path) -> dict[str, str]:
     """World 2. What is said of every save and load that cannot be, on rank 0; the state after each failed save."""
     from conversion.hf_to_mcore import convert
-    from megatron_retool.learner.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from megatron_retool.learner.checkpoint.load import CheckpointError
 
     rank = torch.distributed.get_rank
     said: dict[str, str] = {}
@@ -215,53 +204,53 @@ def _failures(directory: Path) -> dict[str, str]:
     def expect(case: str, function: Any, *arguments: Any) -> None:
         try:
             function(*arguments)
-        except CheckpointError as error:
+        except (CheckpointError, SaveError) as error:
             said[case] = str(error)
 
     learner = _learner(2, {}, directory / DENSE)
     target = directory / "failures" / "learner"
-    save_checkpoint(learner, target)
+    learner.save(target)
     before = _steps(learner, 1)
     weights_then = {n: t.clone() for b in learner.export_weights() for n, t in b}
-    load_checkpoint(learner, target)
+    learner.load(target)
 
     real = shutil.disk_usage
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10, 9, 1)
-    expect("full before", save_checkpoint, learner, target)
+    expect("full before", learner.save, target)
     shutil.disk_usage = real
 
     # The disk fills up while rank 1 writes.
     if rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    expect("full while writing", save_checkpoint, learner, target)
+    expect("full while writing", learner.save, target)
     if rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     said["left behind"] = " ".join(sorted(path.name for path in target.parent.iterdir()))
-    load_checkpoint(learner, target)
+    learner.load(target)
     after = _steps(learner, 1)
     said["old one intact"] = str(_distance(after, before) == 0 and bool(weights_then or rank()))
 
-    save_checkpoint(learner, target)  # replaces the old one
-    expect("nothing there", load_checkpoint, learner, directory / "nowhere")
+    learner.save(target)  # replaces the old one
+    expect("nothing there", learner.load, directory / "nowhere")
     torch.distributed.barrier()
     if rank() == 0:
         (target / "COMPLETE").unlink()
     torch.distributed.barrier()
-    expect("incomplete", load_checkpoint, learner, target)
+    expect("incomplete", learner.load, target)
     torch.distributed.barrier()
     if rank() == 0:
         (target / "COMPLETE").touch()
         convert(directory / DENSE, directory / "converted", require_tokenizer=False, processes=1)
     torch.distributed.barrier()
-    expect("weights alone", load_checkpoint, learner, directory / "converted")
+    expect("weights alone", learner.load, directory / "converted")
     plain = _learner(2, {"use_distributed_optimizer": False}, directory / DENSE)
-    expect("other optimizer", load_checkpoint, plain, target)
+    expect("other optimizer", plain.load, target)
     other = _learner(2, {EP: 2}, directory / EXPERTS)
-    expect("other model", load_checkpoint, other, target)
+    expect("other model", other.load, target)
     # The configuration's schedule holds, the checkpoint's step count too.
     slower = _learner(2, {}, directory / DENSE, {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"})
-    load_checkpoint(slower, target)
+    slower.load(target)
     said["resumed with another schedule"] = f"{slower.learning_rate} {slower.scheduler.num_steps}"
     return said
 
@@ -278,35 +267,3 @@ def test_what_goes_wrong_is_said_and_harms_nothing(models: Path) -> None:
     assert "was saved with learner.use_distributed_optimizer=True" in said["other optimizer"]
     assert "lacks decoder.layers" in said["other model"] and "it holds another model" in said["other model"]
     assert said["resumed with another schedule"] == "0.0001 1"
-
-
-class TestRetention:
-    def test_union_of_last_multiples_and_best(self) -> None:
-        from megatron_retool.runs.checkpoints import retained_steps
-
-        steps = [10, 20, 30, 40, 50, 60, 70]
-        assert retained_steps(steps, keep_last=2) == {60, 70}
-        assert retained_steps(steps, keep_last=1, keep_every=30) == {30, 60, 70}
-        accuracy = {10: 0.2, 20: 0.9, 30: float("nan"), 50: 0.9, 99: 1.0}
-        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1) == {50, 70}
-        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=2) == {20, 50, 70}
-        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1, higher_is_better=False) == {10, 70}
-        assert retained_steps([], keep_last=3) == set()
-        with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
-            retained_steps(steps, keep_last=0)
-
-    @given(
-        steps=st.sets(st.integers(0, 200), min_size=1),
-        keep_last=st.integers(1, 5),
-        keep_every=st.none() | st.integers(0, 50),
-        best=st.dictionaries(st.integers(0, 200), st.floats()),
-        keep_best=st.integers(0, 4),
-    )
-    def test_the_newest_stays_and_nothing_is_invented(self, steps, keep_last, keep_every, best, keep_best) -> None:
-        from megatron_retool.runs.checkpoints import retained_steps
-
-        kept = retained_steps(steps, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best)
-        assert max(steps) in kept and kept <= steps
-        assert len(kept) >= min(len(steps), keep_last)
-        # Dropping what is not kept changes nothing about what is kept.
-        assert retained_steps(kept, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best) == kept

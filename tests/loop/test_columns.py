@@ -8,9 +8,7 @@ from megatron_retool.loop.columns import (
     add_advantages,
     correct_rollout,
     critic_mini_batch,
-    read_estimates,
     split_mini_batches,
-    write_estimates,
 )
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import batch_metrics
@@ -140,14 +138,3 @@ def test_branches_share_the_advantage_of_their_common_tokens_under_the_hard_esti
 def test_critic_learns_from_rejected_tokens_too():
     batch = make_batch(*four()).with_columns(loss_weights=np.zeros(16))
     np.testing.assert_allclose(critic_mini_batch(batch).columns["loss_weights"], np.tile(MASK, 4) / 12, rtol=1e-6)
-
-
-def test_estimates_on_disk_are_found_by_group_and_index(tmp_path):
-    rows = [trajectory(7, 0, 1.0), trajectory(9, 3, 0.0)]
-    batch = make_batch(*rows).with_columns(entropy=np.arange(8))
-    write_estimates(batch, tmp_path / "rollouts" / "step.learner.parquet")
-    found = read_estimates(tmp_path / "rollouts" / "step.learner.parquet")
-    assert set(found) == {(7, 0), (9, 3)}
-    np.testing.assert_array_equal(found[9, 3]["entropy"], [4, 5, 6, 7])
-    np.testing.assert_array_equal(found[7, 0]["old_log_probs"], rows[0].rollout_log_probs)
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step.learner.parquet"]

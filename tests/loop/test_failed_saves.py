@@ -7,18 +7,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_retool.cluster.gpu_phases import GpuTurns
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config, load_config
-from megatron_retool.loop.experience import Collected
-from megatron_retool.loop.faults import CheckpointSaves
-from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.train import finish_save, save
+from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.runs.checkpoints import SaveError, complete_checkpoints
 
 
@@ -26,9 +21,11 @@ class FakeLearner:
     """Writes so many bytes for each checkpoint, and tells of a full disk as the group does."""
 
     size = 400_000
+    error: Exception | None = None
 
     async def save(self, directory: Path, *, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
+        await self.finish_save()
         directory.mkdir()
         try:
             (directory / "weights").write_bytes(bytes(self.size))
@@ -36,7 +33,11 @@ class FakeLearner:
             raise SaveError(str(error)) from error
 
     async def finish_save(self) -> None:
-        pass
+        if self.error is not None:
+            raise self.error
+
+    async def load(self, directory: Path) -> None:
+        raise AssertionError("there is no checkpoint to load")
 
 
 @pytest.fixture
@@ -51,84 +52,83 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def run_in(directory: Path, *overrides: str) -> tuple[Any, TrainerState]:
+def checkpointer_in(directory: Path, *overrides: str) -> tuple[Checkpointer, FakeLearner, Console]:
     config = load_config(None, [f"trainer.runs_dir={directory}", "trainer.keep_checkpoints=5", *overrides])
-    turns = GpuTurns(False, list, list)
-    run = SimpleNamespace(
-        config=config,
-        learner=FakeLearner(),
-        critic=None,
-        total_steps=9,
-        checkpoint=None,
-        turns=turns,
-        pending_save=None,
-    )
-    return run, TrainerState.first(config)
+    learner, console = FakeLearner(), Console(record=True, width=300)
+    return Checkpointer(config, console, lambda: {"learner": learner}), learner, console
 
 
-def save_step(run: Any, state: TrainerState, step: int, wait: bool = True) -> None:
-    state.step = step
-    asyncio.run(save(run, state, Collected([], [], {"drawn": step}), wait=wait))
+def save_step(checkpointer: Checkpointer, step: int, wait: bool = True) -> float:
+    """How many saves have failed in a row."""
+    files = {"prompt_source.json": {"drawn": step}, "trainer_state.json": {"step": step}}
+    return asyncio.run(checkpointer.save(step, Contents(files), wait=wait))["checkpoint/failed_saves"]
 
 
 def test_asynchronous_save_is_complete_when_it_is_finished(tmp_path: Path) -> None:
-    run, state = run_in(tmp_path, "trainer.async_save=true", "trainer.experiment_name=e")
-    save_step(run, state, 1, wait=False)
-    assert run.learner.asynchronous and complete_checkpoints(tmp_path / "e") == [] and run.checkpoint is None
-    save_step(run, state, 2, wait=False)  # completes the one before it
+    checkpointer, learner, _ = checkpointer_in(tmp_path, "trainer.async_save=true", "trainer.experiment_name=e")
+    save_step(checkpointer, 1, wait=False)
+    assert learner.asynchronous and complete_checkpoints(tmp_path / "e") == [] and checkpointer.newest is None
+    save_step(checkpointer, 2, wait=False)  # completes the one before it
     assert [c.step for c in complete_checkpoints(tmp_path / "e")] == [1]
-    asyncio.run(finish_save(run))
-    assert [c.step for c in complete_checkpoints(tmp_path / "e")] == [1, 2] and run.pending_save is None
-    save_step(run, state, 3)  # the last step waits
-    assert run.checkpoint.step == 3 and run.checkpoint.read("trainer_state.json")["step"] == 3
+    asyncio.run(checkpointer.finish())
+    assert [c.step for c in complete_checkpoints(tmp_path / "e")] == [1, 2]
+    save_step(checkpointer, 3)  # the last step waits
+    assert checkpointer.newest is not None and not learner.asynchronous
+    assert checkpointer.newest.step == 3 and checkpointer.newest.read("trainer_state.json")["step"] == 3
 
 
 def test_full_disk_leaves_the_old_checkpoint_and_no_debris(small_disk: Path) -> None:
-    run, state = run_in(small_disk.parent)
-    save_step(run, state, 1)
-    save_step(run, state, 2)
+    checkpointer, _, _ = checkpointer_in(small_disk.parent)
+    save_step(checkpointer, 1)
+    save_step(checkpointer, 2)
     with pytest.raises(SaveError, match=r"step 3 was not written: .*No space left.*global_step_2 is intact"):
-        save_step(run, state, 3)
+        save_step(checkpointer, 3)
     assert [c.step for c in complete_checkpoints(small_disk)] == [1, 2]
     assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == ["global_step_1", "global_step_2"]
-    assert run.checkpoint.step == 2 and run.checkpoint.read("prompt_source.json") == {"drawn": 2}
+    assert checkpointer.newest is not None
+    assert checkpointer.newest.step == 2 and checkpointer.newest.read("prompt_source.json") == {"drawn": 2}
 
 
 def test_full_disk_at_the_last_file_is_no_checkpoint_either(small_disk: Path) -> None:
-    run, state = run_in(small_disk.parent)
-    run.learner.size = 2**20  # the weights just fit, the rest does not
+    checkpointer, learner, _ = checkpointer_in(small_disk.parent)
+    learner.size = 2**20  # the weights just fit, the rest does not
     with pytest.raises(SaveError, match="There is no older one; free some space"):
-        save_step(run, state, 1)
-    assert list((small_disk / "checkpoints").iterdir()) == [] and run.checkpoint is None
+        save_step(checkpointer, 1)
+    assert list((small_disk / "checkpoints").iterdir()) == [] and checkpointer.newest is None
 
 
-async def outcome(error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
-def test_run_goes_on_and_tries_again_until_one_is_written() -> None:
-    console = Console(record=True, width=300)
-    saves = CheckpointSaves(load_config(), console)
-
-    def attempt(error: Exception | None, required: bool = False) -> float:
-        return asyncio.run(saves.attempt(outcome(error), required=required))["checkpoint/failed_saves"]
-
-    assert not saves.overdue
-    assert attempt(SaveError("disk full")) == 1 and saves.overdue
-    assert attempt(SaveError("disk full")) == 2
-    assert "disk full. Training goes on" in console.export_text()
+def test_run_goes_on_and_tries_again_until_one_is_written(tmp_path: Path) -> None:
+    checkpointer, learner, console = checkpointer_in(tmp_path, "trainer.experiment_name=e")
+    assert not checkpointer.overdue
+    learner.error = SaveError("disk full")
+    assert save_step(checkpointer, 1, wait=False) == 1 and checkpointer.overdue
+    assert save_step(checkpointer, 2, wait=False) == 2
+    assert "disk full. There is no older one" in console.export_text(clear=False)
+    assert "Training goes on (trainer.on_failed_save)" in console.export_text()
     with pytest.raises(SaveError):  # the last step's, or the one before a requeue
-        attempt(SaveError("disk full"), required=True)
-    assert attempt(None) == 0 and not saves.overdue
-    with pytest.raises(ValueError):
-        attempt(ValueError("a bug, not a disk"))
+        save_step(checkpointer, 3)
+    learner.error = None
+    assert save_step(checkpointer, 4, wait=False) == 0 and not checkpointer.overdue
+    learner.error = ValueError("a bug, not a disk")
+    with pytest.raises(ValueError, match="a bug"):
+        save_step(checkpointer, 5, wait=False)
 
 
-def test_run_can_be_told_to_stop() -> None:
-    saves = CheckpointSaves(load_config(None, ["trainer.on_failed_save=stop"]), Console(quiet=True))
+def test_an_asynchronous_save_that_fails_while_it_is_written_is_overdue(tmp_path: Path) -> None:
+    checkpointer, learner, _ = checkpointer_in(tmp_path, "trainer.async_save=true", "trainer.experiment_name=e")
+    assert save_step(checkpointer, 1, wait=False) == 0
+    learner.error = SaveError("disk full")
+    asyncio.run(checkpointer.finish())
+    assert checkpointer.overdue and list((tmp_path / "e" / "checkpoints").iterdir()) == []
+    asyncio.run(checkpointer.load())  # a learner that is built anew knows of nothing
+    assert not checkpointer.overdue
+
+
+def test_run_can_be_told_to_stop(tmp_path: Path) -> None:
+    checkpointer, learner, _ = checkpointer_in(tmp_path, "trainer.on_failed_save=stop", "trainer.experiment_name=e")
+    learner.error = SaveError("disk full")
     with pytest.raises(SaveError):
-        asyncio.run(saves.attempt(outcome(SaveError("disk full")), required=False))
+        save_step(checkpointer, 1, wait=False)
 
 
 def test_group_tells_why_a_rank_wrote_nothing(tmp_path: Path) -> None:

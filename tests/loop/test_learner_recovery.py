@@ -36,30 +36,32 @@ def group_of(*answers: tuple[float, Any]) -> LearnerGroup:
     group.config, group.role = load_config(None, ["trainer.experiment_name=e"]), "learner"
     group.nodes = [f"node{rank}" for rank in range(len(answers))]
     group.workers = [
-        SimpleNamespace(call=SimpleNamespace(remote=lambda *_, given=given, **__: answer(*given))) for given in answers
+        SimpleNamespace(values=SimpleNamespace(remote=lambda *_, given=given, **__: answer(*given)))
+        for given in answers
     ]
     return group
 
 
+BATCH: Any = None
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer")
 
 
 def test_death_is_blamed_where_another_rank_fails_first() -> None:
     group = group_of((0.0, raised_in_actor(GLOO)), (0.05, ActorDiedError()), (60.0, None))
     with pytest.raises(LearnerDied, match=r"learner rank 1 on node1 died \(runs/e/logs/learner_rank1.log\)"):
-        asyncio.run(asyncio.wait_for(group.call("update"), 5))
+        asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
 
 
 def test_broken_links_count_as_a_death() -> None:
     with pytest.raises(LearnerDied, match="rank 0 on node0 lost its device or its links.*Connection closed"):
-        asyncio.run(group_of((0.0, raised_in_actor(GLOO)), (0.0, raised_in_actor(GLOO))).call("update"))
+        asyncio.run(group_of((0.0, raised_in_actor(GLOO)), (0.0, raised_in_actor(GLOO))).values(BATCH))
 
 
 def test_an_error_of_the_code_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_group, "DEATH_NOTICE_SECONDS", 0.1)
     group = group_of((60.0, None), (0.0, raised_in_actor(ValueError("the mini-batch lacks old_log_probs"))))
     with pytest.raises(ValueError, match="lacks old_log_probs"):
-        asyncio.run(asyncio.wait_for(group.call("update"), 5))
+        asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
 
 
 def test_errors_that_only_quote_gloo_are_no_death() -> None:
@@ -67,18 +69,30 @@ def test_errors_that_only_quote_gloo_are_no_death() -> None:
 
     error = raised_in_actor(WeightSyncError(f"weight sync failed at /x; the learner's side: {GLOO}", ["http://e"]))
     with pytest.raises(WeightSyncError):
-        asyncio.run(group_of((0.0, error), (0.0, 1)).call("update"))
+        asyncio.run(group_of((0.0, error), (0.0, 1)).values(BATCH))
 
 
 def test_answers_are_those_of_rank_0() -> None:
-    assert asyncio.run(group_of((0.01, "first"), (0.0, None)).call("update")) == "first"
+    assert asyncio.run(group_of((0.01, "first"), (0.0, None)).values(BATCH)) == "first"
+
+
+class FakePrompts:
+    drawn = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
 
 
 @dataclass
 class FakeRun:
     deaths_while_restarting: int = 0
-    checkpoint: Checkpoint | None = None
+    newest: Checkpoint | None = None  # the checkpointer's
     restarts: int = 0
+    prompts: Any = field(default_factory=lambda: FakePrompts())
+    rollout: Any = field(default_factory=lambda: SimpleNamespace(drop_paused=lambda: 0))
     config: Any = field(default_factory=lambda: load_config(None, ["trainer.max_learner_restarts=2"]))
     console: Console = field(default_factory=lambda: Console(record=True, quiet=False, width=300))
 
@@ -95,28 +109,29 @@ def recover(recovery: LearnerRecovery) -> None:
 
 def test_restarts_are_bounded_until_there_is_a_new_checkpoint() -> None:
     run = FakeRun()
-    recovery = LearnerRecovery(run)  # type: ignore[arg-type]
+    recovery = LearnerRecovery(run, run)  # type: ignore[arg-type]
+    run.prompts.drawn = 8
     recover(recovery)
     recover(recovery)
     with pytest.raises(RuntimeError, match="died 3 times since the initial weights.*node7.*out of memory"):
         recover(recovery)
     assert run.restarts == 2
-    run.checkpoint = Checkpoint(Path("global_step_5"), 5)
+    run.newest = Checkpoint(Path("global_step_5"), 5)
     recover(recovery)
-    assert run.restarts == 3
+    assert run.restarts == 3 and run.prompts.drawn == 0
     assert "goes on from checkpoint global_step_5" in run.console.export_text()
 
 
 def test_an_error_may_look_like_markup_of_the_console() -> None:
     run = FakeRun()
-    asyncio.run(LearnerRecovery(run).after(LearnerDied(f"learner rank 0 lost its links: {GLOO}")))  # type: ignore[arg-type]
+    asyncio.run(LearnerRecovery(run, run).after(LearnerDied(f"learner rank 0 lost its links: {GLOO}")))  # type: ignore[arg-type]
     assert "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538]" in run.console.export_text()
 
 
 def test_a_death_while_restarting_counts_too() -> None:
     run = FakeRun(deaths_while_restarting=1)
-    recover(LearnerRecovery(run))  # type: ignore[arg-type]
+    recover(LearnerRecovery(run, run))  # type: ignore[arg-type]
     assert run.restarts == 2
     run = FakeRun(deaths_while_restarting=9)
     with pytest.raises(RuntimeError, match="died 3 times.*at last: rank 1 died again"):
-        recover(LearnerRecovery(run))  # type: ignore[arg-type]
+        recover(LearnerRecovery(run, run))  # type: ignore[arg-type]

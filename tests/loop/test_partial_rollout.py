@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
 from megatron_retool.data.prompts import PromptSource
+from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import collect_groups
-from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.train import restore, save
+from megatron_retool.loop.state import TrainerState, contents_after, restore
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.paused_groups import read_paused_groups
@@ -88,17 +88,15 @@ class Loop:
             config=config,
             console=Console(quiet=True),
             watchdog=SimpleNamespace(progress=lambda phase: None),
-            learner=FakeLearner(),
-            critic=None,
-            turns=GpuTurns(False, list, list),
+            gpu_phases=GpuPhases(False, list, list),
             rollout=self.rollout,
             prompts=PromptSource(config.data, tokenizer, [], config.trainer.seed),
             rewards=SimpleNamespace(score=self.score, take_metrics=dict),
             tools=SimpleNamespace(take_metrics=dict),
             total_steps=99,
-            checkpoint=find_resume_point(config),
-            pending_save=None,
         )
+        learner, resume = FakeLearner(), find_resume_point(config)
+        self.checkpointer = Checkpointer(config, self.run.console, lambda: {"learner": learner}, resume)
 
     @staticmethod
     def score(group: list[Trajectory]) -> None:
@@ -107,7 +105,7 @@ class Loop:
 
     async def steps(self, count: int, saving: bool = True) -> tuple[list[list[Trajectory]], list[dict[str, float]]]:
         """The trajectories and the metrics of each step from the last checkpoint on."""
-        state = await restore(self.run)
+        state = await restore(self.run, self.checkpointer)
         taken, metrics = [], []
         for _ in range(count):
             state.step += 1
@@ -116,11 +114,11 @@ class Loop:
             taken.append(collected.generated)
             metrics.append(collected.metrics)
             if saving:
-                await save(self.run, state, collected, wait=True)
+                await self.checkpointer.save(state.step, contents_after(self.run, state, collected), wait=True)
         return taken, metrics
 
     async def restored(self) -> TrainerState:
-        return await restore(self.run)
+        return await restore(self.run, self.checkpointer)
 
 
 def groups_of(steps: list[list[Trajectory]]) -> list[int]:
@@ -143,7 +141,7 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
             await lost.steps(1, saving=False)
             await lost.rollout.close()
             second = Loop(tokenizer, engine, prompts_file)
-            checkpoint = second.run.checkpoint
+            checkpoint = second.checkpointer.newest
             after, more_rows = await second.steps(3)
             await second.rollout.close()
             return engine, before, checkpoint, after, rows + more_rows, second

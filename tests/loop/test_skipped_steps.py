@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_retool.cluster.gpu_phases import GpuTurns
+from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
-from megatron_retool.loop.columns import read_estimates, write_estimates
 from megatron_retool.loop.experience import collect_groups
 from megatron_retool.loop.faults import SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.loop.rollout_files import read_estimates, write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics
@@ -105,7 +105,7 @@ def test_each_reason_is_recognised(
     sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
     config = load_config(None, [*sizes, *overrides])
     learner = FakeLearner(gap, grad_norm)
-    run: Any = SimpleNamespace(config=config, learner=learner, critic=None, turns=GpuTurns(False, list, list))
+    run: Any = SimpleNamespace(config=config, learner=learner, critic=None, gpu_phases=GpuPhases(False, list, list))
     state = TrainerState.first(config)
     state.step = 1
     learned = asyncio.run(learn(run, state, [trajectory(0), trajectory(1)], StepTimer()))

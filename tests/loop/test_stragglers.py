@@ -75,6 +75,6 @@ def test_group_adds_up_each_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -
     ]
     group._seconds = [0.0, 0.0]
     for _ in range(2):
-        assert asyncio.run(group.update(None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
+        assert asyncio.run(group.update(None, sampling=None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
     assert group.take_rank_seconds() == [2.0, 4.0]
     assert group.take_rank_seconds() == [0.0, 0.0]

@@ -5,8 +5,9 @@ import math
 import pytest
 from rich.console import Console
 
-from megatron_retool.monitor.logger import MetricLogger, read_metrics
+from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.reports.run import write_report
+from megatron_retool.runs.metrics_file import read_metrics
 
 
 def test_rows_repeat_steps_once_after_resume(tmp_path):

@@ -1,6 +1,7 @@
 import numpy as np
 
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics, rollout_metrics
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch
 
 
@@ -55,6 +56,6 @@ def test_batch_metrics_masks_advantages_and_counts_clipped():
 def test_phases_of_one_name_add_up():
     timer = StepTimer()
     for _ in range(2):
-        with timer.phase("gen"):
+        with timer.phase(Phase.GENERATION):
             pass
     assert set(timer.metrics()) == {"timing_s/gen"}

@@ -22,11 +22,12 @@ from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.logger import MetricLogger, read_metrics
+from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories
 from tests.loop.test_skipped_steps import trajectory
 
@@ -146,20 +147,24 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     async def learn(*_: Any) -> train_loop.Learned:
         return train_loop.Learned(TrajectoryBatch.from_trajectories(group), {}, None)
 
-    async def save(run: Any, state: TrainerState, *_: Any, wait: bool) -> None:
-        saved.append(state.step)
+    async def save(step: int, *_: Any, wait: bool) -> dict[str, float]:
+        saved.append(step)
+        return {}
+
+    async def finish() -> None:
+        pass
 
     async def sync_weights(step: int) -> dict[str, float]:
         return {}
 
-    async def restore(run: Any) -> TrainerState:
+    async def restore(*_: Any) -> TrainerState:
         return TrainerState.first(config)
 
     async def validate(run: Any, step: int) -> dict[str, float]:
         return {}
 
     for name, stand_in in (
-        ("Experience", Stored), ("learn", learn), ("save", save), ("restore", restore), ("validate", validate)
+        ("Experience", Stored), ("learn", learn), ("restore", restore), ("validate", validate)
     ):  # fmt: skip
         monkeypatch.setattr(train_loop, name, stand_in)
     console = Console(record=True, width=300)
@@ -168,16 +173,16 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
         console=console,
         write_errors=WriteErrors(console),
         watchdog=SimpleNamespace(watch=lambda timer: timer),
-        sync_weights=sync_weights,
+        weights=SimpleNamespace(sync=sync_weights),
         decode=lambda t: ("prompt", "response"),
         learner=None,
         critic=None,
-        pending_save=None,
         total_steps=3,
     )
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
-        assert asyncio.run(train_loop.train_from_checkpoint(run, LeaveRequest()))
+        checkpointer: Any = SimpleNamespace(save=save, finish=finish, overdue=False)
+        assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
     assert sorted(path.name for path in rollouts.iterdir()) == [

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.config import ConfigError, load_config, save_config
+from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning import scenarios
 from megatron_retool.planning.cli import main, read_measurements
 from megatron_retool.planning.hardware import parse_machines
@@ -92,6 +93,18 @@ def test_measurements_of_a_run_give_the_workload_and_stand_beside_the_prediction
     _, text = run("--run", str(tmp_path))
     assert "responses of 60 tokens on average" in text
     assert "measured" in text and "4.5" in text and "%" in text
+
+
+def test_every_predicted_phase_stands_beside_the_one_that_a_run_times(tmp_path: Path) -> None:
+    save_config(load_config(DENSE), tmp_path / "config.yaml")
+    step = {"response_length/mean": 900.0, "prompt_length/mean": 90.0, "tool/calls": 1.0}
+    row = {"step": 1, **step, **{phase.metric: 1000.0 + number for number, phase in enumerate(Phase)}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    _, text = run("--run", str(tmp_path), "--suggestions", "0")
+    predicted = ("gen", "old_log_prob", "update_actor", "weight_sync", "phase_switch", "step")
+    for phase in predicted:
+        (line,) = [line for line in text.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == phase]
+        assert f"{1000 + list(Phase).index(Phase(phase))}" in line
 
 
 @pytest.mark.parametrize(

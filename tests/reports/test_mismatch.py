@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_retool.config import load_config, save_config
-from megatron_retool.loop.columns import write_estimates
+from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.reports.mismatch import (
     log_perplexities,
     mismatch_statistics,

@@ -1,6 +1,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.runs.checkpoints import (
@@ -9,6 +11,7 @@ from megatron_retool.runs.checkpoints import (
     complete_checkpoints,
     find_resume_point,
     prune_checkpoints,
+    retained_steps,
     set_aside,
     set_aside_later,
 )
@@ -142,3 +145,31 @@ def test_set_aside_moves_and_keeps(tmp_path):
     moved = set_aside(run_dir)
     assert not run_dir.exists()
     assert complete_checkpoints(moved)[0].step == 1
+
+
+class TestRetention:
+    def test_union_of_last_multiples_and_best(self) -> None:
+        steps = [10, 20, 30, 40, 50, 60, 70]
+        assert retained_steps(steps, keep_last=2) == {60, 70}
+        assert retained_steps(steps, keep_last=1, keep_every=30) == {30, 60, 70}
+        accuracy = {10: 0.2, 20: 0.9, 30: float("nan"), 50: 0.9, 99: 1.0}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1) == {50, 70}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=2) == {20, 50, 70}
+        assert retained_steps(steps, keep_last=1, best=accuracy, keep_best=1, higher_is_better=False) == {10, 70}
+        assert retained_steps([], keep_last=3) == set()
+        with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
+            retained_steps(steps, keep_last=0)
+
+    @given(
+        steps=st.sets(st.integers(0, 200), min_size=1),
+        keep_last=st.integers(1, 5),
+        keep_every=st.none() | st.integers(0, 50),
+        best=st.dictionaries(st.integers(0, 200), st.floats()),
+        keep_best=st.integers(0, 4),
+    )
+    def test_the_newest_stays_and_nothing_is_invented(self, steps, keep_last, keep_every, best, keep_best) -> None:
+        kept = retained_steps(steps, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best)
+        assert max(steps) in kept and kept <= steps
+        assert len(kept) >= min(len(steps), keep_last)
+        # Dropping what is not kept changes nothing about what is kept.
+        assert retained_steps(kept, keep_last=keep_last, keep_every=keep_every, best=best, keep_best=keep_best) == kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.runs.metrics_file import read_metrics
 from tests.slurm.jobs import ROOT, SCRIPTS, job_environment
 from tests.slurm.virtual_cluster import VirtualCluster
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the real learner: it learns, resumes exactly, runs on several ranks, and ends cleanly."""
+"""The command of supervised fine-tuning: several ranks, errors, and signals."""
 
 from __future__ import annotations
 
@@ -16,152 +16,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 
 from conversion.files.dist_checkpoint import CheckpointPlace, DistCheckpoint
-from megatron_retool import sft
-from megatron_retool.config import Config, ConfigError, OptimizerConfig, SFTStage, save_config
+from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.files import DataError
-from megatron_retool.monitor.logger import read_metrics
 from megatron_retool.runs.checkpoints import complete_checkpoints
-from tests.data.conftest import (
-    demo_config,
-    demo_directory,  # noqa: F401
-)
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def config(demo_directory, tmp_path) -> Config:  # noqa: F811
-    base = demo_config(
-        demo_directory,
-        f"trainer.runs_dir={tmp_path}",
-        "trainer.experiment_name=run",
-        "trainer.loggers=[jsonl]",
-        f"model.path={demo_directory / 'model'}",
-        "learner.dtype=float32",
-        "learner.max_tokens_per_micro_batch=4096",
-        "sft.log_freq=1",
-    )
-    optimizer = OptimizerConfig(lr=5e-3, betas=[0.9, 0.98], weight_decay=0.01, warmup_steps=3)
-    stages = [
-        SFTStage(
-            name="pretrain",
-            train_files=[str(demo_directory / "pretrain.parquet")],
-            batch_size=16,
-            steps=10,
-            max_length=256,
-            optimizer=dataclasses.replace(optimizer, schedule="constant"),
-        ),
-        SFTStage(
-            name="sft",
-            train_files=[str(demo_directory / "sft.parquet")],
-            val_files=[str(demo_directory / "sft_val.parquet")],
-            batch_size=8,
-            steps=10,
-            max_length=256,
-            optimizer=dataclasses.replace(optimizer, schedule="linear", min_lr=5e-4),
-        ),
-    ]
-    return dataclasses.replace(base, sft=dataclasses.replace(base.sft, stages=stages))
-
-
-def with_sft(config: Config, **settings) -> Config:
-    return dataclasses.replace(config, sft=dataclasses.replace(config.sft, **settings))
-
-
-def with_name(config: Config, name: str, **trainer) -> Config:
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, experiment_name=name, **trainer))
-
-
-def metrics(config: Config) -> list[dict]:
-    return read_metrics(config.run_dir / "metrics.jsonl")
-
-
-def losses(config: Config) -> list[float]:
-    return [row["sft/loss"] for row in metrics(config)]
-
-
-def test_stages_follow_one_another_and_learn(config):
-    sft.main(config, QUIET)
-    rows = metrics(config)
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    found = losses(config)
-    assert found[0] > 5.5
-    assert found[9] < 0.8 * found[0]
-    assert found[-1] < found[10]
-    assert [row["step"] for row in rows if "sft/val_loss" in row] == [20]
-    assert rows[-1]["sft/val_loss"] < found[10]
-    rates = [row["sft/lr"] for row in rows]
-    # Each stage warms up anew; the first stage then stays, the second falls to a tenth.
-    assert rates[:5] == pytest.approx([0.00125, 0.0025, 0.00375, 0.005, 0.005])
-    assert rates[9] == pytest.approx(0.005)
-    assert rates[10] == pytest.approx(0.00125)
-    assert rates[13] == max(rates[10:])
-    assert rates[-1] < 0.0015
-    assert all(row["perf/throughput"] > 0 for row in rows)
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [20]
-    assert (config.run_dir / "COMPLETE").exists()
-    before = (config.run_dir / "metrics.jsonl").read_bytes()
-    sft.main(config, QUIET)
-    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("stop", [5, 10, 13])
-def test_a_stopped_run_resumes_as_if_it_had_not(config, monkeypatch, stop):
-    """Stopped in the first stage, between the stages, and in the second."""
-    config = with_sft(config, save_freq=stop)
-    sft.main(with_name(config, "whole"), QUIET)
-
-    class Killed(BaseException):
-        pass
-
-    update = sft.Run._update
-    steps = 0
-
-    def stop_after(self, stage, step, window):
-        nonlocal steps
-        if steps == stop + 2:
-            raise Killed
-        steps += 1
-        return update(self, stage, step, window)
-
-    stopped = with_name(config, "stopped")
-    with monkeypatch.context() as patch:
-        patch.setattr(sft.Run, "_update", stop_after)
-        with pytest.raises(Killed):
-            sft.main(stopped, QUIET)
-    assert len(metrics(stopped)) == stop + 2
-    assert not (stopped.run_dir / "COMPLETE").exists()
-    sft.main(stopped, QUIET)
-    assert [row["step"] for row in metrics(stopped)] == list(range(1, 21))
-    assert losses(stopped) == pytest.approx(losses(with_name(config, "whole")), abs=1e-6)
-    assert metrics(stopped)[-1]["sft/val_loss"] == pytest.approx(
-        metrics(with_name(config, "whole"))[-1]["sft/val_loss"], abs=1e-6
-    )
-    with pytest.raises(ConfigError, match="made with other settings.*resume_mode=disable"):
-        (stopped.run_dir / "COMPLETE").unlink()
-        sft.main(with_name(config, "stopped", seed=3), QUIET)
-
-
-def test_a_run_goes_back_to_an_older_checkpoint(config):
-    config = with_sft(config, save_freq=15)
-    sft.main(config, QUIET)
-    first, origin = losses(config), config.run_dir / "checkpoints" / "global_step_15"
-    back = with_name(config, "run", resume_mode="resume_path", resume_from_path=str(origin), keep_checkpoints=1)
-    sft.main(back, QUIET)
-    assert losses(config) == pytest.approx(first, abs=1e-6) and (config.run_dir / "COMPLETE").exists()
-    assert [c.step for c in complete_checkpoints(config.run_dir)] == [15, 20]
-    (aside,) = config.run_dir.parent.glob("run.*")
-    assert [c.step for c in complete_checkpoints(aside)] == [20] and (aside / "COMPLETE").exists()
+from megatron_retool.sft import launch
+from megatron_retool.sft.launch import fine_tune
+from tests.sft.conftest import QUIET, losses, metrics, with_name, with_sft
 
 
 def test_two_ranks_give_the_same_losses_as_one(config):
     config = with_sft(config, stages=config.sft.stages[1:])
-    sft.main(with_name(config, "one"), QUIET)
+    fine_tune(with_name(config, "one"), QUIET)
     two = dataclasses.replace(with_name(config, "two"), learner=dataclasses.replace(config.learner, world_size=2))
-    sft.main(two, QUIET)
+    fine_tune(two, QUIET)
     assert losses(two) == pytest.approx(losses(with_name(config, "one")), abs=2e-5)
     assert (two.run_dir / "COMPLETE").exists()
     assert (two.run_dir / "checkpoints" / "global_step_10" / "COMPLETE").exists()
@@ -175,9 +44,9 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
     message = "bad.parquet, row 0, column 'messages': no assistant message"
     others = set(psutil.Process().children(recursive=True))  # servers that other tests keep for the session
     with pytest.raises(DataError, match=message):
-        sft.main(config, QUIET)
+        fine_tune(config, QUIET)
     with pytest.raises(RuntimeError, match=f"^{bad.parent}/{message}"):
-        sft.main(dataclasses.replace(config, learner=dataclasses.replace(config.learner, world_size=2)), QUIET)
+        fine_tune(dataclasses.replace(config, learner=dataclasses.replace(config.learner, world_size=2)), QUIET)
     assert set(psutil.Process().children(recursive=True)) <= others
 
 
@@ -210,7 +79,7 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
 )
 def test_settings_that_cannot_work_are_refused_before_any_work(config, change, message):
     with pytest.raises(ConfigError, match=message):
-        sft.main(change(config), QUIET)
+        fine_tune(change(config), QUIET)
     assert not config.run_dir.exists()
 
 
@@ -229,7 +98,7 @@ def start_command(config: Config, file: Path) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = subprocess.Popen(
         [sys.executable, "-m", "megatron_retool", "sft", "--config", str(file)],
-        cwd=Path(sft.__file__).parents[1],
+        cwd=Path(launch.__file__).parents[2],
         env=environment,
         start_new_session=True,
     )
@@ -266,8 +135,8 @@ def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(config
     assert [checkpoint.step for checkpoint in complete_checkpoints(asked.run_dir)] == [left_at]
     assert not (asked.run_dir / "COMPLETE").exists()
 
-    sft.main(whole, QUIET)
-    assert sft.main(with_name(whole, "asked"), QUIET)  # on one rank: where it goes on is the same in every layout
+    fine_tune(whole, QUIET)
+    assert fine_tune(with_name(whole, "asked"), QUIET)  # on one rank: where it goes on is the same in every layout
     assert [row["step"] for row in metrics(asked)] == list(range(1, 61))
     tolerance = 1e-6 if ranks == 1 else 1e-4
     assert losses(asked) == pytest.approx(losses(whole), abs=tolerance)

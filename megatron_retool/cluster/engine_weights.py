@@ -1,0 +1,97 @@
+"""The weights that the engines serve: sent after every step, and again to an engine that had to be started anew."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from rich.console import Console
+
+from megatron_retool.cluster.engine_group import EngineGroup
+from megatron_retool.cluster.gpu_phases import GpuPhases
+from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
+from sglang_rollout.weight_sync.base import WeightSyncError
+
+
+class WeightSource(Protocol):
+    """A learner group, as far as engines are concerned."""
+
+    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]: ...
+
+
+class EngineWeights:
+    """Keeps every engine on the learner's weights, across restarts of engines.
+
+    Args:
+        source: the present learner; None: the engines serve ``model_path`` for good.
+        replaced: told of an engine that was started anew during a sync, by its old and its new URL.
+        starting: timer of phases in which processes start.
+
+    Attributes:
+        version: of the weights that the engines serve: the number of the last completed step.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        model_path: str,
+        source: Callable[[], WeightSource] | None,
+        gpu_phases: GpuPhases,
+        replaced: Callable[[str, str], Awaitable[None]],
+        starting: StepTimer,
+        console: Console,
+    ) -> None:
+        self.version = 0
+        self._engines = engines
+        self._model_path = model_path
+        self._source = source
+        self._gpu_phases = gpu_phases
+        self._replaced = replaced
+        self._starting = starting
+        self._console = console
+
+    async def sync(self, version: int) -> dict[str, float]:
+        """Give every engine the learner's weights; returns when each of them serves ``version``.
+
+        Engines that fail to take them are started anew and get them once more; a second failure is raised.
+        """
+        assert self._source is not None
+        async with self._gpu_phases.syncing():
+            try:
+                metrics = await self._source().sync_weights(self._engines.urls, version)
+            except WeightSyncError as error:
+                await self._restart_culprits(error)
+                metrics = await self._source().sync_weights(self._engines.urls, version)
+        self.version = version
+        return metrics
+
+    async def _restart_culprits(self, error: WeightSyncError) -> None:
+        culprits = getattr(error, "cause", error).engines
+        text = f"weight sync failed, restarting {', '.join(culprits)}: {error}"
+        self._console.print(text, style="yellow", markup=False)
+        if not culprits:
+            raise error
+        for url in culprits:
+            new_url = await self._start_again(url)
+            self._gpu_phases.restarted(new_url)
+            await self._replaced(url, new_url)
+
+    async def restart(self, url: str) -> str | None:
+        """Bring a dead engine back with the current weights, at the URL returned; the others go on meanwhile."""
+        new_url = await self._start_again(url)
+        if self._source is not None:
+            self._gpu_phases.restarted(new_url)
+            try:
+                async with self._gpu_phases.sending_to_one():
+                    await self._source().sync_weights([new_url], self.version)
+            except LearnerDied as error:
+                # The loop meets the same death at its next call, and what this engine samples until then is dropped.
+                text = f"engine {new_url} is back without the current weights: {error}"
+                self._console.print(text, style="yellow", markup=False)
+        return new_url
+
+    async def _start_again(self, url: str) -> str:
+        with self._starting.phase(Phase.START_ENGINE_AGAIN):
+            return await self._engines.restart(self._engines.urls.index(url), self._model_path)

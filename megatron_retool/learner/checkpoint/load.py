@@ -1,0 +1,156 @@
+"""Reading a checkpoint into a learner, or its weights alone into a model, in whatever layout it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+from conversion.files.directory import COMPLETE_NAME
+from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.model.architecture import Architecture
+from megatron_retool.learner import cpu
+from megatron_retool.learner.checkpoint.state import (
+    Checkpointable,
+    ShardedState,
+    explain,
+    full_state,
+    model_names,
+    model_state,
+    set_random_state,
+    sharded_items,
+)
+from megatron_retool.learner.weights import global_parameters, local_weight_map, unwrap
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read. The message names the directory and the reason."""
+
+
+def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
+    """Continue from ``save_checkpoint``'s directory, whatever layout wrote it.
+
+    In the layout that wrote it, the random state continues too; another layout keeps the state it has.
+
+    Raises:
+        CheckpointError: the directory is incomplete, or lacks a tensor of the model or of its optimizer.
+    """
+    directory = Path(directory)
+    checkpoint = _open(directory)
+    _check_same_optimizer(learner, directory)
+    cpu.fix_torch_adam()
+    state = full_state(learner, is_loading=True)
+    if state["random"].unique_key not in checkpoint.objects:
+        del state["random"]
+    loaded = _load(state, directory, checkpoint)
+    for chunk, name in zip(learner.model_chunks, model_names(learner.model_chunks), strict=True):
+        unwrap(chunk).load_state_dict(loaded[name], strict=False)
+    if learner.config.learner.use_distributed_optimizer:
+        _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"])
+    else:
+        learner.optimizer.load_state_dict(loaded["optimizer"])
+    _load_schedule(learner.scheduler, loaded["scheduler"])
+    if "random" in loaded:
+        set_random_state(loaded["random"])
+
+
+def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
+    stored = dist_checkpointing.load_common_state_dict(str(directory)).get("learner")
+    if stored is None:
+        raise CheckpointError(f"{directory} holds weights without optimizer state: give it as model.mcore_path instead")
+    distributed = stored["use_distributed_optimizer"]
+    if learner.config.learner.use_distributed_optimizer != distributed:
+        raise CheckpointError(
+            f"{directory} was saved with learner.use_distributed_optimizer={distributed}: load it with the same"
+        )
+
+
+def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[str, Any]) -> None:
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = stored["optimizer_step"]
+        if stored["grad_scaler"] is not None:
+            state["grad_scaler"] = stored["grad_scaler"]
+        own = tensors if len(parts) == 1 else tensors[number]
+        part.load_state_dict({**state, **own, "param_state_sharding_type": "fully_reshardable"})
+
+
+def _load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Take the number of steps from the checkpoint and the schedule's shape from the configuration.
+
+    So a run may be resumed with another learning rate or for more steps.
+    """
+    for group in scheduler.optimizer.param_groups:
+        group.update({name: getattr(scheduler, name) for name in ("max_lr", "min_lr") if name in group})
+    scheduler.num_steps = 0
+    scheduler.step(increment=state["num_steps"])
+
+
+def load_model_weights(
+    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, directory: str | Path
+) -> None:
+    """Fill the model from a converted checkpoint or from one of the learner's, in any layout; weights alone.
+
+    Parameters that are not the language model's (a critic's value head) keep their values where the checkpoint does
+    not have them. As with ``load_hf_weights``, an optimizer that exists already has to reload its main parameters.
+
+    Raises:
+        CheckpointError: the directory is incomplete or lacks a tensor of the model.
+    """
+    directory = Path(directory)
+    checkpoint = _open(directory)
+    state = model_state(model_chunks, architecture)
+    weight_map = local_weight_map(model_chunks, architecture)
+    own = {id(parameter) for name, parameter in global_parameters(model_chunks) if name not in weight_map}
+    for part in state.values():
+        for name in [n for n, item in part.items() if id(item.data) in own and item.key not in checkpoint.tensors]:
+            del part[name]
+    loaded = _load(state, directory, checkpoint)
+    for chunk, name in zip(model_chunks, model_names(model_chunks), strict=True):
+        unwrap(chunk).load_state_dict(loaded[name], strict=False)
+
+
+def _open(directory: Path) -> DistCheckpoint:
+    if not (directory / COMPLETE_NAME).is_file() and not (directory.parent / COMPLETE_NAME).is_file():
+        raise CheckpointError(f"{directory} has no {COMPLETE_NAME} marker: it does not exist or was never completed")
+    try:
+        return DistCheckpoint(directory)
+    except DistCheckpointError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _load(state: ShardedState, directory: Path, checkpoint: DistCheckpoint) -> dict[str, Any]:
+    _drop_absent_extra_state(state, checkpoint)
+    wanted = {item.key for item in sharded_items(state) if not isinstance(item, ShardedObject)}
+    missing = sorted(wanted - checkpoint.tensors.keys())
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise CheckpointError(f"{directory} lacks {shown}: it holds another model, or weights without optimizer state")
+    strategy = get_default_load_sharded_strategy(str(directory))
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if replicas.size() > 1:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)
+    try:
+        return dict(dist_checkpointing.load(state, str(directory), strategy))
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {explain(error)}") from error
+
+
+def _drop_absent_extra_state(state: Any, checkpoint: DistCheckpoint) -> None:
+    """Transformer Engine keeps FP8 scales in objects that a checkpoint from elsewhere does not have."""
+    for value in state.values():
+        if not isinstance(value, dict):
+            continue
+        for name in [n for n, item in value.items() if isinstance(item, ShardedObject)]:
+            if value[name].key.endswith("_extra_state") and value[name].unique_key not in checkpoint.objects:
+                del value[name]

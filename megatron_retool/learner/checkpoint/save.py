@@ -1,0 +1,233 @@
+"""Writing a learner's checkpoint, at once or while training goes on.
+
+Files are those of ``megatron.core.dist_checkpointing`` (``torch_dist``; the optimizer state is stored per model tensor,
+"fully reshardable").  A checkpoint is built under a temporary name and renamed when it is complete, so a directory
+without the COMPLETE marker is never one.  In ``hf/`` lie the model's config and tokenizer, for
+``conversion/mcore_to_hf.py``.
+
+An asynchronous save copies the state to host memory and writes it on a thread while training goes on; planning and
+writing talk over a process group of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+from conversion.files.directory import COMPANIONS, COMPLETE_NAME, check_free_space, publish
+from conversion.files.hf_checkpoint import copy_companions, write_text
+from megatron_retool.learner import cpu
+from megatron_retool.learner.checkpoint.state import (
+    Checkpointable,
+    ShardedState,
+    explain,
+    full_state,
+    sharded_items,
+    sharding_metadata,
+)
+from megatron_retool.runs.checkpoints import SaveError
+from megatron_retool.runs.files import atomic_write
+
+_groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
+
+
+def _writing_group() -> dist.ProcessGroup:
+    """Collectives of the writing thread run here, apart from those of training. Made by all ranks, once."""
+    world = dist.group.WORLD
+    if "writing" not in _groups or _groups["writing"][0] is not world:
+        _groups["writing"] = (world, dist.new_group(backend="gloo"))
+    return _groups["writing"][1]
+
+
+class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
+    """torch_dist through torch's own writer.
+
+    Megatron's strategy forks writer processes from the training process, whose CUDA, gloo and Ray threads a fork
+    leaves in an undefined state, and starts a manager process that outlives a killed trainer.
+    """
+
+    def __init__(self, copy_to_host: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self.copy_to_host = copy_to_host
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        if self.copy_to_host:
+            for items in by_key.values():
+                for item in items:
+                    if isinstance(item, ShardedTensor):
+                        item.data = item.data.detach().to("cpu", copy=True)
+        state = mcore_to_pyt_state_dict(by_key, False)
+        group = _writing_group()
+
+        def write() -> None:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=group,
+            )
+
+        return AsyncRequest(write, (), [])
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class PendingSave:
+    """A checkpoint that is being written. Every rank waits for it, in step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        temporary: Path,
+        request: AsyncRequest,
+        before_rename: Callable[[Path], None],
+    ) -> None:
+        self.directory = directory
+        self._temporary = temporary
+        self._request = request
+        self._before_rename = before_rename
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._future: Future[None] = self._executor.submit(request.async_fn, *request.async_fn_args)
+
+    def wait(self) -> None:
+        """Block until the checkpoint is complete; to be called once.
+
+        Raises:
+            SaveError: writing failed on some rank; the temporary directory is gone.
+        """
+        error = self._future.exception()
+        self._executor.shutdown()
+        _raise_together(error, self.directory, self._temporary)
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+            if dist.get_rank() == 0:
+                self._before_rename(self._temporary)
+                _complete(self._temporary, self.directory)
+        except Exception as caught:
+            error = caught
+        _raise_together(error, self.directory, self._temporary)
+
+
+def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchronous: bool = False) -> PendingSave:
+    """Begin to write a checkpoint of ``learner`` to ``directory``. Every rank calls it with the same arguments.
+
+    One save at a time: the caller waits for the one before.
+
+    Args:
+        directory: appears when the checkpoint is complete; what was there before is replaced then.
+        asynchronous: copy the state to host memory first, so that training may go on while it is written. Without it
+            the state must stay as it is until the save is complete.
+
+    Returns:
+        The save, which the caller waits for.
+
+    Raises:
+        SaveError: too little room on the disk, or writing failed, on any rank. Raised on every rank; nothing is
+            left of the new checkpoint, and an old one in ``directory`` is intact.
+    """
+    directory = Path(directory).absolute()
+    temporary = directory.with_name(f".{directory.name}.incomplete")
+    cpu.fix_torch_adam()
+    state = full_state(learner, is_loading=False)
+    needed = _bytes_to_write(state)
+    error: BaseException | None = None
+    if dist.get_rank() == 0:
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            check_free_space(directory.parent, needed)
+            temporary.mkdir()
+        except OSError as caught:
+            error = caught
+    _raise_together(error, directory, temporary)
+
+    strategy: AsyncSaveShardedStrategy = _ThreadSaveStrategy(copy_to_host=asynchronous)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if replicas.size() > 1:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
+    try:
+        request = dist_checkpointing.save(
+            state,
+            str(temporary),
+            strategy,
+            async_sharded_save=True,
+            preprocess_common_before_consistancy_check=_comparable,
+            content_metadata=sharding_metadata(),
+        )
+    except Exception as caught:
+        error = caught
+    _raise_together(error, directory, temporary)
+    return PendingSave(directory, temporary, request, lambda path: _write_companions(learner, path / COMPANIONS))
+
+
+def _comparable(common: Mapping[str, Any]) -> dict[str, Any]:
+    # Megatron compares what is not sharded across ranks; pipeline stages differ in their optimizer's parameter groups.
+    return {key: value for key, value in common.items() if key != "optimizer"}
+
+
+def _bytes_to_write(state: ShardedState) -> int:
+    """Bytes of all ranks together, each piece counted once."""
+    local = 0
+    for item in sharded_items(state):
+        replica = item.replica_id
+        is_main = replica == 0 if isinstance(replica, int) else all(part == 0 for part in replica)
+        if isinstance(item, (ShardedTensor, ShardedTensorFactory)) and is_main and item.data is not None:
+            local += item.data.numel() * item.data.element_size()
+    total = torch.tensor([local], dtype=torch.int64)
+    dist.all_reduce(total, group=_writing_group())
+    return int(total)
+
+
+def _write_companions(learner: Checkpointable, target: Path) -> None:
+    target.mkdir()
+    model_dir = Path(learner.config.model.path) if learner.config.model.path else None
+    if model_dir is not None and (model_dir / "config.json").is_file():
+        copy_companions(model_dir, target)
+    elif learner.architecture.hf_config:
+        write_text(target / "config.json", json.dumps(dict(learner.architecture.hf_config), indent=2) + "\n")
+    tokenizer = learner.config.model.tokenizer_path
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        copy_companions(Path(tokenizer), target, keep=lambda name: not (target / name).exists())
+
+
+def _complete(temporary: Path, directory: Path) -> None:
+    with atomic_write(temporary / COMPLETE_NAME):
+        pass
+    descriptor = os.open(temporary, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    publish(temporary, directory)
+
+
+def _raise_together(error: BaseException | None, directory: Path, temporary: Path) -> None:
+    """Raise on every rank if any rank failed, so that none waits for the others; clear the temporary directory."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else explain(error))
+    failed = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
+    if not failed:
+        return
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    raise SaveError(f"checkpoint {directory} was not written; {'; '.join(dict.fromkeys(failed))}") from error

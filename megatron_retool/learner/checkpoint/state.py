@@ -1,0 +1,155 @@
+"""What a learner's checkpoint holds: model, optimizer, schedule and random state, loadable in any other layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+
+from conversion.files.dist_checkpoint import SHARDING_METADATA
+from conversion.model.architecture import Architecture
+from megatron_retool.learner.weights import unwrap
+
+ShardedState = dict[str, Any]
+
+
+class Checkpointable(Protocol):
+    """What is saved: the attributes of ``Learner`` that this module reads."""
+
+    config: Any
+    architecture: Architecture
+    optimizer: Any
+    scheduler: Any
+
+    @property
+    def model_chunks(self) -> Sequence[torch.nn.Module]: ...
+
+
+def sharding_metadata() -> dict[str, Any]:
+    # Optimizer state is gathered to one data-parallel rank in host memory: the other way holds it on every GPU.
+    return {**SHARDING_METADATA, "distrib_optim_fully_reshardable_mem_efficient": True}
+
+
+def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> ShardedState:
+    modules: list[Any] = [unwrap(chunk) for chunk in model_chunks]
+    states = [module.sharded_state_dict(metadata=sharding_metadata()) for module in modules]
+    for state in states:
+        for item in sharded_items(state):
+            if architecture.is_moe:
+                # The local spec names this norm as if it were fused into a linear layer, which experts do not have.
+                item.key = item.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    return dict(zip(model_names(model_chunks), states, strict=True))
+
+
+def model_names(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Under which names the state holds the virtual pipeline stages."""
+    return ["model"] if len(model_chunks) == 1 else [f"model{stage}" for stage in range(len(model_chunks))]
+
+
+def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
+    state = model_state(learner.model_chunks, learner.architecture)
+    optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
+    distributed = learner.config.learner.use_distributed_optimizer
+    # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
+    state["optimizer"] = _tensors_alone(optimizer) if distributed else optimizer
+    state["scheduler"] = learner.scheduler.state_dict()
+    state["random"] = _random_state_object(_random_state())
+    state["learner"] = {
+        "use_distributed_optimizer": distributed,
+        "optimizer_step": _optimizer_step(learner.optimizer),
+        "grad_scaler": _grad_scaler(learner.optimizer),
+    }
+    return state
+
+
+def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    """The dynamic loss scale of float16 training, the same on every rank; None in other precisions."""
+    scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
+    return next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
+
+
+def _tensors_alone(optimizer_state: dict[Any, Any]) -> dict[Any, Any]:
+    if "param_state" not in optimizer_state:
+        return {number: _tensors_alone(part) for number, part in optimizer_state.items()}
+    # Ranks that are not the one which gathered the state have none to save.
+    return {} if optimizer_state["param_state"] is None else {"param_state": optimizer_state["param_state"]}
+
+
+def _optimizer_step(optimizer: Any) -> int:
+    """Steps that Adam has counted; the same on every rank, though some hold no parameter of some optimizer."""
+    counts = [0]
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        counts += [int(state["step"]) for state in inner.state.values() if "step" in state]
+        counts += [int(group["step"]) for group in inner.param_groups if group.get("step") is not None]
+    steps = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, max(counts))
+    return max(steps)
+
+
+def sharded_items(state: Any) -> Iterable[Any]:
+    if isinstance(state, Mapping):
+        for value in state.values():
+            yield from sharded_items(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from sharded_items(value)
+    elif isinstance(state, ShardedBase):
+        yield state
+
+
+def _random_state() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": {name: value.cpu() for name, value in get_cuda_rng_tracker().get_states().items()},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _random_state_object(state: dict[str, Any]) -> ShardedObject:
+    # One object for each rank, under a key that says how many there are: another layout finds none of its own.
+    world, rank = dist.get_world_size(), dist.get_rank()
+    place = "x".join(
+        str(size)
+        for size in (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+    )
+    return ShardedObject(f"random_state.{place}", state, (world,), (rank,), replica_id=0)
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def explain(error: BaseException) -> str:
+    """The error's message. torch wraps each rank's exception with its traceback; then the causes, which tell enough."""
+    if isinstance(error, dcp.CheckpointException):
+        causes = {str(wrapped[0]) or repr(wrapped[0]) for wrapped in error.failures.values()}
+        return "; ".join(sorted(causes)) or "another rank failed"
+    return str(error) or repr(error)

@@ -1,0 +1,31 @@
+"""The updates of a step, one optimizer step for each mini-batch; their metrics, update by update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.loop.columns import critic_mini_batch
+from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.phases import Phase
+from megatron_retool.trajectory import TrajectoryBatch
+
+
+async def update_actor(
+    run: Deployment, mini_batches: Sequence[TrajectoryBatch], step: int, timer: StepTimer
+) -> list[dict[str, float]]:
+    """Teach the policy; nothing during the critic's warm-up, where there is one."""
+    if run.critic is not None and step <= run.config.learner.critic.warmup_steps:
+        return []
+    with timer.phase(Phase.UPDATE_ACTOR):
+        return [await run.learner.update(part, sampling=run.config.rollout.train) for part in mini_batches]
+
+
+async def update_critic(
+    run: Deployment, mini_batches: Sequence[TrajectoryBatch], timer: StepTimer
+) -> list[dict[str, float]]:
+    """Teach the value model, where there is one."""
+    if run.critic is None:
+        return []
+    with timer.phase(Phase.UPDATE_CRITIC):
+        return [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]

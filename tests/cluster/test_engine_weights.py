@@ -1,0 +1,88 @@
+"""Engines that fail to take weights, or that die: started anew, on the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_retool.cluster.engine_weights import EngineWeights
+from megatron_retool.cluster.gpu_phases import GpuPhases
+from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.monitor.metrics import StepTimer
+from sglang_rollout.weight_sync.base import WeightSyncError
+
+
+class FakeEngines:
+    def __init__(self) -> None:
+        self.urls = ["http://e0", "http://e1"]
+
+    async def restart(self, index: int, model_path: str) -> str:
+        self.urls[index] += "-again"
+        return self.urls[index]
+
+
+class FakeLearner:
+    """Raises ``errors`` one after another, and then syncs."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.sent: list[tuple[list[str], int]] = []
+
+    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.sent.append((list(engines), version))
+        return {"weight_sync/seconds": 1.0}
+
+
+def weights_of(learner: FakeLearner | None) -> tuple[EngineWeights, list[tuple[str, str]], Console]:
+    replaced: list[tuple[str, str]] = []
+
+    async def replace(url: str, new_url: str) -> None:
+        replaced.append((url, new_url))
+
+    console = Console(record=True, width=300)
+    engines: Any = FakeEngines()
+    source = None if learner is None else lambda: learner
+    phases = GpuPhases(False, list, list)
+    return EngineWeights(engines, "model", source, phases, replace, StepTimer(), console), replaced, console
+
+
+def test_an_engine_that_fails_to_take_weights_is_started_anew_and_gets_them() -> None:
+    learner = FakeLearner(WeightSyncError("no answer", ["http://e1"]))
+    weights, replaced, console = weights_of(learner)
+    assert asyncio.run(weights.sync(3)) == {"weight_sync/seconds": 1.0}
+    assert learner.sent == [(["http://e0", "http://e1-again"], 3)] and weights.version == 3
+    assert replaced == [("http://e1", "http://e1-again")]
+    assert "weight sync failed, restarting http://e1: no answer" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [[WeightSyncError("the learner's side", [])], [WeightSyncError("no answer", ["http://e0"])] * 2],
+    ids=["nobody_to_blame", "a_second_time"],
+)
+def test_what_a_restart_does_not_help_is_raised(errors: list[Exception]) -> None:
+    weights, _, _ = weights_of(FakeLearner(*errors))
+    with pytest.raises(WeightSyncError):
+        asyncio.run(weights.sync(3))
+    assert weights.version == 0
+
+
+def test_a_dead_engine_comes_back_with_the_version_that_the_others_serve() -> None:
+    learner = FakeLearner()
+    weights, _, _ = weights_of(learner)
+    asyncio.run(weights.sync(5))
+    assert asyncio.run(weights.restart("http://e0")) == "http://e0-again"
+    assert learner.sent[1:] == [(["http://e0-again"], 5)]
+
+
+def test_an_engine_comes_back_where_the_learner_is_dead_or_there_is_none() -> None:
+    weights, _, console = weights_of(FakeLearner(LearnerDied("learner rank 0 died")))
+    assert asyncio.run(weights.restart("http://e0")) == "http://e0-again"
+    assert "is back without the current weights: learner rank 0 died" in console.export_text()
+    weights, _, _ = weights_of(None)
+    assert asyncio.run(weights.restart("http://e1")) == "http://e1-again"
