@@ -33,7 +33,7 @@ from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import Trajectory
-from sglang_rollout.agent.loop import engine_needs_tokenizer
+from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync.base import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
@@ -98,9 +98,11 @@ class Deployment:
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )
         self.tools = await self._start_tools(placement)
-        self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
+        # An engine that has to find texts in what it samples needs the tokenizer.
+        agent = make_agent(config, tokenizer, self.tools)
+        self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools)
         if self.with_learner:
-            self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
+            self.prompts = PromptSource(config.data, tokenizer, self.tools, config.trainer.seed)
             self._first_prompts = self.prompts.state_dict()
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
@@ -115,7 +117,7 @@ class Deployment:
             self.engines = EngineGroup(
                 config,
                 self._placement,
-                tokenizer=engine_needs_tokenizer(config.rollout.multi_turn, tokenizer),
+                tokenizer=bool(agent.stop.strings),
                 weights_from_sync=self.with_learner,
             )
             self._stack.push_async_callback(self.engines.stop)
@@ -193,7 +195,7 @@ class Deployment:
             ConfigError: a named server does not answer.
         """
         config = self.config
-        names = config.rollout.multi_turn.tools
+        multi_turn = config.rollout.multi_turn
         client = None
         if placement.sandboxes and config.cluster.nodes > 1:
             self.sandboxes = SandboxGroup(config, self.console)
@@ -206,7 +208,7 @@ class Deployment:
             self._stack.callback(server.stop)
             watch = asyncio.create_task(self._keep_running(server))
             self._stack.callback(watch.cancel)
-        elif "code_interpreter" in names:
+        elif multi_turn.uses_code_interpreter:
             client = CodeInterpreterClient(config.tools.code_interpreter.urls)
             silent = await client.silent_servers()
             if silent:
@@ -215,7 +217,7 @@ class Deployment:
                     f"{TOKEN_VARIABLE}: start the server there (python -m tools.code_interpreter.server), or leave the "
                     "key unset and the trainer starts one"
                 )
-        registry = ToolRegistry.from_config(config.tools, names, code_interpreter=client)
+        registry = ToolRegistry.from_config(config.tools, multi_turn.tools, code_interpreter=client)
         return await self._stack.enter_async_context(registry)
 
     async def _keep_running(self, server: SandboxServerProcess) -> None:

@@ -27,6 +27,16 @@ TOOLS = [
 ]
 
 
+class Toolbox:
+    """Every prompt has TOOLS."""
+
+    def schemas(self, extra_info) -> list[dict]:
+        return TOOLS
+
+
+TOOLBOX = Toolbox()
+
+
 def verl_row(question: str, answer: str = "1", **columns) -> dict:
     return {
         "data_source": "math_dapo",
@@ -51,7 +61,7 @@ def data_config(*files: str, **settings) -> DataConfig:
 
 
 def test_batches_cover_each_epoch_and_roll_over(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=3)
+    source = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLBOX, seed=3)
     assert len(source) == 60
     drawn = [row for _ in range(5) for row in source.next_batch(24)]
     assert [row.group_id for row in drawn] == list(range(120))
@@ -60,33 +70,35 @@ def test_batches_cover_each_epoch_and_roll_over(demo_directory, tokenizer):
     assert set(first) == set(second)
     assert first != second
     assert source.epoch == 2
-    other = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=4)
+    other = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLBOX, seed=4)
     assert [r.uid for r in other.next_batch(60)] != first
 
 
 def test_state_goes_through_json_and_resumes_exactly(demo_directory, tokenizer):
     config = data_config(str(demo_directory / "train.parquet"))
-    source = PromptSource(config, tokenizer, TOOLS, seed=3)
+    source = PromptSource(config, tokenizer, TOOLBOX, seed=3)
     source.next_batch(49)
     state = json.loads(json.dumps(source.state_dict()))
     expected = [source.next_batch(16) for _ in range(5)]
-    resumed = PromptSource(config, tokenizer, TOOLS, seed=3)
+    resumed = PromptSource(config, tokenizer, TOOLBOX, seed=3)
     resumed.load_state_dict(state)
     assert [resumed.next_batch(16) for _ in range(5)] == expected
 
 
 def test_state_of_other_data_is_refused(demo_directory, tokenizer):
     config = data_config(str(demo_directory / "train.parquet"))
-    state = PromptSource(config, tokenizer, TOOLS, seed=3).state_dict()
+    state = PromptSource(config, tokenizer, TOOLBOX, seed=3).state_dict()
     with pytest.raises(DataError, match="trainer.seed"):
-        PromptSource(config, tokenizer, TOOLS, seed=4).load_state_dict(state)
+        PromptSource(config, tokenizer, TOOLBOX, seed=4).load_state_dict(state)
     with pytest.raises(DataError, match="data.train_files"):
         other = data_config(str(demo_directory / "val.parquet"))
-        PromptSource(other, tokenizer, TOOLS, seed=3).load_state_dict(state)
+        PromptSource(other, tokenizer, TOOLBOX, seed=3).load_state_dict(state)
 
 
 def test_without_shuffling_the_order_is_the_files(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=3)
+    source = PromptSource(
+        data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLBOX, seed=3
+    )
     assert [row.extra_info["index"] for row in source.next_batch(61)] == [*range(60), 0]
 
 
@@ -94,7 +106,9 @@ def test_without_shuffling_the_order_is_the_files(demo_directory, tokenizer):
 
 
 def test_prompt_ids_are_the_chat_template_with_the_tools(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=0)
+    source = PromptSource(
+        data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLBOX, seed=0
+    )
     row = source.next_batch(1)[0]
     raw = pq.read_table(demo_directory / "train.parquet").to_pylist()[0]
     expected = tokenizer.apply_chat_template(raw["prompt"], tools=TOOLS, tokenize=False, add_generation_prompt=True)
@@ -108,27 +122,29 @@ def test_prompt_ids_are_the_chat_template_with_the_tools(demo_directory, tokeniz
 
 def test_validation_set(demo_directory, tokenizer):
     path = str(demo_directory / "val.parquet")
-    full = ValidationSet(data_config(path), tokenizer, TOOLS)
+    full = ValidationSet(data_config(path), tokenizer, TOOLBOX)
     assert [row.extra_info["index"] for row in full] == list(range(18))
     assert [row.group_id for row in full] == list(range(18))
-    few = ValidationSet(data_config(path, max_val_samples=4), tokenizer, TOOLS)
+    few = ValidationSet(data_config(path, max_val_samples=4), tokenizer, TOOLBOX)
     assert len(few) == 4
     assert {row.uid for row in few} < {row.uid for row in full}
     assert few[0].uid == full[0].uid
     assert few[3].uid == full[17].uid
     with pytest.raises(ConfigError, match="data.val_files"):
-        ValidationSet(DataConfig(), tokenizer, TOOLS)
+        ValidationSet(DataConfig(), tokenizer, TOOLBOX)
 
 
 def test_overlong_prompts_are_counted_or_refused(tmp_path, tokenizer):
     path = write(tmp_path / "p.parquet", [verl_row("short"), verl_row("long " * 100), verl_row("brief")])
-    source = PromptSource(data_config(path, max_prompt_length=100), tokenizer, TOOLS, seed=0)
+    source = PromptSource(data_config(path, max_prompt_length=100), tokenizer, TOOLBOX, seed=0)
     assert (len(source), source.counts.overlong, source.counts.rows) == (2, 1, 3)
     assert "1 over data.max_prompt_length" in str(source.counts)
     with pytest.raises(DataError, match=r"p.parquet, row 1, column 'prompt': \d+ tokens"):
-        PromptSource(data_config(path, max_prompt_length=100, overlong_prompts="error"), tokenizer, TOOLS, seed=0)
+        PromptSource(
+            data_config(path, max_prompt_length=100, overlong_prompts="error"), tokenizer, TOOLBOX, seed=0
+        )
     with pytest.raises(DataError, match="none of the 3 rows is left"):
-        PromptSource(data_config(path, max_prompt_length=2), tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path, max_prompt_length=2), tokenizer, TOOLBOX, seed=0)
 
 
 # ---- layouts
@@ -139,7 +155,7 @@ def test_dapo_math_repeats_are_dropped_over_chunks_and_files(tmp_path, tokenizer
     rows[-1]["reward_model"] = {"ground_truth": "other", "style": "rule-lighteval/MATH_v2"}
     first = write(tmp_path / "dapo-math-17k.parquet", rows)
     second = write(tmp_path / "more.parquet", [verl_row("question 5", "5"), verl_row("new", "2")])
-    source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLS, seed=0)
+    source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLBOX, seed=0)
     counts = source.counts
     assert (counts.rows, counts.duplicates, counts.conflicting_answers, counts.kept) == (70_002, 69_301, 1, 701)
     batch = source.next_batch(701)
@@ -267,7 +283,7 @@ def test_template_errors_name_the_row(tmp_path, tokenizer):
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
     with pytest.raises(DataError, match="p.parquet, row 1: the chat template failed"):
-        PromptSource(data_config(path), tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path), tokenizer, TOOLBOX, seed=0)
 
 
 def test_load_tokenizer(demo_directory, tmp_path):

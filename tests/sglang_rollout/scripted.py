@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.agent.loop import ToolCaller, ToolResult
-
-
-@dataclass
-class Result:
-    status: str
-    text: str
-    seconds: float = 0.001
+from tools.tool import ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 
 
 class ScriptedTools:
@@ -28,7 +21,13 @@ class ScriptedTools:
         self.running = self.most_running = 0
         self._random = random.Random(0)
 
-    async def call(self, name: str, arguments: Any) -> Result:
+    async def open(self, trajectory: TrajectoryInfo) -> ScriptedTools:
+        return self
+
+    async def close(self) -> dict[str, Any]:
+        return {}
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
         self.calls.append((name, arguments))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -37,12 +36,12 @@ class ScriptedTools:
         finally:
             self.running -= 1
         if name != "code_interpreter":
-            return Result("unknown_tool", f"Error: unknown tool {name}")
+            return ToolResult("unknown_tool", f"Error: unknown tool {name}")
         if self._random.random() < self.timeout_rate:
-            return Result("timeout", "Error: the code did not finish in time")
+            return ToolResult("timeout", "Error: the code did not finish in time")
         if "raise" in str(arguments):
             raise RuntimeError("the sandbox is gone")
-        return Result("ok", "x" * 900 if "900" in str(arguments) else "42")
+        return ToolResult("ok", "x" * 900 if "900" in str(arguments) else "42")
 
 
 class FaultyTools:
@@ -54,19 +53,36 @@ class FaultyTools:
         self.answered = self.running = 0
         self._random = random.Random(0)
 
-    async def call(self, name: str, arguments: Any) -> ToolResult:
+    async def open(self, trajectory: TrajectoryInfo) -> FaultySession:
+        return FaultySession(self, await self.tools.open(trajectory))
+
+    async def call(self, session: ToolSession, name: str, arguments: Any) -> ToolResult:
         chance = self._random.random()
         if chance < self.timeout_rate:
-            return Result("timeout", "Error: the code did not finish in time")
+            return ToolResult("timeout", "Error: the code did not finish in time")
         if chance < self.timeout_rate + self.error_rate:
             raise RuntimeError("the tool is broken")
         self.running += 1
         try:
-            result = await self.tools.call(name, arguments)
+            result = await session.call(name, arguments)
         finally:
             self.running -= 1
         self.answered += 1
         return result
+
+
+@dataclass
+class FaultySession:
+    """A trajectory's share of FaultyTools."""
+
+    faults: FaultyTools
+    session: ToolSession
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        return await self.faults.call(self.session, name, arguments)
+
+    async def close(self) -> dict[str, Any]:
+        return await self.session.close()
 
 
 @dataclass
