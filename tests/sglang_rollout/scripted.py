@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.tool import ToolCaller, ToolResult, ToolSession, TrajectoryInfo
+from tools.tool import Tool, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 
 
 class ScriptedTools:
@@ -42,6 +42,39 @@ class ScriptedTools:
         if "raise" in str(arguments):
             raise RuntimeError("the sandbox is gone")
         return ToolResult("ok", "x" * 900 if "900" in str(arguments) else "42")
+
+
+class Counter(Tool):
+    """A code_interpreter with a session: it answers how many calls the trajectory has made, earlier ones included."""
+
+    name = "code_interpreter"
+    schema: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Count.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.opened: list[TrajectoryInfo] = []
+        self.closed: list[dict[str, int]] = []
+
+    async def open(self, trajectory: TrajectoryInfo, *, first: int = 0) -> dict[str, int]:
+        self.opened.append(trajectory)
+        return {"count": first + len(trajectory.earlier_calls.get(self.name, ()))}
+
+    async def call(self, arguments: Mapping[str, Any], session: dict[str, int], *, step: int = 1) -> str:
+        await asyncio.sleep(self.seconds)
+        session["count"] += step
+        return str(session["count"])
+
+    async def close(self, session: dict[str, int], *, label: str = "count") -> dict[str, int]:
+        await asyncio.sleep(0)
+        self.closed.append(session)
+        return {label: session["count"]}
 
 
 class FaultyTools:
