@@ -124,7 +124,8 @@ class ToolRegistry:
         self._measured.clear()
         for named in self._tools.values():
             for metric, value in named.tool.take_metrics().items():
-                metrics[metric] = metrics.get(metric, 0.0) + value
+                # Two tools may share a client, which counts for both and tells the first that asks.
+                metrics.setdefault(metric, value)
         return metrics
 
     async def start(self) -> None:

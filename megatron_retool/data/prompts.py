@@ -187,7 +187,7 @@ class ValidationSet(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         return self._rows[index]
 
     def __iter__(self) -> Iterator[PromptRow]:

@@ -50,7 +50,7 @@ def _checked(made: Any, label: str) -> Agent:
     kind = type(made).__name__
     if not isinstance(getattr(made, "stop", None), StopConditions):
         raise ExtensionError(
-            f"{label}: {kind}.stop must be StopConditions (sglang_rollout.engine.client): where the engine ends a turn"
+            f"{label}: {kind}.stop must be StopConditions ({StopConditions.__module__}): where the engine ends a turn"
         )
     run = getattr(made, "run", None)
     form = "define async def run(self, state, generate, paused) -> bool"

@@ -130,7 +130,8 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     except BaseException:
         traceback.print_exc()
         exit_status = exit_status or 1
-    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+    streams: tuple[Any, ...] = (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
+    for stream in streams:
         try:
             if not stream.closed:
                 stream.flush()

@@ -20,8 +20,7 @@ OWN = """
 from dataclasses import replace
 
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import AgentLoop
-from sglang_rollout.engine.client import StopConditions
+from sglang_rollout.agent.loop import AgentLoop, StopConditions
 
 
 class PlanFirst(AgentLoop):
