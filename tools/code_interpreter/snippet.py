@@ -130,8 +130,8 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     except BaseException:
         traceback.print_exc()
         exit_status = exit_status or 1
-    streams: tuple[Any, ...] = (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
-    for stream in streams:
+    for name in ("stdout", "__stdout__", "stderr", "__stderr__"):
+        stream = getattr(sys, name)
         try:
             if not stream.closed:
                 stream.flush()
