@@ -104,6 +104,7 @@ class Registry(Generic[T]):
         takes: names of the arguments that every object is called with by position.
         optional: keyword arguments that the caller gives to objects that have a parameter of that name.
         built_in: name -> "package.module:object", for objects that are imported when they are chosen.
+        kwargs_key: dotted key of the keyword arguments, for messages; None: ``<key>_kwargs``.
     """
 
     def __init__(
@@ -112,8 +113,10 @@ class Registry(Generic[T]):
         takes: Sequence[str],
         optional: Collection[str] = (),
         built_in: Mapping[str, str] | None = None,
+        kwargs_key: str | None = None,
     ) -> None:
         self.key = key
+        self.kwargs_key = kwargs_key or f"{key}_kwargs"
         self.takes = tuple(takes)
         self.optional = frozenset(optional)
         self._objects: dict[str, T] = {}
@@ -188,7 +191,7 @@ class Registry(Generic[T]):
         unknown = sorted(set(given) - set(own) - self.optional)
         if unknown and not any_keyword:
             raise ExtensionError(
-                f"{self.key}_kwargs.{unknown[0]}: {_name_of(found)} has no parameter of that name; its own are "
+                f"{self.kwargs_key}.{unknown[0]}: {_name_of(found)} has no parameter of that name; its own are "
                 f"{', '.join(sorted(set(own) - self.optional)) or 'none'}"
             )
         for name in own:
@@ -198,7 +201,7 @@ class Registry(Generic[T]):
         if missing:
             raise ExtensionError(
                 f"{label}: {_name_of(found)} needs {', '.join(missing)}: set "
-                f"{self.key}_kwargs={{{', '.join(f'{name}: …' for name in missing)}}}, or give it a default"
+                f"{self.kwargs_key}={{{', '.join(f'{name}: …' for name in missing)}}}, or give it a default"
             )
         return given
 

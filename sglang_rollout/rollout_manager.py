@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from megatron_retool.config import Config, SamplingConfig, ValSamplingConfig
 from megatron_retool.trajectory import Trajectory
+from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.agent.branching import EntropyBranching
-from sglang_rollout.agent.loop import AgentLoop, ToolCaller, TrajectoryState
+from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.engine.client import (
@@ -34,6 +35,7 @@ from sglang_rollout.engine.client import (
     GenerateResult,
 )
 from sglang_rollout.engine.router import Engine, Lease, Router
+from tools.tool import ToolCaller
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class RolloutManager:
         config: the run's configuration.
         tokenizer: the model's.
         engine_urls: base URLs of the engines, which serve the same weights.
-        tools: runs tool calls.
+        tools: opened for each trajectory.
         restart_engine: brings a dead engine back while the others go on; None: it is left out.
         context_length: of the engines; None takes rollout.engine.context_length.
     """
@@ -150,13 +152,7 @@ class RolloutManager:
             raise ValueError("rollout needs at least one engine URL")
         self.config = config
         rollout = config.rollout
-        self.loop = AgentLoop(
-            rollout.multi_turn,
-            tokenizer,
-            tools,
-            max_response_length=config.data.max_response_length,
-            context_length=context_length or rollout.engine.context_length,
-        )
+        self.agent = make_agent(config, tokenizer, tools, context_length)
         self.router = Router(
             [self._client(url) for url in engine_urls],
             rollout.max_concurrent_trajectories,
@@ -397,7 +393,7 @@ class RolloutManager:
             return await group.branching.generate(session.generate, fork, state, max_new_tokens, deadline)
 
         try:
-            if await self.loop.run(state, generate, lambda: running.pausing):
+            if await self.agent.run(state, generate, lambda: running.pausing):
                 running.finished += 1
                 if group.at_rest():
                     self._rested(group, running)
@@ -553,7 +549,7 @@ class _Session:
             input_ids=[*state.prompt_ids, *state.response_ids, *extra_ids],
             max_new_tokens=max_new_tokens,
             sampling=self._sampling,
-            stop=self._manager.loop.stop,
+            stop=self._manager.agent.stop,
             seed=state.seed,
             top_log_probs=top_log_probs,
             # Nobody trains on validation samples, so their probabilities need not be exact.

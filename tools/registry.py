@@ -1,56 +1,40 @@
-"""Name → tool. The agent loop asks here for schemas and makes every call through here."""
+"""The tools of a run: made from the configuration, opened for trajectories, and every call goes through here."""
 
 from __future__ import annotations
 
-import importlib
+import asyncio
+import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_retool.config import ConfigError, ToolsConfig
-from tools.tool import ReportsMetrics, Tool, ToolResult
+from megatron_retool.config import Config, ConfigError, ToolsConfig
+from megatron_retool.config.rollout import tool_entries
+from megatron_retool.registry import ExtensionError
+from tools.loading import NamedTool, make_tool
+from tools.tool import ToolResult, TrajectoryInfo, run_method
 
 if TYPE_CHECKING:
     from tools.code_interpreter.client import CodeInterpreterClient
 
-__all__ = ["FACTORIES", "Tool", "ToolRegistry", "ToolResult"]
-
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 30.0
+"""Longest end of a session. A trajectory waits for it, and a step for its trajectories."""
 
-def _code_interpreter(config: ToolsConfig, client: CodeInterpreterClient | None) -> Tool:
-    from tools.code_interpreter.client import CodeInterpreterClient
-    from tools.code_interpreter.tool import CodeInterpreterTool
-
-    if client is None and not config.code_interpreter.urls:
-        raise ConfigError(
-            "tools.code_interpreter.url is not set and no server was started: "
-            "run python -m tools.code_interpreter.server, or let the trainer start one"
-        )
-    return CodeInterpreterTool(config.code_interpreter, client or CodeInterpreterClient(config.code_interpreter.urls))
-
-
-def _search(config: ToolsConfig, _: CodeInterpreterClient | None) -> Tool:
-    from tools.search.index import BM25Index, CorpusError
-    from tools.search.tool import SearchTool
-
-    if config.search.corpus is None:
-        raise ConfigError("tools.search.corpus is not set: name a .parquet or .jsonl file with a column 'text'")
-    try:
-        return SearchTool(BM25Index.from_file(config.search.corpus), config.search)
-    except CorpusError as error:
-        raise ConfigError(f"tools.search.corpus: {error}") from error
-
-
-FACTORIES: dict[str, Callable[[ToolsConfig, CodeInterpreterClient | None], Tool]] = {
-    "code_interpreter": _code_interpreter,
-    "search": _search,
+_METHODS = {
+    "create_kwargs": "open",
+    "execute_kwargs": "call",
+    "calc_reward_kwargs": "close",
+    "release_kwargs": "close",
 }
-"""Built-in tools: name → function of (settings, client of the sandbox servers)."""
+"""verl's names for what a prompt gives a tool, and who takes it."""
+_ROW_FIELDS = frozenset({"ground_truth", "question", "data_source"})
+"""verl's data files give these to every tool for the sake of its reward. One that does not take them does without."""
 
 
 class ToolRegistry:
@@ -60,39 +44,189 @@ class ToolRegistry:
     schema, code that fails.  Each of these is a ToolResult whose text tells the model what was wrong.
     """
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
-            names = ", ".join(sorted(tool.name for tool in tools))
-            raise ConfigError(f"rollout.multi_turn.tools: two tools have the same name: {names}")
-        self._validators = {}
-        for tool in tools:
-            parameters = tool.schema["function"]["parameters"]
-            jsonschema.Draft202012Validator.check_schema(parameters)
-            self._validators[tool.name] = jsonschema.Draft202012Validator(parameters)
+    def __init__(self, tools: Sequence[NamedTool]) -> None:
+        self._tools: dict[str, NamedTool] = {}
+        for named in tools:
+            if named.name in self._tools:
+                raise ConfigError(
+                    f"{named.label} and {self._tools[named.name].label} have the same name {named.name!r}: give one of "
+                    f"them another ({{tool: …, name: {named.name}_2}})"
+                )
+            self._tools[named.name] = named
+        self._measured: dict[str, list[float]] = {}
+        self._closing: set[asyncio.Task[dict[str, Any]]] = set()
 
     @classmethod
     def from_config(
-        cls, config: ToolsConfig, names: Sequence[str], *, code_interpreter: CodeInterpreterClient | None = None
+        cls, config: ToolsConfig, tools: Sequence[Any], *, code_interpreter: CodeInterpreterClient | None = None
     ) -> ToolRegistry:
-        """Make the tools that ``names`` lists.
+        """Make the tools that rollout.multi_turn.tools lists. No process is started and no connection opened.
 
         Args:
-            names: built-in names, or ``package.module:factory`` for a function ToolsConfig → Tool of one's own.
+            tools: rollout.multi_turn.tools.
             code_interpreter: client of the servers that the trainer starts; None: of those that the settings name.
 
         Raises:
-            ConfigError: an unknown name, or a tool that lacks a setting.
+            ConfigError: a tool lacks a setting, or two have one name.
+            ExtensionError: a target cannot be loaded or made, or is no tool.
         """
-        return cls([_make(config, name, code_interpreter) for name in names])
+        entries = tool_entries(tools)
+        return cls([make_tool(config, index, entry, code_interpreter) for index, entry in enumerate(entries)])
 
     @property
     def names(self) -> list[str]:
         return list(self._tools)
 
-    def schemas(self) -> list[dict[str, Any]]:
-        """OpenAI function schemas, in order, for the chat template's ``tools``."""
-        return [tool.schema for tool in self._tools.values()]
+    def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """OpenAI function schemas for the chat template's ``tools``: of a prompt's tools in its order, or of all.
+
+        Args:
+            extra_info: the prompt's. ``tool_selection``: names of its tools (none or empty: all). ``tools_kwargs``:
+                {name: {"create_kwargs": …, "execute_kwargs": …, …}}; ``need_tools_kwargs``: there must be some.
+
+        Raises:
+            ValueError: a name is unknown, or a tool does not take a setting.
+        """
+        extra_info = extra_info or {}
+        self._check_settings(extra_info)
+        return [self._tools[name].schema for name in self._selection(extra_info)]
+
+    async def open(self, trajectory: TrajectoryInfo) -> TrajectoryTools:
+        """The tools of a trajectory. One that cannot be opened answers every call with an error.
+
+        Raises:
+            ValueError: as ``schemas``.
+        """
+        extra_info = trajectory.extra_info
+        tools = {name: self._tools[name] for name in self._selection(extra_info)}
+        opened = TrajectoryTools(self, tools, extra_info.get("tools_kwargs") or {})
+        try:
+            await opened.open(trajectory)
+        except BaseException:
+            await opened.close()
+            raise
+        return opened
+
+    def record(self, metric: str, value: float) -> None:
+        """Count a number for ``take_metrics``, which gives the mean."""
+        self._measured.setdefault(metric, []).append(value)
+
+    def finish(self, closing: Coroutine[Any, Any, dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
+        """End a session in a task of its own: a trajectory that is cancelled meanwhile does not end it half."""
+        task = asyncio.ensure_future(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the tools counted since the last call."""
+        metrics = {name: sum(values) / len(values) for name, values in self._measured.items()}
+        self._measured.clear()
+        for named in self._tools.values():
+            for metric, value in named.tool.take_metrics().items():
+                # Two tools may share a client, which counts for both and tells the first that asks.
+                metrics.setdefault(metric, value)
+        return metrics
+
+    async def start(self) -> None:
+        """Start the tools.
+
+        Raises:
+            ExtensionError: one of them raised.
+        """
+        for named in self._tools.values():
+            try:
+                await run_method(named.tool.start)
+            except Exception as error:
+                raise ExtensionError(f"{named.label}: start failed: {type(error).__name__}: {error}") from error
+
+    async def stop(self) -> None:
+        """Wait for sessions that are being closed, and stop the tools."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for named in self._tools.values():
+            try:
+                await run_method(named.tool.stop)
+            except Exception:
+                logger.exception("%s: stop failed", named.label)
+
+    async def __aenter__(self) -> ToolRegistry:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _selection(self, extra_info: Mapping[str, Any]) -> list[str]:
+        selection = extra_info.get("tool_selection")
+        if not selection:
+            return self.names
+        if not isinstance(selection, (list, tuple)) or not all(isinstance(name, str) for name in selection):
+            raise ValueError(f"tool_selection: expected a list of tools' names, found {selection!r:.60}")
+        for name in selection:
+            self._check_name("tool_selection", name)
+        return list(dict.fromkeys(selection))
+
+    def _check_name(self, key: str, name: str) -> None:
+        if name not in self._tools:
+            raise ValueError(
+                f"{key}: there is no tool {name!r}; rollout.multi_turn.tools has {', '.join(self._tools) or 'none'}"
+            )
+
+    def _check_settings(self, extra_info: Mapping[str, Any]) -> None:
+        kwargs = extra_info.get("tools_kwargs")
+        if not kwargs:
+            if extra_info.get("need_tools_kwargs"):
+                raise ValueError("need_tools_kwargs is set, and tools_kwargs is missing or empty: add it, or unset it")
+            return
+        if not isinstance(kwargs, Mapping):
+            raise ValueError(f"tools_kwargs: expected {{tool: {{create_kwargs: {{…}}, …}}}}, found {kwargs!r:.60}")
+        for name, groups in kwargs.items():
+            self._check_name("tools_kwargs", name)
+            if not isinstance(groups, Mapping):
+                raise ValueError(f"tools_kwargs.{name}: expected a mapping, found {groups!r:.60}")
+            for group, given in groups.items():
+                if group not in _METHODS:
+                    raise ValueError(f"tools_kwargs.{name}.{group}: expected one of {', '.join(_METHODS)}")
+                if not isinstance(given, Mapping):
+                    raise ValueError(f"tools_kwargs.{name}.{group}: expected a mapping, found {given!r:.60}")
+                takes = self._tools[name].takes[_METHODS[group]]
+                ignored = _ROW_FIELDS if group == "create_kwargs" else frozenset()
+                unknown = sorted(set(given) - takes - ignored) if takes is not None else []
+                if unknown:
+                    raise ValueError(
+                        f"tools_kwargs.{name}.{group}.{unknown[0]}: the tool's {_METHODS[group]} takes no such "
+                        f"argument; it takes {', '.join(sorted(takes or ())) or 'none'}"
+                    )
+
+
+class TrajectoryTools:
+    """The tools that one trajectory may call, with their sessions."""
+
+    def __init__(
+        self, registry: ToolRegistry, tools: Mapping[str, NamedTool], kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._registry = registry
+        self._tools = tools
+        self._kwargs = kwargs
+        self._sessions: dict[str, Any] = {}
+        self._failed: dict[str, str] = {}
+
+    async def open(self, trajectory: TrajectoryInfo) -> None:
+        """Open every tool that has something to open."""
+        for name, named in self._tools.items():
+            if not named.stateful:
+                continue
+            given = self._given(named, "create_kwargs")
+            try:
+                self._sessions[name] = await run_method(named.tool.open, trajectory, **given)
+            except Exception as error:
+                logger.exception("tool %s could not be opened for trajectory %s", name, trajectory.trajectory_id)
+                self._failed[name] = type(error).__name__
+                self._registry.record(f"tool/{name}/open_failures", 1.0)
 
     async def call(self, name: str, arguments: Any) -> ToolResult:
         """Run tool ``name``.
@@ -100,59 +234,80 @@ class ToolRegistry:
         Args:
             arguments: an object, or the JSON text of one.
         """
-        started = time.monotonic()
-        tool = self._tools.get(name)
-        if tool is None:
+        named = self._tools.get(name)
+        if named is None:
             text = f"Error: there is no tool {str(name)[:60]!r}; the tools are: {', '.join(self._tools) or 'none'}"
-            return ToolResult("unknown_tool", text, 0.0)
+            return ToolResult("unknown_tool", text)
+        if name in self._failed:
+            return ToolResult("error", f"Error: the tool failed: {self._failed[name]}")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except json.JSONDecodeError as error:
-                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}", 0.0)
-        problem = jsonschema.exceptions.best_match(self._validators[name].iter_errors(arguments))
+                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
+        problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
         if problem is not None:
             place = ".".join(str(part) for part in problem.absolute_path)
             text = f"Error: bad arguments for {name}: {place + ': ' if place else ''}{problem.message[:200]}"
-            return ToolResult("bad_arguments", text, 0.0)
+            return ToolResult("bad_arguments", text)
+        return await self._run(named, arguments)
+
+    async def close(self) -> dict[str, Any]:
+        """End every session; what the tools returned, by name, as JSON types."""
+        if not self._sessions:
+            return {}
+        return await asyncio.shield(self._registry.finish(self._close()))
+
+    async def _run(self, named: NamedTool, arguments: Any) -> ToolResult:
+        given = self._given(named, "execute_kwargs")
+        if named.takes_session:
+            given["session"] = self._sessions.get(named.name)
+        started = time.monotonic()
         try:
-            return await tool.call(arguments)
+            result = await run_method(named.tool.call, arguments, **given)
+            if isinstance(result, str):
+                result = ToolResult("ok", result)
+            if not isinstance(result, ToolResult):
+                raise TypeError(f"call returned {result!r:.60}, which is neither text nor a ToolResult")
         except Exception as error:
-            logger.exception("tool %s failed", name)
-            text = f"Error: the tool failed: {type(error).__name__}"
-            return ToolResult("error", text, time.monotonic() - started)
+            logger.exception("tool %s failed", named.name)
+            result = ToolResult("error", f"Error: the tool failed: {type(error).__name__}")
+        for metric, value in result.metrics.items():
+            self._registry.record(f"tool/{named.name}/{metric}", float(value))
+        return result if result.seconds else dataclasses.replace(result, seconds=time.monotonic() - started)
 
-    def take_metrics(self) -> dict[str, float]:
-        """What the tools counted since the last call."""
-        metrics: dict[str, float] = {}
-        for tool in self._tools.values():
-            if isinstance(tool, ReportsMetrics):
-                metrics |= tool.take_metrics()
-        return metrics
+    async def _close(self) -> dict[str, Any]:
+        returned = {}
+        sessions, self._sessions = self._sessions, {}
+        for name, session in sessions.items():
+            named = self._tools[name]
+            given = self._given(named, "calc_reward_kwargs", "release_kwargs")
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    value = await run_method(named.tool.close, session, **given)
+                if value is not None:
+                    returned[name] = json.loads(json.dumps(value, default=str))
+            except Exception:
+                logger.exception("tool %s could not be closed", name)
+                self._registry.record(f"tool/{name}/close_failures", 1.0)
+        return returned
 
-    async def close(self) -> None:
-        """Close the tools' connections."""
-        for tool in self._tools.values():
-            await tool.close()
-
-    async def __aenter__(self) -> ToolRegistry:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def _given(self, named: NamedTool, *groups: str) -> dict[str, Any]:
+        """What the prompt gives a method."""
+        kwargs = self._kwargs.get(named.name) or {}
+        takes = named.takes[_METHODS[groups[0]]]
+        given = {name: value for group in groups for name, value in (kwargs.get(group) or {}).items()}
+        return {name: value for name, value in given.items() if takes is None or name in takes}
 
 
-def _make(config: ToolsConfig, name: str, code_interpreter: CodeInterpreterClient | None) -> Tool:
-    if name in FACTORIES:
-        return FACTORIES[name](config, code_interpreter)
-    module_name, colon, factory_name = name.partition(":")
-    if not colon:
-        known = ", ".join(FACTORIES)
-        raise ConfigError(f"rollout.multi_turn.tools: unknown tool {name!r}; known: {known}, package.module:factory")
-    try:
-        factory: Callable[[Mapping[str, Any] | ToolsConfig], Tool] = getattr(
-            importlib.import_module(module_name), factory_name
-        )
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout.multi_turn.tools: cannot load {name!r}: {error}") from error
-    return factory(config)
+def check_tools(config: Config) -> None:
+    """Make the run's tools as a run would, and drop them again: nothing is started.
+
+    Raises:
+        ConfigError, ExtensionError: see ``ToolRegistry.from_config``.
+    """
+    from tools.code_interpreter.client import CodeInterpreterClient
+
+    ToolRegistry.from_config(
+        config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
+    )

@@ -34,7 +34,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import Trajectory
-from sglang_rollout.agent.loop import engine_needs_tokenizer
+from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
@@ -93,12 +93,16 @@ class Deployment:
         self.rewards = self._stack.enter_context(
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )
-        self.tools = await self._start_tools(placement)
-        self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools.schemas())
+        client = await self._sandbox_client(placement)
+        self.tools = ToolRegistry.from_config(config.tools, config.rollout.multi_turn.tools, code_interpreter=client)
+        # An engine that has to find texts in what it samples needs the tokenizer.
+        agent = make_agent(config, tokenizer, self.tools)
+        self.validation_prompts = ValidationSet(config.data, tokenizer, self.tools)
         if self.with_learner:
-            self.prompts = PromptSource(config.data, tokenizer, self.tools.schemas(), config.trainer.seed)
+            self.prompts = PromptSource(config.data, tokenizer, self.tools, config.trainer.seed)
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
+        await self._start_tools(placement, client)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
 
@@ -110,7 +114,7 @@ class Deployment:
             self.engines = EngineGroup(
                 config,
                 self._placement,
-                tokenizer=engine_needs_tokenizer(config.rollout.multi_turn, tokenizer),
+                tokenizer=bool(agent.stop.strings),
                 weights_from_sync=self.with_learner,
             )
             self._stack.push_async_callback(self.engines.stop)
@@ -190,39 +194,43 @@ class Deployment:
             await self.gpu_phases.engines_leave()
         await self._start_learner()
 
-    async def _start_tools(self, placement: Placement) -> ToolRegistry:
-        """The tools of the run, with a code interpreter server of the run's own unless others are named.
-
-        On several nodes each has a server, which ``self.sandboxes`` starts once Ray is there.
+    async def _sandbox_client(self, placement: Placement) -> CodeInterpreterClient | None:
+        """Client of the named code interpreter servers, or of the run's own, of which none is started yet.
 
         Raises:
             ConfigError: a named server does not answer.
         """
         config = self.config
-        names = config.rollout.multi_turn.tools
-        client = None
         if placement.sandboxes and config.cluster.nodes > 1:
+            # Each node has a server, which ``self.sandboxes`` starts once Ray is there.
             self.sandboxes = SandboxGroup(config, self.console)
-            client = self.sandboxes.client
-        elif placement.sandboxes:
-            server = SandboxServerProcess(
-                config.tools.code_interpreter, log_file=config.run_dir / "logs" / "code_interpreter.log"
+            return self.sandboxes.client
+        if placement.sandboxes:
+            return CodeInterpreterClient([])
+        if not config.rollout.multi_turn.uses_code_interpreter:
+            return None
+        client = CodeInterpreterClient(config.tools.code_interpreter.urls)
+        silent = await client.silent_servers()
+        if silent:
+            raise ConfigError(
+                f"tools.code_interpreter.url: {', '.join(silent)} does not answer, or demands another "
+                f"{TOKEN_VARIABLE}: start the server there (python -m tools.code_interpreter.server), or leave the "
+                "key unset and the trainer starts one"
             )
-            client = CodeInterpreterClient(server.start())
+        return client
+
+    async def _start_tools(self, placement: Placement, client: CodeInterpreterClient | None) -> None:
+        """Start the tools and, on a single node, the run's own code interpreter server."""
+        if placement.sandboxes and self.sandboxes is None:
+            assert client is not None
+            server = SandboxServerProcess(
+                self.config.tools.code_interpreter, log_file=self.config.run_dir / "logs" / "code_interpreter.log"
+            )
+            client.put_server(0, server.start())
             self._stack.callback(server.stop)
             watch = asyncio.create_task(self._keep_running(server))
             self._stack.callback(watch.cancel)
-        elif "code_interpreter" in names:
-            client = CodeInterpreterClient(config.tools.code_interpreter.urls)
-            silent = await client.silent_servers()
-            if silent:
-                raise ConfigError(
-                    f"tools.code_interpreter.url: {', '.join(silent)} does not answer, or demands another "
-                    f"{TOKEN_VARIABLE}: start the server there (python -m tools.code_interpreter.server), or leave the "
-                    "key unset and the trainer starts one"
-                )
-        registry = ToolRegistry.from_config(config.tools, names, code_interpreter=client)
-        return await self._stack.enter_async_context(registry)
+        await self._stack.enter_async_context(self.tools)
 
     async def _keep_running(self, server: SandboxServerProcess) -> None:
         """Start the code interpreter again, on its port, where it ended; callers wait and repeat meanwhile."""

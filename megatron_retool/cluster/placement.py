@@ -103,7 +103,7 @@ def plan_placement(config: Config) -> Placement:
         config.rollout.engine.tensor_parallel_size,
     )
     critics = ranks if needs_critic(config) else 0
-    own_sandboxes = "code_interpreter" in config.rollout.multi_turn.tools and not config.tools.code_interpreter.urls
+    own_sandboxes = config.rollout.multi_turn.uses_code_interpreter and not config.tools.code_interpreter.urls
     sandboxes = tuple(Slot("sandbox", node, node, ()) for node in range(config.cluster.nodes if own_sandboxes else 0))
     if per_node == 0:
         slots = [

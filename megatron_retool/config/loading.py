@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
-from megatron_retool.config.tree import Config, validate
+from megatron_retool.config.tree import Config, check_choices, validate
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -92,6 +92,30 @@ def _anchor_files(node: Any, directory: Path) -> None:
             found = next((place for place in places if place.is_file()), None)
             if found is not None:
                 node[key] = f"{found.resolve()}{text[match.end('file') :]}"
+
+
+def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
+    """A copy of ``section``, one of the tree's dataclasses, with ``settings`` in it.
+
+    Args:
+        key: dotted key of ``settings``, for messages.
+
+    Raises:
+        ConfigError: a name is unknown or a value has the wrong type.
+    """
+    known = [item.name for item in dataclasses.fields(section)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{key}.{name} is unknown; the settings are {', '.join(known)}")
+    tree = OmegaConf.structured(section)
+    _unlock(tree)
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(tree, dict(settings)))
+    except OmegaConfBaseException as error:
+        name = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{key}.{name}: {str(error).splitlines()[0]}") from error
+    check_choices(found, f"{key}.")
+    return found
 
 
 def save_config(config: Config, path: str | Path) -> None:

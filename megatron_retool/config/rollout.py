@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_retool.config.base import ConfigError, choice
 
@@ -23,15 +25,58 @@ class ValSamplingConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
+class ToolEntry:
+    """One element of rollout.multi_turn.tools."""
+
+    tool: str
+    """A built-in of tools.registry, or package.module:object or path/to/file.py:object (a Tool class or a function)."""
+    name: str | None = None
+    """How the policy calls it; None: by the tool's own name."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the tool; a built-in's replace those of its section (tools.search, …) for this entry."""
+
+
+@dataclass(frozen=True)
 class MultiTurnConfig:
-    format: str = choice("hermes", "retool", "arpo")
+    format: str = "hermes"
+    """"hermes", "retool", "arpo", or package.module:Class or path/to/file.py:Class of a ToolCallFormat."""
+    format_kwargs: dict[str, Any] = field(default_factory=dict)
     max_assistant_turns: int = 8
     max_tool_calls: int = 8
     max_tool_response_tokens: int = 512
     """Longer tool results lose their middle, and say so."""
     max_wall_seconds: float = 3600.0
-    tools: list[str] = field(default_factory=lambda: ["code_interpreter"])
-    """Names in tools.registry."""
+    tools: list[Any] = field(default_factory=lambda: ["code_interpreter"])
+    """Built-in names, targets (package.module:object, path/to/file.py:object), or mappings {tool, name, kwargs}."""
+
+    @property
+    def uses_code_interpreter(self) -> bool:
+        """Whether one of the tools is the built-in code interpreter, which needs a server."""
+        return any(entry.tool == "code_interpreter" for entry in tool_entries(self.tools))
+
+
+def tool_entries(tools: Sequence[Any]) -> list[ToolEntry]:
+    """rollout.multi_turn.tools in its long form.
+
+    Raises:
+        ConfigError: an element is neither a name nor a mapping of ToolEntry's keys.
+    """
+    entries = []
+    for index, item in enumerate(tools):
+        key = f"rollout.multi_turn.tools[{index}]"
+        given = {"tool": item} if isinstance(item, str) else item
+        if not isinstance(given, Mapping) or not isinstance(given.get("tool"), str):
+            raise ConfigError(f"{key}={item!r} must be a name, or a mapping {{tool: <name>, kwargs: {{…}}}}")
+        unknown = sorted(set(given) - {"tool", "name", "kwargs"}, key=str)
+        if unknown:
+            raise ConfigError(f"{key}.{unknown[0]} is unknown: the keys are tool, name and kwargs; settings are kwargs")
+        name, kwargs = given.get("name"), given.get("kwargs") or {}
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigError(f"{key}.name={name!r} must be text")
+        if not isinstance(kwargs, Mapping) or not all(isinstance(each, str) for each in kwargs):
+            raise ConfigError(f"{key}.kwargs={kwargs!r} must be a mapping of settings")
+        entries.append(ToolEntry(given["tool"], name, dict(kwargs)))
+    return entries
 
 
 @dataclass(frozen=True)
@@ -86,6 +131,9 @@ class RolloutConfig:
     train: SamplingConfig = field(default_factory=SamplingConfig)
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: str = "tool_calling"
+    """What drives a trajectory: "tool_calling", or package.module:Class or path/to/file.py:Class of an Agent."""
+    agent_kwargs: dict[str, Any] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     partial: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
     branching: BranchingConfig = field(default_factory=BranchingConfig)
@@ -104,6 +152,7 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.train.temperature={self.train.temperature}: greedy decoding has no distribution to learn from"
             )
+        tool_entries(self.multi_turn.tools)
         if self.engine.count < 1:
             raise ConfigError(f"rollout.engine.count={self.engine.count} must be at least 1")
         if self.partial.over_sampling_factor < 1:

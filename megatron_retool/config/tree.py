@@ -53,10 +53,7 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: naming the key or keys and what would satisfy the rule.
     """
-    for key, item, value in walk(config):
-        choices = item.metadata.get("choices")
-        if choices is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
+    check_choices(config)
     for item in dataclasses.fields(config):
         section = getattr(config, item.name)
         if hasattr(section, "check"):
@@ -81,6 +78,14 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+
+
+def check_choices(node: Any, prefix: str = "") -> None:
+    """Raise ConfigError where a setting below ``node`` is none of its choices."""
+    for key, item, value in walk(node, prefix):
+        choices = item.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

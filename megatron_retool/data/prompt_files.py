@@ -3,7 +3,8 @@
 What a source looks like is told from its columns:
 
 * verl's layout, which DAPO-Math-17k shares: prompt (a list of messages, JSON text of one, or a bare question),
-  reward_model {ground_truth, …}, and optionally data_source and extra_info;
+  reward_model {ground_truth, …}, and optionally data_source and extra_info, in which tools_kwargs {tool:
+  {create_kwargs, execute_kwargs, …}}, need_tools_kwargs and tool_selection (names of the prompt's tools) are verl's;
 * a competition's layout, as AIME is published: problem or question, and answer (in any capitals);
 * ``reasoning_gym:<task>?size=1000&seed=0&<setting>=<value>`` in the place of a path: problems that the reasoning-gym
   library makes, each with its own verifier.
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from megatron_retool.data.chat_template import drop_none
 from megatron_retool.data.files import DataError, decode_json, read_table, require_columns
 
 REASONING_GYM = "reasoning_gym:"
@@ -191,6 +193,9 @@ def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, in
         raise DataError(f"{source}, row {number}, column 'extra_info': expected a mapping, found {extra!r:.60}")
     if row.get("ability") is not None:
         extra.setdefault("ability", row["ability"])
+    if extra.get("tools_kwargs") is not None:
+        # In Arrow every row has the fields of all rows, and no struct is without fields: hence JSON text in some files.
+        extra["tools_kwargs"] = drop_none(decode_json(extra["tools_kwargs"], source, number, "extra_info"))
     return RawPrompt(
         file=source,
         row=number,

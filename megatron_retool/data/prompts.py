@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from megatron_retool.data.files import DataError
 from megatron_retool.data.prompt_files import RawPrompt, read_prompts
 
 logger = logging.getLogger(__name__)
+
+
+class PromptTools(Protocol):
+    """Knows which tools a prompt has (tools.registry.ToolRegistry)."""
+
+    def schemas(self, extra_info: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Schemas for the chat template. Raises ValueError where the row asks for what the run's tools do not have."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,12 +75,13 @@ class PromptSource:
 
     Raises:
         ConfigError: data.train_files is empty.
-        DataError: a file is wrong (naming file, row and column), a prompt is too long under
+        DataError: a file is wrong (naming file, row and column), a row asks for a tool or a tool's setting that the
+            run does not have, a prompt is too long under
             data.overlong_prompts=error, or no prompt is left.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]], seed: int) -> None:
-        self._rows, self.counts = _load(config, "train_files", tokenizer, tool_schemas)
+    def __init__(self, config: DataConfig, tokenizer: Any, tools: PromptTools, seed: int) -> None:
+        self._rows, self.counts = _load(config, "train_files", tokenizer, tools)
         self._shuffle = config.shuffle
         self._seed = seed
         self._drawn = 0
@@ -167,8 +176,8 @@ class ValidationSet(Sequence[PromptRow]):
         DataError: as for PromptSource.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]) -> None:
-        rows, self.counts = _load(config, "val_files", tokenizer, tool_schemas)
+    def __init__(self, config: DataConfig, tokenizer: Any, tools: PromptTools) -> None:
+        rows, self.counts = _load(config, "val_files", tokenizer, tools)
         limit = config.max_val_samples
         if limit is not None and limit < len(rows):
             rows = [rows[int(place)] for place in np.linspace(0, len(rows) - 1, limit).round()]
@@ -178,23 +187,21 @@ class ValidationSet(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         return self._rows[index]
 
     def __iter__(self) -> Iterator[PromptRow]:
         return iter(self._rows)
 
 
-def _load(
-    config: DataConfig, key: str, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]
-) -> tuple[list[PromptRow], PromptCounts]:
+def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> tuple[list[PromptRow], PromptCounts]:
     files = getattr(config, key)
     if not files:
         raise ConfigError(f"data.{key} is empty: name at least one file of prompts")
     raw, counts = read_prompts(files, config.prompt_key, config.question_instruction, config.deduplicate)
     rows = []
     overlong = 0
-    for prompt, ids in zip(raw, _tokenize_prompts(raw, tokenizer, tool_schemas), strict=True):
+    for prompt, ids in zip(raw, _tokenize_prompts(raw, tokenizer, tools), strict=True):
         if len(ids) > config.max_prompt_length:
             if config.overlong_prompts == "error":
                 raise DataError(
@@ -222,19 +229,36 @@ def _load(
     return rows, PromptCounts(counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows))
 
 
-def _tokenize_prompts(
-    prompts: Sequence[RawPrompt], tokenizer: Any, tool_schemas: Sequence[dict[str, Any]]
-) -> list[list[int]]:
+def _tokenize_prompts(prompts: Sequence[RawPrompt], tokenizer: Any, tools: PromptTools) -> list[list[int]]:
+    """Each prompt with the tools that it has; prompts of the same tools are rendered together."""
+    places_of: dict[str, list[int]] = {}
+    schemas_of: dict[str, list[dict[str, Any]]] = {}
+    for place, prompt in enumerate(prompts):
+        try:
+            schemas = tools.schemas(prompt.extra_info)
+        except ValueError as error:
+            raise DataError(f"{prompt.file}, row {prompt.row}, column 'extra_info': {error}") from error
+        names = json.dumps([schema["function"]["name"] for schema in schemas])
+        places_of.setdefault(names, []).append(place)
+        schemas_of[names] = schemas
+    texts = [""] * len(prompts)
+    for names, places in places_of.items():
+        rendered = _render_prompts([prompts[place] for place in places], tokenizer, schemas_of[names])
+        for place, text in zip(places, rendered, strict=True):
+            texts[place] = text
+    return tokenize(tokenizer, texts)
+
+
+def _render_prompts(prompts: Sequence[RawPrompt], tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> list[str]:
     try:
-        texts = render(tokenizer, [p.messages for p in prompts], tool_schemas, add_generation_prompt=True)
+        return render(tokenizer, [p.messages for p in prompts], schemas, add_generation_prompt=True)
     except ChatTemplateError as error:
         for prompt in prompts:
             try:
-                render(tokenizer, [prompt.messages], tool_schemas, add_generation_prompt=True)
+                render(tokenizer, [prompt.messages], schemas, add_generation_prompt=True)
             except ChatTemplateError as single:
                 raise DataError(f"{prompt.file}, row {prompt.row}: {single}") from single
         raise DataError(str(error)) from error
-    return tokenize(tokenizer, texts)
 
 
 def _with_group(row: PromptRow, group_id: int) -> PromptRow:

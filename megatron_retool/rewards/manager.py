@@ -133,6 +133,7 @@ class RewardManager:
                 "num_turns": trajectory.num_turns,
                 "tool_calls": [{"name": call.name, "status": call.status} for call in trajectory.tool_calls],
                 "finish_reason": trajectory.finish_reason.value,
+                **{name: trajectory.reward_info[name] for name in ("tools",) if name in trajectory.reward_info},
             },
         }
 

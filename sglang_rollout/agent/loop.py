@@ -10,10 +10,11 @@ that was paused, or whose engine died, goes on at any engine; the weight version
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,25 +22,12 @@ import numpy as np
 
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
-from sglang_rollout.agent.tool_call_formats import FORMATS, ParsedCall, ToolCallFormat
+from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.client import GenerateResult, StopConditions
+from tools.tool import EarlierCall, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 
 logger = logging.getLogger(__name__)
-
-
-class ToolResult(Protocol):
-    """What a tool answers: ``status`` ok, error, timeout, unknown_tool or bad_arguments, and ``text`` for the model."""
-
-    status: str
-    text: str
-    seconds: float
-
-
-class ToolCaller(Protocol):
-    """Runs tools by name (tools.registry). It answers with a status instead of raising."""
-
-    async def call(self, name: str, arguments: Any) -> ToolResult: ...
 
 
 @dataclass
@@ -146,35 +134,62 @@ Generate = Callable[[TrajectoryState, int, float], Awaitable[GenerateResult]]
 """(state, most new tokens, seconds until the deadline) -> what the engine sampled after the state's ids."""
 
 
-class AgentLoop:
-    """Rules of a trajectory: tool-call format, limits, stop conditions. One object serves all trajectories.
+@dataclass(frozen=True)
+class AgentSetup:
+    """What an agent is made with.
 
-    Args:
+    Attributes:
         config: rollout.multi_turn.
         tokenizer: the model's.
-        tools: runs the calls.
+        tools: opens the tools of a trajectory (``opened``).
         max_response_length: tokens after the prompt, tool results included.
         context_length: prompt and response together; None where the engine's is not the tighter limit.
-        template_arguments: for the chat template.
     """
 
-    def __init__(
-        self,
-        config: MultiTurnConfig,
-        tokenizer: Tokenizer,
-        tools: ToolCaller,
-        max_response_length: int,
-        context_length: int | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.tools = tools
-        self.max_response_length = max_response_length
-        self.context_length = context_length
-        self.format: ToolCallFormat = FORMATS[config.format]
-        self.glue = TurnGlue(tokenizer, self.format, config.max_tool_response_tokens, template_arguments)
-        self.stop = stop_conditions(self.format, tokenizer, self.glue.end_of_turn_id)
+    config: MultiTurnConfig
+    tokenizer: Tokenizer
+    tools: ToolCaller
+    max_response_length: int
+    context_length: int | None = None
+
+
+class Agent(Protocol):
+    """Drives trajectories: samples turns (``generate``, then ``TrajectoryState.append_sampled``), appends what is not
+    sampled (``append_unsampled``) and says when one ends (``finish_reason``). One object serves all trajectories.
+
+    Made as ``agent(setup: AgentSetup, **rollout.agent_kwargs)``.
+    """
+
+    stop: StopConditions
+    """Where the engine ends a turn."""
+
+    async def run(self, state: TrajectoryState, generate: Generate, paused: Callable[[], bool]) -> bool:
+        """Go on until the trajectory is finished (True; finish_reason is set) or paused (False; called again later).
+
+        All that it must know later is in ``state``. ``paused()`` true, or a result whose finish_reason is "abort", asks
+        for a return at the next place from which the trajectory can go on. What ``generate`` raises goes to the caller.
+        """
+        ...
+
+
+class AgentLoop:
+    """The agent of tool calls: a turn, its calls side by side, their results, the next turn.
+
+    A subclass may change ``sample_turn``, ``answer_calls``, or what ``run`` does with them.
+
+    Raises:
+        ExtensionError, ChatTemplateError: the tool-call format cannot be made, or not be used with the chat template.
+    """
+
+    def __init__(self, setup: AgentSetup) -> None:
+        self.config = setup.config
+        self.tokenizer = setup.tokenizer
+        self.tools = setup.tools
+        self.max_response_length = setup.max_response_length
+        self.context_length = setup.context_length
+        self.format: ToolCallFormat = make_format(setup.config)
+        self.glue = TurnGlue(setup.tokenizer, self.format, setup.config.max_tool_response_tokens)
+        self.stop = stop_conditions(self.format, setup.tokenizer, self.glue.end_of_turn_id)
 
     def remaining(self, state: TrajectoryState) -> int:
         """Tokens that the response may still grow by."""
@@ -189,26 +204,23 @@ class AgentLoop:
         Raises:
             whatever ``generate`` raises; ``state`` is then as it was before the request.
         """
-        while state.finish_reason is None:
-            if paused():
-                return False
-            began = time.monotonic()
-            try:
-                if not await self.advance(state, generate):
+        if state.finish_reason is None and paused():
+            return False
+        async with opened(self.tools, state, self.config.max_wall_seconds) as tools:
+            while state.finish_reason is None:
+                if paused():
                     return False
-            finally:
-                state.seconds += time.monotonic() - began
-        return True
-
-    async def advance(self, state: TrajectoryState, generate: Generate) -> bool:
-        """Sample one turn, or answer the calls of the last one; False where the engine gave the request back."""
-        deadline = self.config.max_wall_seconds - state.seconds
-        if deadline <= 0:
-            state.finish_reason = FinishReason.ABORTED
-        elif state.pending_calls:
-            await self.answer_calls(state, deadline)
-        else:
-            return await self.sample_turn(state, generate, deadline)
+                began = time.monotonic()
+                deadline = self.config.max_wall_seconds - state.seconds
+                try:
+                    if deadline <= 0:
+                        state.finish_reason = FinishReason.ABORTED
+                    elif state.pending_calls:
+                        await self.answer_calls(state, tools, deadline)
+                    elif not await self.sample_turn(state, generate, deadline):
+                        return False
+                finally:
+                    state.seconds += time.monotonic() - began
         return True
 
     async def sample_turn(self, state: TrajectoryState, generate: Generate, deadline: float) -> bool:
@@ -248,7 +260,7 @@ class AgentLoop:
             state.pending_calls = calls
         return True
 
-    async def answer_calls(self, state: TrajectoryState, deadline: float) -> None:
+    async def answer_calls(self, state: TrajectoryState, tools: ToolSession, deadline: float) -> None:
         """Run the pending calls side by side and append their results; the next turn may begin.
 
         Cancelled while the calls run, it leaves the state as it was, and they run again later.
@@ -256,7 +268,7 @@ class AgentLoop:
         calls = state.pending_calls
         try:
             async with asyncio.timeout(deadline):
-                records, texts = zip(*await asyncio.gather(*(self._call(call) for call in calls)), strict=True)
+                records, texts = zip(*await asyncio.gather(*(run_call(tools, call) for call in calls)), strict=True)
         except TimeoutError:
             state.finish_reason = FinishReason.ABORTED
             return
@@ -273,23 +285,67 @@ class AgentLoop:
         state.turn += 1
         state.turn_start = len(state.response_ids)
 
-    async def _call(self, call: ParsedCall) -> tuple[ToolCall, str]:
-        arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
-        if call.error:
-            return ToolCall(call.name, arguments, "parse_error", 0.0), call.error
-        began = time.monotonic()
-        try:
-            result = await self.tools.call(call.name, call.arguments)
-            status, text, seconds = result.status, result.text, result.seconds
-        except Exception as error:
-            # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
-            logger.exception("tool %s raised", call.name)
-            status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began
-        return ToolCall(call.name, arguments, status, seconds), text
-
     def _turn_text(self, state: TrajectoryState, without_last: bool) -> str:
         ids = state.response_ids[state.turn_start : -1 if without_last else None]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@contextlib.asynccontextmanager
+async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: float) -> AsyncIterator[ToolSession]:
+    """The trajectory's tools, open until the block is left, in whatever way.
+
+    Where the trajectory is finished by then, what the tools returned at their close is in reward_info["tools"]. One
+    that is paused opens them again when it goes on, and a fork opens its own. Opening counts as time of the trajectory;
+    where it takes all that is left, the trajectory is aborted.
+    """
+    began = time.monotonic()
+    session: ToolSession = _NoTools()
+    try:
+        async with asyncio.timeout(max_wall_seconds - state.seconds):
+            session = await tools.open(_info(state))
+    except TimeoutError:
+        state.finish_reason = FinishReason.ABORTED
+    finally:
+        state.seconds += time.monotonic() - began
+    try:
+        yield session
+    finally:
+        returned = await session.close()
+        if state.finish_reason is not None and returned:
+            state.reward_info["tools"] = returned
+
+
+class _NoTools:
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        return ToolResult("error", "Error: the tools could not be opened in time")
+
+    async def close(self) -> dict[str, Any]:
+        return {}
+
+
+def _info(state: TrajectoryState) -> TrajectoryInfo:
+    earlier: dict[str, list[EarlierCall]] = {}
+    for call in state.tool_calls:
+        if call.status != "parse_error":
+            earlier.setdefault(call.name, []).append(EarlierCall(json.loads(call.arguments), call.status))
+    calls = {name: tuple(values) for name, values in earlier.items()}
+    return TrajectoryInfo(state.group_id, state.index, state.extra_info, calls)
+
+
+async def run_call(tools: ToolSession, call: ParsedCall) -> tuple[ToolCall, str]:
+    """One call as it happened, and what the model reads of it."""
+    arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
+    if call.error:
+        return ToolCall(call.name, arguments, "parse_error", 0.0), call.error
+    began = time.monotonic()
+    try:
+        result = await tools.call(call.name, call.arguments)
+        status, text, seconds = result.status, result.text, result.seconds
+    except Exception as error:
+        # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
+        logger.exception("tool %s raised", call.name)
+        status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began
+    return ToolCall(call.name, arguments, status, seconds), text
 
 
 def stop_conditions(call_format: ToolCallFormat, tokenizer: Tokenizer, end_of_turn_id: int) -> StopConditions:
@@ -305,8 +361,3 @@ def stop_conditions(call_format: ToolCallFormat, tokenizer: Tokenizer, end_of_tu
         else:
             strings.append(tag)
     return StopConditions(tuple(token_ids), tuple(strings))
-
-
-def engine_needs_tokenizer(config: MultiTurnConfig, tokenizer: Tokenizer) -> bool:
-    """Whether the engine has to load the tokenizer, because it has to look for strings in what it samples."""
-    return bool(stop_conditions(FORMATS[config.format], tokenizer, end_of_turn_id=0).strings)

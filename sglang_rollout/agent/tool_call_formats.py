@@ -11,18 +11,20 @@ a Markdown fence; arpo is arXiv:2507.19849.
 
 A call that cannot be understood is a ``ParsedCall`` with ``error`` set: the message goes back to the model as the
 tool's output, so that it can correct itself. Parsing never raises.
+
+rollout.multi_turn.format names a class of ``formats`` or anybody's own, made with rollout.multi_turn.format_kwargs.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-CODE_TOOL = "code_interpreter"
-SEARCH_TOOL = "search"
+from megatron_retool.config import Config, MultiTurnConfig
+from megatron_retool.registry import ExtensionError, Registry
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,9 @@ class ParsedCall:
 class ToolCallFormat(Protocol):
     """A way to write calls. ``uses_chat_template``: results are tool messages of the chat template."""
 
-    name: str
     uses_chat_template: bool
     closing_tags: tuple[str, ...]
-    """Strings at which a turn must stop because a result follows; none where the end of turn does it."""
+    """Strings at which a turn must stop because a result follows; none where the chat template's end of turn does."""
 
     def parse(self, text: str) -> list[ParsedCall]:
         """Calls of one assistant turn, in order. ``text`` is the turn without its end-of-turn token."""
@@ -52,10 +53,13 @@ class ToolCallFormat(Protocol):
         ...
 
 
+formats: Registry[Callable[..., Any]] = Registry("rollout.multi_turn.format", takes=())
+
+
+@formats.register("hermes")
 class HermesFormat:
     """JSON in <tool_call> tags, as Qwen2.5 and Qwen3 are trained to write."""
 
-    name = "hermes"
     uses_chat_template = True
     closing_tags: tuple[str, ...] = ()
 
@@ -76,16 +80,23 @@ class HermesFormat:
         raise NotImplementedError("hermes results are tool messages of the chat template")
 
 
+@formats.register("retool")
 class ReToolFormat:
-    """Code between <code> tags; the interpreter's output follows in <interpreter> tags."""
+    """Code between <code> tags; the interpreter's output follows in <interpreter> tags.
 
-    name = "retool"
+    Args:
+        code_tool: name of the tool that runs the code.
+    """
+
     uses_chat_template = False
     closing_tags: tuple[str, ...] = ("</code>",)
 
+    def __init__(self, *, code_tool: str = "code_interpreter") -> None:
+        self.code_tool = code_tool
+
     def parse(self, text: str) -> list[ParsedCall]:
         return [
-            ParsedCall(CODE_TOOL, {"code": without_fence(body)}, body)
+            ParsedCall(self.code_tool, {"code": without_fence(body)}, body)
             if body is not None
             else _malformed("", f"</{tag}> without <{tag}>")
             for tag, body in tagged_blocks(text, ("code",))
@@ -95,12 +106,21 @@ class ReToolFormat:
         return "".join(f"\n<interpreter>\n{result}\n</interpreter>\n" for result in results)
 
 
+@formats.register("arpo")
 class ArpoFormat:
-    """Searches and programs in tags of their own; every result comes in <result> tags."""
+    """Searches and programs in tags of their own; every result comes in <result> tags.
 
-    name = "arpo"
+    Args:
+        code_tool: name of the tool that runs what is in <python>.
+        search_tool: name of the tool that looks up what is in <search>.
+    """
+
     uses_chat_template = False
     closing_tags: tuple[str, ...] = ("</search>", "</python>")
+
+    def __init__(self, *, code_tool: str = "code_interpreter", search_tool: str = "search") -> None:
+        self.code_tool = code_tool
+        self.search_tool = search_tool
 
     def parse(self, text: str) -> list[ParsedCall]:
         calls = []
@@ -108,16 +128,90 @@ class ArpoFormat:
             if body is None:
                 calls.append(_malformed("", f"</{tag}> without <{tag}>"))
             elif tag == "search":
-                calls.append(ParsedCall(SEARCH_TOOL, {"query": body.strip()}, body))
+                calls.append(ParsedCall(self.search_tool, {"query": body.strip()}, body))
             else:
-                calls.append(ParsedCall(CODE_TOOL, {"code": without_fence(body)}, body))
+                calls.append(ParsedCall(self.code_tool, {"code": without_fence(body)}, body))
         return calls
 
     def render_results(self, results: Sequence[str]) -> str:
         return "".join(f" <result>\n{result}\n</result>" for result in results)
 
 
-FORMATS: dict[str, ToolCallFormat] = {"hermes": HermesFormat(), "retool": ReToolFormat(), "arpo": ArpoFormat()}
+def make_format(config: MultiTurnConfig) -> ToolCallFormat:
+    """What rollout.multi_turn.format names, checked.
+
+    Raises:
+        ExtensionError: it cannot be loaded or made, or is no ToolCallFormat.
+    """
+    extension = formats.bind(config.format, config.format_kwargs)
+    try:
+        made = extension()
+    except Exception as error:
+        raise ExtensionError(f"{extension.label}: making it failed: {type(error).__name__}: {error}") from error
+    return checked_format(made, extension.label)
+
+
+def check_format(config: Config) -> None:
+    """Raise ExtensionError where the run's tool-call format cannot be used."""
+    make_format(config.rollout.multi_turn)
+
+
+_TRIALS = (
+    "",
+    "\n",
+    "The answer is 42.",
+    '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>',
+    "<tool_call>{</tool_call><tool_call>",
+    "<code>print(1)</code></code>",
+    "<think>I <code></think></python>",
+    '{"name": 3}</search>\ufffd\x00',
+)
+"""What a model may write, well or badly formed."""
+
+
+def checked_format(made: Any, label: str) -> ToolCallFormat:
+    """``made``, if it has what ToolCallFormat asks for and parses some texts.
+
+    Args:
+        label: for messages.
+
+    Raises:
+        ExtensionError: naming what is missing or wrong.
+    """
+    kind = type(made).__name__
+    for name in ("parse", "render_results"):
+        if not callable(getattr(made, name, None)):
+            raise ExtensionError(f"{label}: {kind} has no method {name}: see ToolCallFormat in {__name__}")
+    for name, wanted in (("uses_chat_template", bool), ("closing_tags", tuple)):
+        if not isinstance(getattr(made, name, None), wanted):
+            raise ExtensionError(f"{label}: {kind}.{name} must be a {wanted.__name__}")
+    tags = made.closing_tags
+    if not all(isinstance(tag, str) and tag for tag in tags) or bool(tags) == made.uses_chat_template:
+        raise ExtensionError(
+            f"{label}: {kind}.closing_tags={tags!r} must be () where uses_chat_template is True, and otherwise the "
+            "texts at which a turn stops for its results"
+        )
+    for text in (*_TRIALS, *(f"<{tag}>x{tag}{tag}" for tag in tags)):
+        try:
+            calls = made.parse(text)
+        except Exception as error:
+            raise ExtensionError(
+                f"{label}: parse({text!r}) raised {type(error).__name__}: {error}. What is malformed must come back "
+                "as a ParsedCall with error"
+            ) from error
+        if not isinstance(calls, list) or not all(isinstance(call, ParsedCall) for call in calls):
+            raise ExtensionError(f"{label}: parse({text!r}) returned {calls!r:.60}, which is no list of ParsedCall")
+    if not made.uses_chat_template:
+        try:
+            rendered = made.render_results(["1", ""])
+        except Exception as error:
+            raise ExtensionError(
+                f"{label}: render_results(['1', '']) raised {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(rendered, str):
+            raise ExtensionError(f"{label}: render_results(['1', '']) returned {rendered!r:.60}, which is no text")
+    found: ToolCallFormat = made
+    return found
 
 
 def without_reasoning(text: str) -> str:

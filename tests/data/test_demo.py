@@ -14,8 +14,8 @@ import pytest
 
 from megatron_retool.config import ConfigError
 from megatron_retool.data.demo import make, make_demo
-from megatron_retool.data.demo.facts import FactProblem, FactSearch, fact_families, make_facts, value_in
-from megatron_retool.data.demo.problems import FAMILIES, draw
+from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts, value_in
+from megatron_retool.data.demo.problems import FAMILIES, FactProblem, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.traces import DemoTools, trace
 from tests.data.conftest import demo_config
@@ -23,6 +23,7 @@ from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.registry import ToolRegistry
+from tools.tool import TrajectoryInfo
 
 TWO_TOOLS = (
     "demo.variant=two_tools", "rollout.multi_turn.tools=[code_interpreter,search]", "demo.entities=60",
@@ -205,7 +206,7 @@ def test_outputs_are_the_real_sandboxs(sandbox_url, style, print_last_expression
         try:
             return [(await tool.call({"code": code})).text for code in codes]
         finally:
-            await tool.close()
+            await tool.stop()
 
     assert dict(zip(codes, asyncio.run(ask()), strict=True)) == {code: run(code).text for code in codes}
 
@@ -266,7 +267,8 @@ def test_searches_in_demonstrations_are_the_real_tools(two_tools_directory):
 
     async def ask() -> list[str]:
         async with ToolRegistry.from_config(config.tools, ["search"]) as registry:
-            return [(await registry.call("search", arguments)).text for arguments, _ in searches]
+            tools = await registry.open(TrajectoryInfo(0, 0))
+            return [(await tools.call("search", arguments)).text for arguments, _ in searches]
 
     assert asyncio.run(ask()) == [text for _, text in searches]
     values = {row["text"][:-1].rsplit(" is ")[0]: row["text"][:-1].rsplit(" ")[-1] for row in

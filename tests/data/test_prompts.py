@@ -15,6 +15,9 @@ from megatron_retool.data.files import DataError
 from megatron_retool.data.prompt_files import read_prompts
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
+from tools.loading import named_tool
+from tools.registry import ToolRegistry
+from tools.tool import Tool
 
 TOOLS = [
     {
@@ -25,6 +28,16 @@ TOOLS = [
         },
     }
 ]
+
+
+class Toolbox:
+    """Every prompt has TOOLS."""
+
+    def schemas(self, extra_info) -> list[dict]:
+        return TOOLS
+
+
+TOOLBOX = Toolbox()
 
 
 def verl_row(question: str, answer: str = "1", **columns) -> dict:
@@ -51,7 +64,7 @@ def data_config(*files: str, **settings) -> DataConfig:
 
 
 def test_batches_cover_each_epoch_and_roll_over(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=3)
+    source = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLBOX, seed=3)
     assert len(source) == 60
     drawn = [row for _ in range(5) for row in source.next_batch(24)]
     assert [row.group_id for row in drawn] == list(range(120))
@@ -60,33 +73,33 @@ def test_batches_cover_each_epoch_and_roll_over(demo_directory, tokenizer):
     assert set(first) == set(second)
     assert first != second
     assert source.epoch == 2
-    other = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLS, seed=4)
+    other = PromptSource(data_config(str(demo_directory / "train.parquet")), tokenizer, TOOLBOX, seed=4)
     assert [r.uid for r in other.next_batch(60)] != first
 
 
 def test_state_goes_through_json_and_resumes_exactly(demo_directory, tokenizer):
     config = data_config(str(demo_directory / "train.parquet"))
-    source = PromptSource(config, tokenizer, TOOLS, seed=3)
+    source = PromptSource(config, tokenizer, TOOLBOX, seed=3)
     source.next_batch(49)
     state = json.loads(json.dumps(source.state_dict()))
     expected = [source.next_batch(16) for _ in range(5)]
-    resumed = PromptSource(config, tokenizer, TOOLS, seed=3)
+    resumed = PromptSource(config, tokenizer, TOOLBOX, seed=3)
     resumed.load_state_dict(state)
     assert [resumed.next_batch(16) for _ in range(5)] == expected
 
 
 def test_state_of_other_data_is_refused(demo_directory, tokenizer):
     config = data_config(str(demo_directory / "train.parquet"))
-    state = PromptSource(config, tokenizer, TOOLS, seed=3).state_dict()
+    state = PromptSource(config, tokenizer, TOOLBOX, seed=3).state_dict()
     with pytest.raises(DataError, match="trainer.seed"):
-        PromptSource(config, tokenizer, TOOLS, seed=4).load_state_dict(state)
+        PromptSource(config, tokenizer, TOOLBOX, seed=4).load_state_dict(state)
     with pytest.raises(DataError, match="data.train_files"):
         other = data_config(str(demo_directory / "val.parquet"))
-        PromptSource(other, tokenizer, TOOLS, seed=3).load_state_dict(state)
+        PromptSource(other, tokenizer, TOOLBOX, seed=3).load_state_dict(state)
 
 
 def test_without_shuffling_the_order_is_the_files(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=3)
+    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLBOX, seed=3)
     assert [row.extra_info["index"] for row in source.next_batch(61)] == [*range(60), 0]
 
 
@@ -94,7 +107,7 @@ def test_without_shuffling_the_order_is_the_files(demo_directory, tokenizer):
 
 
 def test_prompt_ids_are_the_chat_template_with_the_tools(demo_directory, tokenizer):
-    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLS, seed=0)
+    source = PromptSource(data_config(str(demo_directory / "train.parquet"), shuffle=False), tokenizer, TOOLBOX, seed=0)
     row = source.next_batch(1)[0]
     raw = pq.read_table(demo_directory / "train.parquet").to_pylist()[0]
     expected = tokenizer.apply_chat_template(raw["prompt"], tools=TOOLS, tokenize=False, add_generation_prompt=True)
@@ -108,27 +121,27 @@ def test_prompt_ids_are_the_chat_template_with_the_tools(demo_directory, tokeniz
 
 def test_validation_set(demo_directory, tokenizer):
     path = str(demo_directory / "val.parquet")
-    full = ValidationSet(data_config(path), tokenizer, TOOLS)
+    full = ValidationSet(data_config(path), tokenizer, TOOLBOX)
     assert [row.extra_info["index"] for row in full] == list(range(18))
     assert [row.group_id for row in full] == list(range(18))
-    few = ValidationSet(data_config(path, max_val_samples=4), tokenizer, TOOLS)
+    few = ValidationSet(data_config(path, max_val_samples=4), tokenizer, TOOLBOX)
     assert len(few) == 4
     assert {row.uid for row in few} < {row.uid for row in full}
     assert few[0].uid == full[0].uid
     assert few[3].uid == full[17].uid
     with pytest.raises(ConfigError, match="data.val_files"):
-        ValidationSet(DataConfig(), tokenizer, TOOLS)
+        ValidationSet(DataConfig(), tokenizer, TOOLBOX)
 
 
 def test_overlong_prompts_are_counted_or_refused(tmp_path, tokenizer):
     path = write(tmp_path / "p.parquet", [verl_row("short"), verl_row("long " * 100), verl_row("brief")])
-    source = PromptSource(data_config(path, max_prompt_length=100), tokenizer, TOOLS, seed=0)
+    source = PromptSource(data_config(path, max_prompt_length=100), tokenizer, TOOLBOX, seed=0)
     assert (len(source), source.counts.overlong, source.counts.rows) == (2, 1, 3)
     assert "1 over data.max_prompt_length" in str(source.counts)
     with pytest.raises(DataError, match=r"p.parquet, row 1, column 'prompt': \d+ tokens"):
-        PromptSource(data_config(path, max_prompt_length=100, overlong_prompts="error"), tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path, max_prompt_length=100, overlong_prompts="error"), tokenizer, TOOLBOX, seed=0)
     with pytest.raises(DataError, match="none of the 3 rows is left"):
-        PromptSource(data_config(path, max_prompt_length=2), tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path, max_prompt_length=2), tokenizer, TOOLBOX, seed=0)
 
 
 # ---- layouts
@@ -139,7 +152,7 @@ def test_dapo_math_repeats_are_dropped_over_chunks_and_files(tmp_path, tokenizer
     rows[-1]["reward_model"] = {"ground_truth": "other", "style": "rule-lighteval/MATH_v2"}
     first = write(tmp_path / "dapo-math-17k.parquet", rows)
     second = write(tmp_path / "more.parquet", [verl_row("question 5", "5"), verl_row("new", "2")])
-    source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLS, seed=0)
+    source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLBOX, seed=0)
     counts = source.counts
     assert (counts.rows, counts.duplicates, counts.conflicting_answers, counts.kept) == (70_002, 69_301, 1, 701)
     batch = source.next_batch(701)
@@ -267,7 +280,7 @@ def test_template_errors_name_the_row(tmp_path, tokenizer):
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
     )
     with pytest.raises(DataError, match="p.parquet, row 1: the chat template failed"):
-        PromptSource(data_config(path), tokenizer, TOOLS, seed=0)
+        PromptSource(data_config(path), tokenizer, TOOLBOX, seed=0)
 
 
 def test_load_tokenizer(demo_directory, tmp_path):
@@ -280,3 +293,81 @@ def test_load_tokenizer(demo_directory, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load_tokenizer(model)
+
+
+# ---- tools that differ from prompt to prompt
+
+
+class Lookup(Tool):
+    name = "lookup"
+    schema = {
+        "type": "function",
+        "function": {"name": "lookup", "description": "Find.", "parameters": {"type": "object", "properties": {}}},
+    }
+
+    async def open(self, trajectory, *, corpus: str = "all") -> str:
+        return corpus
+
+    async def call(self, arguments, session, *, top_k: int = 3) -> str:
+        return f"{top_k} of {session}"
+
+
+@pytest.fixture
+def two_tools() -> ToolRegistry:
+    return ToolRegistry([named_tool(Lookup()), named_tool(Lookup(), "second")])
+
+
+def with_info(question: str, **extra_info) -> dict:
+    return verl_row(question, extra_info={"index": question, **extra_info})
+
+
+def test_a_prompt_shows_the_tools_that_it_has(tmp_path, tokenizer, two_tools):
+    kwargs = {"lookup": {"create_kwargs": {"corpus": "b", "ground_truth": "1"}}}
+    rows = [
+        with_info("all"),
+        with_info("one", tool_selection=["second"]),
+        with_info("turned", tool_selection=["second", "lookup"]),
+        with_info("settings", need_tools_kwargs=True, tools_kwargs=kwargs),
+        with_info("other", tools_kwargs={"second": {"execute_kwargs": {"top_k": 1}}}),
+    ]
+    path = write(tmp_path / "p.parquet", rows)
+    source = PromptSource(data_config(path, shuffle=False), tokenizer, two_tools, seed=0)
+    found = {row.messages[-1]["content"]: row for row in source.next_batch(5)}
+    lookup, second = two_tools.schemas()
+    shown = {"all": [lookup, second], "one": [second], "turned": [second, lookup], "settings": [lookup, second]}
+    for question, schemas in shown.items():
+        text = tokenizer.apply_chat_template(
+            found[question].messages, tools=schemas, tokenize=False, add_generation_prompt=True
+        )
+        assert found[question].prompt_ids == tokenizer(text).input_ids
+    assert found["settings"].extra_info["tools_kwargs"] == kwargs, "without what Arrow adds for the other rows"
+    as_text = [with_info("text", tools_kwargs=json.dumps(kwargs))]
+    source = PromptSource(data_config(write(tmp_path / "t.parquet", as_text)), tokenizer, two_tools, seed=0)
+    assert source.next_batch(1)[0].extra_info["tools_kwargs"] == kwargs
+
+
+@pytest.mark.parametrize(
+    ("extra_info", "said"),
+    [
+        ({"tool_selection": ["lokup"]}, "tool_selection: there is no tool 'lokup'; .* has lookup, second"),
+        ({"tool_selection": "lookup"}, "tool_selection: expected a list of tools' names, found 'lookup'"),
+        ({"tools_kwargs": {"web": {"create_kwargs": {"a": 1}}}}, "tools_kwargs: there is no tool 'web'"),
+        ({"tools_kwargs": {"lookup": {"init_kwargs": {"a": 1}}}}, "lookup.init_kwargs: expected one of create_kwargs"),
+        (
+            {"tools_kwargs": {"lookup": {"create_kwargs": {"corpsu": "b"}}}},
+            "lookup.create_kwargs.corpsu: the tool's open takes no such argument; it takes corpus",
+        ),
+        (
+            {"tools_kwargs": {"lookup": {"execute_kwargs": {"k": 1}}}},
+            "lookup.execute_kwargs.k: the tool's call takes no such argument; it takes top_k",
+        ),
+        ({"tools_kwargs": {"lookup": {"release_kwargs": {"k": 1}}}}, "close takes no such argument; it takes none"),
+        ({"tools_kwargs": {"lookup": {"create_kwargs": [1]}}}, r"create_kwargs: expected a mapping, found \[1\]"),
+        ({"tools_kwargs": "{"}, "not valid JSON"),
+        ({"need_tools_kwargs": True}, "need_tools_kwargs is set, and tools_kwargs is missing or empty"),
+    ],
+)
+def test_a_row_that_asks_for_what_the_tools_do_not_have(tmp_path, tokenizer, two_tools, extra_info, said):
+    path = write(tmp_path / "p.parquet", [with_info("one"), with_info("two", **extra_info)])
+    with pytest.raises(DataError, match=rf"p.parquet, row 1, column 'extra_info': .*{said}"):
+        ValidationSet(data_config(path), tokenizer, two_tools)

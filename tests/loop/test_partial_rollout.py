@@ -26,6 +26,7 @@ from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.abortable_engine import AbortableEngine
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.scripted import ScriptedTools
+from tools.registry import ToolRegistry
 
 GROUPS, SIZE = 3, 2
 
@@ -90,7 +91,7 @@ class Loop:
             watchdog=SimpleNamespace(progress=lambda phase: None),
             gpu_phases=GpuPhases(False, list, list),
             rollout=self.rollout,
-            prompts=PromptSource(config.data, tokenizer, [], config.trainer.seed),
+            prompts=PromptSource(config.data, tokenizer, ToolRegistry([]), config.trainer.seed),
             rewards=SimpleNamespace(score=self.score, take_metrics=dict),
             tools=SimpleNamespace(take_metrics=dict),
             total_steps=99,

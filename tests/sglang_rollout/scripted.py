@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_rollout.agent.loop import ToolCaller, ToolResult
-
-
-@dataclass
-class Result:
-    status: str
-    text: str
-    seconds: float = 0.001
+from tools.tool import Tool, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 
 
 class ScriptedTools:
@@ -28,7 +21,13 @@ class ScriptedTools:
         self.running = self.most_running = 0
         self._random = random.Random(0)
 
-    async def call(self, name: str, arguments: Any) -> Result:
+    async def open(self, trajectory: TrajectoryInfo) -> ScriptedTools:
+        return self
+
+    async def close(self) -> dict[str, Any]:
+        return {}
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
         self.calls.append((name, arguments))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -37,12 +36,45 @@ class ScriptedTools:
         finally:
             self.running -= 1
         if name != "code_interpreter":
-            return Result("unknown_tool", f"Error: unknown tool {name}")
+            return ToolResult("unknown_tool", f"Error: unknown tool {name}")
         if self._random.random() < self.timeout_rate:
-            return Result("timeout", "Error: the code did not finish in time")
+            return ToolResult("timeout", "Error: the code did not finish in time")
         if "raise" in str(arguments):
             raise RuntimeError("the sandbox is gone")
-        return Result("ok", "x" * 900 if "900" in str(arguments) else "42")
+        return ToolResult("ok", "x" * 900 if "900" in str(arguments) else "42")
+
+
+class Counter(Tool):
+    """A code_interpreter with a session: it answers how many calls the trajectory has made, earlier ones included."""
+
+    name = "code_interpreter"
+    schema: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Count.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.opened: list[TrajectoryInfo] = []
+        self.closed: list[dict[str, int]] = []
+
+    async def open(self, trajectory: TrajectoryInfo, *, first: int = 0) -> dict[str, int]:
+        self.opened.append(trajectory)
+        return {"count": first + len(trajectory.earlier_calls.get(self.name, ()))}
+
+    async def call(self, arguments: Mapping[str, Any], session: dict[str, int], *, step: int = 1) -> str:
+        await asyncio.sleep(self.seconds)
+        session["count"] += step
+        return str(session["count"])
+
+    async def close(self, session: dict[str, int], *, label: str = "count") -> dict[str, int]:
+        await asyncio.sleep(0)
+        self.closed.append(session)
+        return {label: session["count"]}
 
 
 class FaultyTools:
@@ -54,19 +86,36 @@ class FaultyTools:
         self.answered = self.running = 0
         self._random = random.Random(0)
 
-    async def call(self, name: str, arguments: Any) -> ToolResult:
+    async def open(self, trajectory: TrajectoryInfo) -> FaultySession:
+        return FaultySession(self, await self.tools.open(trajectory))
+
+    async def call(self, session: ToolSession, name: str, arguments: Any) -> ToolResult:
         chance = self._random.random()
         if chance < self.timeout_rate:
-            return Result("timeout", "Error: the code did not finish in time")
+            return ToolResult("timeout", "Error: the code did not finish in time")
         if chance < self.timeout_rate + self.error_rate:
             raise RuntimeError("the tool is broken")
         self.running += 1
         try:
-            result = await self.tools.call(name, arguments)
+            result = await session.call(name, arguments)
         finally:
             self.running -= 1
         self.answered += 1
         return result
+
+
+@dataclass
+class FaultySession:
+    """A trajectory's share of FaultyTools."""
+
+    faults: FaultyTools
+    session: ToolSession
+
+    async def call(self, name: str, arguments: Any) -> ToolResult:
+        return await self.faults.call(self.session, name, arguments)
+
+    async def close(self) -> dict[str, Any]:
+        return await self.session.close()
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tools.code_interpreter.process import SandboxServerProcess
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.tool import describe
 from tools.registry import ToolRegistry
-from tools.tool import STATUSES, ToolResult, shorten_middle
+from tools.tool import STATUSES, ToolResult, TrajectoryInfo, shorten_middle
 
 CONFIG = CodeInterpreterConfig(workers=2, preimport=["math"], run_timeout_seconds=0.5, error_style="last_line")
 
@@ -35,7 +35,7 @@ def call(
         tools = ToolsConfig(code_interpreter=config)
         client = CodeInterpreterClient(url, give_up_seconds=patience)
         async with ToolRegistry.from_config(tools, ["code_interpreter"], code_interpreter=client) as registry:
-            return await registry.call(name, arguments)
+            return await (await registry.open(TrajectoryInfo(0, 0))).call(name, arguments)
 
     result = asyncio.run(scenario())
     assert result.status in STATUSES
@@ -135,42 +135,8 @@ def test_schemas_are_openai_functions(url: str, tmp_path: Path) -> None:
     [
         (["code_interpreter"], "tools.code_interpreter.url"),
         (["search"], "tools.search.corpus"),
-        (["calculator"], "unknown tool 'calculator'.*code_interpreter"),
-        (["no.such.module:tool"], "no.such.module"),
-        (["tools.tool:missing"], "missing"),
     ],
 )
-def test_configuration_errors(names: list[str], message: str) -> None:
+def test_a_built_in_that_lacks_a_setting(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ToolRegistry.from_config(ToolsConfig(), names)
-
-
-class Echo:
-    name = "echo"
-    schema: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": name, "description": "Echo.", "parameters": {"type": "object", "properties": {}}},
-    }
-
-    def __init__(self, _: ToolsConfig) -> None:
-        pass
-
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        raise RuntimeError(f"broken: {arguments}")
-
-    async def close(self) -> None:
-        pass
-
-
-def test_tool_of_ones_own_and_a_tool_that_breaks() -> None:
-    async def scenario() -> ToolResult:
-        async with ToolRegistry.from_config(ToolsConfig(), [f"{__name__}:Echo"]) as registry:
-            return await registry.call("echo", {})
-
-    result = asyncio.run(scenario())
-    assert (result.status, result.text) == ("error", "Error: the tool failed: RuntimeError")
-
-
-def test_two_tools_of_one_name() -> None:
-    with pytest.raises(ConfigError, match="same name"):
-        ToolRegistry([Echo(ToolsConfig()), Echo(ToolsConfig())])

@@ -35,7 +35,7 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
     os.chmod(scratch, 0o711)
     wanted = ISOLATION_ORDER if settings.isolation == "auto" else (settings.isolation,)
     root = os.geteuid() == 0
-    reasons = []
+    reasons: list[str] = []
     for kind in wanted:
         plan = IsolationPlan(
             settings,

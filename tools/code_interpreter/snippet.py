@@ -90,7 +90,7 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [FILE_NAME]
     sys.path.insert(0, os.getcwd())
     module = types.ModuleType("__main__")
@@ -125,12 +125,13 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
         del trace
         traceback.print_exception(error)
     try:
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
         exit_status = exit_status or 1
-    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
+    for name in ("stdout", "__stdout__", "stderr", "__stderr__"):
+        stream = getattr(sys, name)
         try:
             if not stream.closed:
                 stream.flush()

@@ -8,19 +8,21 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_retool.config import CodeInterpreterConfig
+from megatron_retool.config import CodeInterpreterConfig, ConfigError
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
-from tools.tool import ToolResult, shorten_middle
+from tools.tool import Tool, ToolResult, shorten_middle
 
 logger = logging.getLogger(__name__)
 
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Exit|Interrupt|Iteration|Group)\b")
 
 
-class CodeInterpreterTool:
+class CodeInterpreterTool(Tool):
     """Runs the model's Python code on a sandbox server, or on several."""
 
+    server_settings = ("url", "workers", "port", "isolation", "preimport")
+    """Settings that no single tool can have of its own."""
     name = "code_interpreter"
     schema: dict[str, Any] = {
         "type": "function",
@@ -35,15 +37,23 @@ class CodeInterpreterTool:
         },
     }
 
-    def __init__(self, config: CodeInterpreterConfig, client: CodeInterpreterClient) -> None:
+    def __init__(self, config: CodeInterpreterConfig, client: CodeInterpreterClient | None = None) -> None:
         """Prepare; the first call connects.
 
         Args:
             config: limits, and how results are put to the model.
-            client: of the servers; closed with this tool.
+            client: of the servers; closed with this tool. None: of those that ``config.url`` names.
+
+        Raises:
+            ConfigError: there is neither a client nor a URL.
         """
+        if client is None and not config.urls:
+            raise ConfigError(
+                "tools.code_interpreter.url is not set and no server was started: "
+                "run python -m tools.code_interpreter.server, or let the trainer start one"
+            )
         self._config = config
-        self._client = client
+        self._client = client or CodeInterpreterClient(config.urls)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         started = time.monotonic()
@@ -66,7 +76,7 @@ class CodeInterpreterTool:
         """Requests, failures and retries of each server since the last call."""
         return self._client.take_metrics()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         await self._client.close()
 
 

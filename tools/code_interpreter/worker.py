@@ -64,6 +64,7 @@ class Worker:
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
             linux.sethostname("sandbox")
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
             self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
         else:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)

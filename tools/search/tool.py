@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_retool.config import SearchConfig
-from tools.search.index import BM25Index, Hit
-from tools.tool import ToolResult
+from megatron_retool.config import ConfigError, SearchConfig
+from tools.search.index import BM25Index, CorpusError, Hit
+from tools.tool import Tool, ToolResult
 
 
-class SearchTool:
+class SearchTool(Tool):
     """Returns the passages of a corpus that match a query best."""
 
     name = "search"
@@ -29,8 +29,18 @@ class SearchTool:
         },
     }
 
-    def __init__(self, index: BM25Index, config: SearchConfig) -> None:
-        self._index = index
+    def __init__(self, config: SearchConfig) -> None:
+        """Read and index the corpus.
+
+        Raises:
+            ConfigError: the corpus is not named, or cannot be read.
+        """
+        if config.corpus is None:
+            raise ConfigError("tools.search.corpus is not set: name a .parquet or .jsonl file with a column 'text'")
+        try:
+            self._index = BM25Index.from_file(config.corpus)
+        except CorpusError as error:
+            raise ConfigError(f"tools.search.corpus: {error}") from error
         self._config = config
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -38,9 +48,6 @@ class SearchTool:
         # In a thread: a search of a large corpus takes milliseconds in which no other trajectory would move.
         hits = await asyncio.to_thread(self._index.search, arguments["query"], self._config.top_k)
         return ToolResult("ok", describe(hits, self._config), time.monotonic() - started)
-
-    async def close(self) -> None:
-        return None
 
 
 def describe(hits: Sequence[Hit], config: SearchConfig) -> str:

@@ -8,61 +8,26 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from megatron_retool.config import SearchConfig
-from megatron_retool.data.demo.problems import FAMILIES, Family, Snippets, arithmetic_code, range_sum_code
+from megatron_retool.data.demo.problems import (
+    FAMILIES,
+    QUANTITIES,
+    Fact,
+    FactProblem,
+    Family,
+    arithmetic_code,
+    range_sum_code,
+)
 from megatron_retool.data.demo.tool_output import ToolOutput
 from tools.search.index import BM25Index, Passage
 from tools.search.tool import describe
 
-QUANTITIES = ("price", "weight")
 # Syllables that recur: a model this small copies a new name from the question piece by piece, as it copies digits.
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfklmnprstv" for vowel in "aiou")
 CODE_FAMILIES = ("arithmetic", "power_modulo", "range_sum")
 _VALUE = re.compile(r" is (\d+)\.")
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A quantity of an entity."""
-
-    entity: str
-    quantity: str
-    value: int
-
-    @property
-    def text(self) -> str:
-        """The corpus's sentence."""
-        return f"The {self.quantity} of {self.entity} is {self.value}."
-
-    @property
-    def query(self) -> str:
-        """Finds the sentence."""
-        return f"{self.quantity} of {self.entity}"
-
-    @property
-    def wrong_queries(self) -> tuple[str, ...]:
-        """Find another sentence (half of the time, for the entity alone)."""
-        return self.quantity, self.entity
-
-    @property
-    def failing_queries(self) -> tuple[str, ...]:
-        """Find nothing: words run together, a name cut short."""
-        return f"{self.quantity}_of_{self.entity}", self.entity[:-1]
-
-
-@dataclass(frozen=True)
-class FactProblem:
-    """A question whose integer answer follows from a fact."""
-
-    family: str
-    question: str
-    answer: int
-    fact: Fact
-    code_for: Callable[[int], Snippets] | None
-    """Code for a value of the fact; None: the value itself is the answer."""
 
 
 def make_facts(rng: random.Random, entities: int) -> list[Fact]:

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from megatron_retool.config import Config, ConfigError, DemoConfig
-from megatron_retool.data.demo.facts import Fact, FactProblem, FactSearch, fact_families, make_facts
-from megatron_retool.data.demo.problems import FAMILIES, Family, Problem, distinct_problems, draw
+from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts
+from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.traces import DemoTools, Message, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet

@@ -2,7 +2,7 @@
 
 Every family states its problem in two phrasings and knows the code a solver would write: one snippet that is right,
 some that run and print a wrong value, and some that fail (a missing import, a missing parenthesis, nothing printed).
-Problems that need a search first are in ``facts``.
+Problems that need a search first are drawn in ``facts``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_retool.data.demo.facts import FactProblem
+QUANTITIES = ("price", "weight")
+"""What the corpus states of an entity."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,48 @@ class Problem:
     code: Snippets
 
 
-Family = Callable[[random.Random], "Problem | FactProblem"]
+@dataclass(frozen=True)
+class Fact:
+    """A quantity of an entity."""
+
+    entity: str
+    quantity: str
+    value: int
+
+    @property
+    def text(self) -> str:
+        """The corpus's sentence."""
+        return f"The {self.quantity} of {self.entity} is {self.value}."
+
+    @property
+    def query(self) -> str:
+        """Finds the sentence."""
+        return f"{self.quantity} of {self.entity}"
+
+    @property
+    def wrong_queries(self) -> tuple[str, ...]:
+        """Find another sentence (half of the time, for the entity alone)."""
+        return self.quantity, self.entity
+
+    @property
+    def failing_queries(self) -> tuple[str, ...]:
+        """Find nothing: words run together, a name cut short."""
+        return f"{self.quantity}_of_{self.entity}", self.entity[:-1]
+
+
+@dataclass(frozen=True)
+class FactProblem:
+    """A question whose integer answer follows from a fact."""
+
+    family: str
+    question: str
+    answer: int
+    fact: Fact
+    code_for: Callable[[int], Snippets] | None
+    """Code for a value of the fact; None: the value itself is the answer."""
+
+
+Family = Callable[[random.Random], Problem | FactProblem]
 
 
 def arithmetic_code(a: int, b: int, sign: str, c: int) -> Snippets:

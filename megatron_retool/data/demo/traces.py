@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_retool.data.demo.facts import FactProblem, value_in
-from megatron_retool.data.demo.problems import Problem, Snippets
+from megatron_retool.data.demo.facts import value_in
+from megatron_retool.data.demo.problems import FactProblem, Problem, Snippets
 from megatron_retool.data.demo.tool_output import ToolOutput
 from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.search.tool import SearchTool

@@ -8,7 +8,7 @@ import pytest
 from megatron_retool.config import MultiTurnConfig, RewardConfig
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.agent.loop import AgentLoop, TrajectoryState, engine_needs_tokenizer
+from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
 from sglang_rollout.engine.client import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import (
     ANSWER,
@@ -47,7 +47,7 @@ class ScriptedEngine:
 
 def make_loop(tokenizer, tools=None, max_response_length=2000, **limits) -> AgentLoop:
     config = MultiTurnConfig(**{"max_tool_response_tokens": 60, **limits})
-    return AgentLoop(config, tokenizer, tools or ScriptedTools(), max_response_length)
+    return AgentLoop(AgentSetup(config, tokenizer, tools or ScriptedTools(), max_response_length))
 
 
 def run(loop: AgentLoop, engine: ScriptedEngine, prompt: str = "user\n") -> TrajectoryState:
@@ -160,7 +160,7 @@ def test_no_tool_runs_when_its_result_could_not_be_shown(tokenizer):
 
 
 def test_context_length_limits_too(tokenizer):
-    loop = AgentLoop(MultiTurnConfig(), tokenizer, ScriptedTools(), 1000, context_length=30)
+    loop = AgentLoop(AgentSetup(MultiTurnConfig(), tokenizer, ScriptedTools(), 1000, context_length=30))
     state = run(loop, ScriptedEngine(tokenizer, [WORD * 100]), prompt="x" * 20)
     assert state.finish_reason is FinishReason.LENGTH and len(state.response_ids) == 10
 
@@ -258,8 +258,7 @@ def test_tag_formats_stop_at_the_closing_tag_by_string(tokenizer, format_name):
     closing = {"retool": ("</code>",), "arpo": ("</search>", "</python>")}[format_name]
     assert loop.stop.strings == closing
     assert loop.stop.token_ids == (tokenizer.eos_token_id,)
-    assert engine_needs_tokenizer(loop.config, tokenizer)
-    assert not engine_needs_tokenizer(MultiTurnConfig(), tokenizer)
+    assert not make_loop(tokenizer).stop.strings, "then the engine needs no tokenizer"
 
 
 def test_retool_loop(tokenizer):

@@ -6,9 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_rollout.agent.tool_call_formats import FORMATS, tagged_blocks, without_fence, without_reasoning
+from megatron_retool.config import Config, MultiTurnConfig, RolloutConfig
+from megatron_retool.registry import ExtensionError
+from sglang_rollout.agent.tool_call_formats import (
+    ArpoFormat,
+    HermesFormat,
+    ReToolFormat,
+    check_format,
+    make_format,
+    tagged_blocks,
+    without_fence,
+    without_reasoning,
+)
 
-HERMES, RETOOL, ARPO = FORMATS["hermes"], FORMATS["retool"], FORMATS["arpo"]
+HERMES, RETOOL, ARPO = HermesFormat(), ReToolFormat(), ArpoFormat()
 
 
 def call(body: str) -> str:
@@ -82,9 +93,9 @@ def test_hermes_reads_back_what_json_writes(name, arguments):
         assert parsed.error is not None
 
 
-@given(st.text(alphabet='<>/thinktool_call{}":,\\ code\n', max_size=200), st.sampled_from(sorted(FORMATS)))
-def test_parsing_never_raises(text, name):
-    for parsed in FORMATS[name].parse(text):
+@given(st.text(alphabet='<>/thinktool_call{}":,\\ code\n', max_size=200), st.sampled_from([HERMES, RETOOL, ARPO]))
+def test_parsing_never_raises(text, call_format):
+    for parsed in call_format.parse(text):
         assert parsed.error is not None or parsed.name
 
 
@@ -117,3 +128,64 @@ def test_fence_and_reasoning_edges():
     assert without_fence("```\nx\n```") == "x"
     assert without_fence("print('```')") == "print('```')"
     assert without_reasoning("a<think>b</think>c<think>d") == "ac"
+
+
+# ---- formats of one's own
+
+OWN = """
+from sglang_rollout.agent.tool_call_formats import ParsedCall, tagged_blocks
+
+class Ask:
+    uses_chat_template = False
+    closing_tags = ("</ask>",)
+    def __init__(self, *, tool: str = "search"): self.tool = tool
+    def parse(self, text):
+        return [ParsedCall(self.tool, {"query": body or ""}, text) for _, body in tagged_blocks(text, ("ask",))]
+    def render_results(self, results): return "".join(f"<told>{result}</told>" for result in results)
+
+class NoParse:
+    uses_chat_template, closing_tags = True, ()
+    def render_results(self, results): ...
+class NoTags(Ask): closing_tags = ()
+class ListTags(Ask): closing_tags = ["</ask>"]
+class Fragile(Ask):
+    def parse(self, text): return [ParsedCall("x", {}, text[text.index("<ask>"):])]
+class Dicts(Ask):
+    def parse(self, text): return [{"name": "x"}]
+class Silent(Ask):
+    def render_results(self, results): return None
+class Raises(Ask):
+    def __init__(self): raise KeyError("model")
+"""
+
+
+def test_a_format_of_ones_own_and_settings_of_a_built_in(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = make_format(MultiTurnConfig(format=f"{tmp_path}/own.py:Ask", format_kwargs={"tool": "wiki"}))
+    (parsed,) = own.parse("<ask>who</ask>")
+    assert (parsed.name, parsed.arguments, own.render_results(["me"])) == ("wiki", {"query": "who"}, "<told>me</told>")
+    arpo = make_format(MultiTurnConfig(format="arpo", format_kwargs={"search_tool": "wiki", "code_tool": "sandbox"}))
+    assert [call.name for call in arpo.parse("<search>x</search><python>1</python>")] == ["wiki", "sandbox"]
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "said"),
+    [
+        ("hermse", {}, "format='hermse' is not one of hermes, retool, arpo, .* the nearest is hermes"),
+        ("hermes", {"tool": "x"}, "format_kwargs.tool: HermesFormat has no parameter of that name"),
+        ("NoParse", {}, "NoParse has no method parse"),
+        ("NoTags", {}, r"NoTags.closing_tags=\(\) must be \(\) where uses_chat_template is True, and otherwise"),
+        ("ListTags", {}, "ListTags.closing_tags must be a tuple"),
+        ("Fragile", {}, r"parse\(''\) raised ValueError: substring not found. What is malformed must come back"),
+        ("Dicts", {}, r"parse\(''\) returned \[\{'name': 'x'\}\], which is no list of ParsedCall"),
+        ("Silent", {}, "returned None, which is no text"),
+        ("Raises", {}, "making it failed: KeyError: 'model'"),
+    ],
+)
+def test_a_wrong_format_is_one_message(tmp_path, target, kwargs, said):
+    (tmp_path / "own.py").write_text(OWN)
+    name = target if target[0].islower() else f"{tmp_path}/own.py:{target}"
+    config = Config(rollout=RolloutConfig(multi_turn=MultiTurnConfig(format=name, format_kwargs=kwargs)))
+    with pytest.raises(ExtensionError, match=said) as caught:
+        check_format(config)
+    assert "rollout.multi_turn.format" in str(caught.value)

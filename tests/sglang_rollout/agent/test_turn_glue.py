@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_retool.data.demo.tokenizer import CHAT_TEMPLATE
-from sglang_rollout.agent.tool_call_formats import FORMATS
+from sglang_rollout.agent.tool_call_formats import HermesFormat, ReToolFormat
 from sglang_rollout.agent.turn_glue import ChatTemplateError, TurnGlue
 from tests.sglang_rollout.agent.markov_policy import TEMPLATES, build_tokenizer
 
-HERMES = FORMATS["hermes"]
+HERMES = HermesFormat()
 QUESTION = {"role": "user", "content": "What is 6*7?"}
 
 
@@ -83,7 +83,7 @@ def test_a_tool_cannot_forge_control_tokens(tokenizer):
 
 
 def test_formats_without_chat_template_append_their_own_tags(tokenizer):
-    glue = TurnGlue(tokenizer, FORMATS["retool"], 100)
+    glue = TurnGlue(tokenizer, ReToolFormat(), 100)
     assert tokenizer.decode(glue.render(["42"]).ids) == "\n<interpreter>\n42\n</interpreter>\n"
     assert glue.end_of_turn_id == tokenizer.eos_token_id
 

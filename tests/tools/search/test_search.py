@@ -12,6 +12,7 @@ import pytest
 from megatron_retool.config import ConfigError, SearchConfig, ToolsConfig
 from tools.registry import ToolRegistry
 from tools.search.index import BM25Index, CorpusError, Passage, read_passages
+from tools.tool import TrajectoryInfo
 
 ROWS = [
     {"id": "a", "title": "Gaussian elimination", "text": "Row operations bring a matrix into echelon form."},
@@ -66,13 +67,15 @@ def test_tool_returns_top_k(corpus: Path) -> None:
     async def scenario() -> None:
         config = ToolsConfig(search=SearchConfig(corpus=str(corpus), top_k=1))
         async with ToolRegistry.from_config(config, ["search"]) as registry:
-            result = await registry.call("search", {"query": "capital of France"})
+            tools = await registry.open(TrajectoryInfo(0, 0))
+            result = await tools.call("search", {"query": "capital of France"})
             assert (result.status, result.text) == ("ok", "[1] Paris\nThe capital of France lies on the Seine.")
-            assert (await registry.call("search", {"query": "zyxwv"})).text == "No passage matches."
-            assert (await registry.call("search", {"q": "x"})).status == "bad_arguments"
+            assert (await tools.call("search", {"query": "zyxwv"})).text == "No passage matches."
+            assert (await tools.call("search", {"q": "x"})).status == "bad_arguments"
         plain = dataclasses.replace(config, search=dataclasses.replace(config.search, show_ranks=False))
         async with ToolRegistry.from_config(plain, ["search"]) as registry:
-            result = await registry.call("search", {"query": "capital of France"})
+            tools = await registry.open(TrajectoryInfo(0, 0))
+            result = await tools.call("search", {"query": "capital of France"})
             assert result.text == "Paris\nThe capital of France lies on the Seine."
 
     asyncio.run(scenario())

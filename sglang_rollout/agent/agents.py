@@ -1,0 +1,69 @@
+"""rollout.agent: what drives the trajectories of a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_retool.config import Config
+from megatron_retool.registry import ExtensionError, Registry
+from sglang_rollout.agent.loop import Agent, AgentSetup
+from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer
+from sglang_rollout.engine.client import StopConditions
+from tools.tool import ToolCaller
+
+agents: Registry[Callable[..., Any]] = Registry(
+    "rollout.agent", takes=("setup",), built_in={"tool_calling": "sglang_rollout.agent.loop:AgentLoop"}
+)
+
+
+def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller, context_length: int | None = None) -> Agent:
+    """What rollout.agent names, made with rollout.agent_kwargs. Nothing is started.
+
+    Args:
+        context_length: of the engines; None takes rollout.engine.context_length.
+
+    Raises:
+        ExtensionError: agent or tool-call format cannot be loaded or made, or is none.
+        ChatTemplateError: the tokenizer's chat template cannot express tool results.
+    """
+    rollout = config.rollout
+    setup = AgentSetup(
+        rollout.multi_turn,
+        tokenizer,
+        tools,
+        max_response_length=config.data.max_response_length,
+        context_length=context_length or rollout.engine.context_length,
+    )
+    extension = agents.bind(rollout.agent, rollout.agent_kwargs)
+    try:
+        made = extension(setup)
+    except (ExtensionError, ChatTemplateError):
+        raise
+    except Exception as error:
+        raise ExtensionError(f"{extension.label}: making it failed: {type(error).__name__}: {error}") from error
+    return _checked(made, extension.label)
+
+
+def _checked(made: Any, label: str) -> Agent:
+    kind = type(made).__name__
+    if not isinstance(getattr(made, "stop", None), StopConditions):
+        raise ExtensionError(
+            f"{label}: {kind}.stop must be StopConditions ({StopConditions.__module__}): where the engine ends a turn"
+        )
+    run = getattr(made, "run", None)
+    form = "define async def run(self, state, generate, paused) -> bool"
+    if not inspect.iscoroutinefunction(run):
+        raise ExtensionError(f"{label}: {kind} has no asynchronous method run: {form}")
+    try:
+        inspect.signature(run).bind("state", "generate", "paused")
+    except TypeError as error:
+        raise ExtensionError(f"{label}: {kind}.run cannot be called with three arguments ({error}): {form}") from error
+    agent: Agent = made
+    return agent
+
+
+def check_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> None:
+    """Raise what ``make_agent`` raises where the run's agent cannot be made; it is dropped again."""
+    make_agent(config, tokenizer, tools)
