@@ -246,8 +246,8 @@ def make_base(output: Path, config_file: Path, quick: bool, console: Console) ->
     overrides = [f"trainer.runs_dir={output.absolute()}", f"trainer.experiment_name={name}"]
     config = load_config(config_file, overrides)
     if quick:
-        stages = [asdict(replace(stage, steps=_QUICK_SFT_STEPS)) for stage in config.sft.stages]
-        overrides += [*_QUICK_BASE, f"sft.stages={json.dumps(stages)}"]
+        quick_stages = [asdict(replace(stage, steps=_QUICK_SFT_STEPS)) for stage in config.sft.stages]
+        overrides += [*_QUICK_BASE, f"sft.stages={json.dumps(quick_stages)}"]
         config = load_config(config_file, overrides)
     arguments = ["--config", str(config_file), *overrides]
     stages = Stages(config.run_dir, config, console)

@@ -18,8 +18,9 @@ from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
+from megatron_retool.loop.resume import contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
-from megatron_retool.loop.state import TrainerState, contents_after, restore
+from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import update_actor, update_critic
 from megatron_retool.loop.validation import validate
 from megatron_retool.monitor.logger import MetricLogger
