@@ -121,6 +121,10 @@ def named_tool(tool: Tool, name: str | None = None, label: str = "the tool") -> 
             takes[method] = _keywords(label, method, tool.function, None)
         else:
             takes[method] = _keywords(label, method, getattr(tool, method), first)
+    parameters = dict(schema["function"]["parameters"])
+    if isinstance(tool, FunctionTool):
+        # Or the policy could set the function's settings. Not in the schema, where it would only cost tokens.
+        parameters["additionalProperties"] = False
     call = takes["call"]
     takes["call"] = None if call is None else call - {"session"}
     takes_session = "session" in inspect.signature(tool.call).parameters
@@ -129,7 +133,7 @@ def named_tool(tool: Tool, name: str | None = None, label: str = "the tool") -> 
         name or schema["function"]["name"],
         tool,
         schema,
-        jsonschema.Draft202012Validator(schema["function"]["parameters"]),
+        jsonschema.Draft202012Validator(parameters),
         takes,
         takes_session,
         stateful=not (inherited["open"] and inherited["close"]),

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
-"""Longest end of a session. A trajectory waits for it, and a step for its trajectories."""
+"""Longest end of a session. A trajectory waits for it, and so does a stream that is left."""
 
 _METHODS = {
     "create_kwargs": "open",
@@ -54,7 +55,7 @@ class ToolRegistry:
                 )
             self._tools[named.name] = named
         self._measured: dict[str, list[float]] = {}
-        self._closing: set[asyncio.Task[dict[str, Any]]] = set()
+        self._events: Counter[str] = Counter()
 
     @classmethod
     def from_config(
@@ -103,7 +104,7 @@ class ToolRegistry:
         try:
             await opened.open(trajectory)
         except BaseException:
-            await opened.close()
+            await opened.close({})
             raise
         return opened
 
@@ -111,17 +112,16 @@ class ToolRegistry:
         """Count a number for ``take_metrics``, which gives the mean."""
         self._measured.setdefault(metric, []).append(value)
 
-    def finish(self, closing: Coroutine[Any, Any, dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
-        """End a session in a task of its own: a trajectory that is cancelled meanwhile does not end it half."""
-        task = asyncio.ensure_future(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        return task
+    def count(self, event: str) -> None:
+        """Count something that happened, for ``take_metrics``."""
+        self._events[event] += 1
 
     def take_metrics(self) -> dict[str, float]:
         """What the tools counted since the last call."""
         metrics = {name: sum(values) / len(values) for name, values in self._measured.items()}
+        metrics |= {name: float(count) for name, count in self._events.items()}
         self._measured.clear()
+        self._events.clear()
         for named in self._tools.values():
             for metric, value in named.tool.take_metrics().items():
                 # Two tools may share a client, which counts for both and tells the first that asks.
@@ -141,8 +141,7 @@ class ToolRegistry:
                 raise ExtensionError(f"{named.label}: start failed: {type(error).__name__}: {error}") from error
 
     async def stop(self) -> None:
-        """Wait for sessions that are being closed, and stop the tools."""
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        """Stop the tools."""
         for named in self._tools.values():
             try:
                 await run_method(named.tool.stop)
@@ -226,7 +225,7 @@ class TrajectoryTools:
             except Exception as error:
                 logger.exception("tool %s could not be opened for trajectory %s", name, trajectory.trajectory_id)
                 self._failed[name] = type(error).__name__
-                self._registry.record(f"tool/{name}/open_failures", 1.0)
+                self._registry.count(f"tool/{name}/open_failures")
 
     async def call(self, name: str, arguments: Any) -> ToolResult:
         """Run tool ``name``.
@@ -252,11 +251,20 @@ class TrajectoryTools:
             return ToolResult("bad_arguments", text)
         return await self._run(named, arguments)
 
-    async def close(self) -> dict[str, Any]:
-        """End every session; what the tools returned, by name, as JSON types."""
+    async def close(self, returned: dict[str, Any]) -> None:
+        """End every session, to the end also where it is cancelled meanwhile.
+
+        Args:
+            returned: gets what the tools return, by name, as JSON types.
+        """
         if not self._sessions:
-            return {}
-        return await asyncio.shield(self._registry.finish(self._close()))
+            return
+        closing = asyncio.ensure_future(self._close(returned))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
 
     async def _run(self, named: NamedTool, arguments: Any) -> ToolResult:
         given = self._given(named, "execute_kwargs")
@@ -276,8 +284,7 @@ class TrajectoryTools:
             self._registry.record(f"tool/{named.name}/{metric}", float(value))
         return result if result.seconds else dataclasses.replace(result, seconds=time.monotonic() - started)
 
-    async def _close(self) -> dict[str, Any]:
-        returned = {}
+    async def _close(self, returned: dict[str, Any]) -> None:
         sessions, self._sessions = self._sessions, {}
         for name, session in sessions.items():
             named = self._tools[name]
@@ -289,8 +296,7 @@ class TrajectoryTools:
                     returned[name] = json.loads(json.dumps(value, default=str))
             except Exception:
                 logger.exception("tool %s could not be closed", name)
-                self._registry.record(f"tool/{name}/close_failures", 1.0)
-        return returned
+                self._registry.count(f"tool/{name}/close_failures")
 
     def _given(self, named: NamedTool, *groups: str) -> dict[str, Any]:
         """What the prompt gives a method."""

@@ -117,8 +117,8 @@ class ToolSession(Protocol):
         """Run tool ``name``. It answers with a status instead of raising."""
         ...
 
-    async def close(self) -> dict[str, Any]:
-        """End it; what the tools' ``close`` returned, by name."""
+    async def close(self, returned: dict[str, Any]) -> None:
+        """End it, also where it is cancelled meanwhile. ``returned`` gets what the tools return, by name."""
         ...
 
 

@@ -64,6 +64,9 @@ def _checked(made: Any, label: str) -> Agent:
     return agent
 
 
-def check_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> None:
-    """Raise what ``make_agent`` raises where the run's agent cannot be made; it is dropped again."""
-    make_agent(config, tokenizer, tools)
+def check_agent(config: Config) -> None:
+    """Raise ExtensionError where the run's agent cannot be loaded, or called with its keyword arguments.
+
+    The rest is checked where it is made, for which a tokenizer is needed.
+    """
+    agents.bind(config.rollout.agent, config.rollout.agent_kwargs)

@@ -310,17 +310,20 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
     try:
         yield session
     finally:
-        returned = await session.close()
-        if state.finish_reason is not None and returned:
-            state.reward_info["tools"] = returned
+        returned: dict[str, Any] = {}
+        try:
+            await session.close(returned)
+        finally:
+            if state.finish_reason is not None and returned:
+                state.reward_info["tools"] = returned
 
 
 class _NoTools:
     async def call(self, name: str, arguments: Any) -> ToolResult:
         return ToolResult("error", "Error: the tools could not be opened in time")
 
-    async def close(self) -> dict[str, Any]:
-        return {}
+    async def close(self, returned: dict[str, Any]) -> None:
+        return None
 
 
 def _info(state: TrajectoryState) -> TrajectoryInfo:

@@ -1,8 +1,8 @@
 """Paused groups on disk: what a checkpoint keeps of trajectories that partial rollout left unfinished.
 
 One parquet file, one row a trajectory; what concerns a whole group lies in the schema's metadata. Prompts are not
-stored: the data position gives each group id its prompt again. Nothing of the tools is stored either, because a tool
-call depends on its name and arguments alone: calls whose results are missing are made again.
+stored: the data position gives each group id its prompt again. Nothing of the tools is stored either: their
+sessions are opened anew and learn which calls were made before, and calls whose results are missing are made again.
 """
 
 from __future__ import annotations

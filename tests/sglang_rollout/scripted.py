@@ -24,8 +24,8 @@ class ScriptedTools:
     async def open(self, trajectory: TrajectoryInfo) -> ScriptedTools:
         return self
 
-    async def close(self) -> dict[str, Any]:
-        return {}
+    async def close(self, returned: dict[str, Any]) -> None:
+        return None
 
     async def call(self, name: str, arguments: Any) -> ToolResult:
         self.calls.append((name, arguments))
@@ -114,8 +114,8 @@ class FaultySession:
     async def call(self, name: str, arguments: Any) -> ToolResult:
         return await self.faults.call(self.session, name, arguments)
 
-    async def close(self) -> dict[str, Any]:
-        return await self.session.close()
+    async def close(self, returned: dict[str, Any]) -> None:
+        await self.session.close(returned)
 
 
 @dataclass

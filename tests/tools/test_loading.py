@@ -98,6 +98,8 @@ def test_a_function_is_a_tool_whose_keyword_only_parameters_are_settings(own: st
     assert ask(registry, "lookup", {"query": "Peru"}).text == "Peru en 7"
     row = {"tools_kwargs": {"lookup": {"execute_kwargs": {"top_k": 1}}}}
     assert ask(registry, "lookup", {"query": "Peru"}, row).text == "Peru en 1"
+    refused = ask(registry, "lookup", {"query": "Peru", "top_k": 1})
+    assert refused.status == "bad_arguments" and "'top_k' was unexpected" in refused.text
     result = ask(registry, "blocking", {"x": 3})
     assert (result.status, result.text) == ("ok", "1.5") and result.seconds > 0
 

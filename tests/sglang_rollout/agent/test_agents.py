@@ -130,14 +130,24 @@ def test_the_default_is_the_loop_of_tool_calls(tokenizer):
         ("tool_caling", {}, "agent='tool_caling' is not one of tool_calling, .* the nearest is tool_calling"),
         ("PlanFirst", {"tokens": 3}, "agent_kwargs.tokens: PlanFirst has no parameter .* are plan_tokens, request"),
         ("NoSetup", {}, "NoSetup takes 0 argument"),
-        ("NoStop", {}, "NoStop.stop must be StopConditions"),
-        ("NotAsync", {}, "NotAsync has no asynchronous method run: define async def run"),
-        ("TwoArguments", {}, "TwoArguments.run cannot be called with three arguments"),
-        ("Raises", {}, "making it failed: RuntimeError: no"),
     ],
 )
-def test_a_wrong_agent_is_one_message(tokenizer, own, target, kwargs, said):
+def test_a_wrong_target_needs_no_tokenizer_to_be_found(own, target, kwargs, said):
     name = target if target[0].islower() else f"{own}:{target}"
     with pytest.raises(ExtensionError, match=said) as caught:
-        check_agent(config_of(name, **kwargs), tokenizer, ScriptedTools())
+        check_agent(config_of(name, **kwargs))
     assert "rollout.agent" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("NoStop", "NoStop.stop must be StopConditions"),
+        ("NotAsync", "NotAsync has no asynchronous method run: define async def run"),
+        ("TwoArguments", "TwoArguments.run cannot be called with three arguments"),
+        ("Raises", "making it failed: RuntimeError: no"),
+    ],
+)
+def test_a_wrong_agent_is_one_message(tokenizer, own, target, said):
+    with pytest.raises(ExtensionError, match=f"rollout.agent={own}:{target}: .*{said}"):
+        make_agent(config_of(f"{own}:{target}"), tokenizer, ScriptedTools())
