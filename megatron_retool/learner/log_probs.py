@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
+from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.learner import cpu
 
 cpu.install()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner import cpu
 

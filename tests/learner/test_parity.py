@@ -120,7 +120,7 @@ def _reference(family: str, directory: Path) -> None:
         sequence_ids=torch.from_numpy(batch.sequence_ids),
         **columns,
     )
-    output = policy_loss(inputs, ALGORITHM)
+    output = policy_loss(inputs, ALGORITHM.objective)
     output.loss.backward()
     gradients = {name: g.clone() for name, g in stored_gradients(model).items()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
