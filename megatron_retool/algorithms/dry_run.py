@@ -22,7 +22,7 @@ _LENGTHS = (4, 7, 3, 5, 1, 6)
 
 
 def check_policy_loss(loss: Extension[PolicyLoss]) -> None:
-    """Call a loss that is not built in with the old policy equal to the current one, and with another.
+    """Call a loss that is not built in with the old policy equal to the current one, with another, and with no token.
 
     Raises:
         ExtensionError: it raises, returns something else than the loss of each token, the loss of a token is not
@@ -53,6 +53,12 @@ def check_policy_loss(loss: Extension[PolicyLoss]) -> None:
         if not bool(torch.isfinite(gradient[inputs.active]).all()):
             raise ExtensionError(f"{loss.label}: its gradient to inputs.log_probs is not finite: guard divisions, "
                                  "roots and exponents")  # fmt: skip
+    try:
+        token_losses(_without_tokens(inputs), loss)
+    except ExtensionError as error:
+        raise ExtensionError(
+            f"{error} (called with tensors of no element, as a rank without a response does)"
+        ) from error
     if names[0] != names[1]:
         raise ExtensionError(
             f"{loss.label}: its metrics are {names[0]} in one call and {names[1]} in another: return the same names "
@@ -113,6 +119,11 @@ def _loss_inputs(loss: Extension[PolicyLoss], spread: float) -> PolicyLossInputs
         values=normal() if critic else None,
         returns=normal() if critic else None,
     )
+
+
+def _without_tokens(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
+    return PolicyLossInputs(**{name: None if column is None else column[:0] for name, column in columns.items()})
 
 
 def _batch() -> tuple[Tensor, Tensor, _Normal]:

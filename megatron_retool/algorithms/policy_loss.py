@@ -127,9 +127,9 @@ class PolicyLossInputs:
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
-        """log rho = log_probs - old_log_probs: float [t] with a gradient, 0 where ``loss_mask`` is false."""
-        # Tool tokens may carry any log-prob: they are cut out before anything can overflow.
-        return torch.where(self.loss_mask, self.log_probs - self.old_log_probs, 0.0)
+        """log rho = log_probs - old_log_probs: float [t] with a gradient, 0 at tokens that give no loss."""
+        # They are cut out before anything can overflow: 0 x nan would carry them into the gradient.
+        return torch.where(self.active, self.log_probs - self.old_log_probs, 0.0)
 
 
 class LossOutput(NamedTuple):
@@ -193,13 +193,14 @@ def gspo(
 
     arXiv:2507.18071, eqs. 5-7 in the token form of eqs. 13-14. Metrics as ``clip``.
     """
-    log_ratio = inputs.log_ratio
+    # Of all sampled tokens, those that give no loss too.
+    log_ratio = torch.where(inputs.loss_mask, inputs.log_probs - inputs.old_log_probs, 0.0)
     owners, count = contiguous_ids(inputs.sequence_ids)
     detached = log_ratio.detach()
     tokens = sequence_sum(inputs.loss_mask, owners, count).clamp(min=1)
     mean = (sequence_sum(detached, owners, count) / tokens).clamp(max=_MAX_SEQUENCE_LOG_RATIO)
     # Value: the sequence's mean. Gradient: that of the token's own log-prob (eq. 14).
-    used = torch.where(inputs.loss_mask, mean.to(log_ratio.dtype)[owners] + (log_ratio - detached), 0.0)
+    used = torch.where(inputs.active, mean.to(log_ratio.dtype)[owners] + (log_ratio - detached), 0.0)
     return _clipped(inputs, used, clip_ratio_low, clip_ratio_high, dual_clip)
 
 
@@ -207,8 +208,7 @@ def _clipped(
     inputs: PolicyLossInputs, log_ratio: Tensor, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None
 ) -> TokenLosses:
     advantages = inputs.advantages
-    # A rejected token may have any old log-prob, which 0 x nan would carry into the gradient.
-    ratio = torch.where(inputs.active, log_ratio, 0.0).exp()
+    ratio = log_ratio.exp()
     free_loss = -advantages * ratio
     clip_loss = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     losses = torch.maximum(free_loss, clip_loss)
@@ -227,8 +227,7 @@ def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_h
     No token loses its gradient. Metrics: pg_clipfrac, tokens outside the range.
     """
     low, high = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
-    log_ratio = torch.where(inputs.active, inputs.log_ratio.detach(), 0.0)
-    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = inputs.log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     losses = -inputs.advantages * ratio.clamp(low, high) * inputs.log_probs
     return TokenLosses(losses, _clip_metrics((ratio < low) | (ratio > high), torch.zeros_like(inputs.active)))
 
