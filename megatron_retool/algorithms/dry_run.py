@@ -6,6 +6,8 @@ sides of 1, advantages and rewards of both signs. A column that is not there wit
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
@@ -56,9 +58,7 @@ def check_policy_loss(loss: Extension[PolicyLoss]) -> None:
     try:
         token_losses(_without_tokens(inputs), loss)
     except ExtensionError as error:
-        raise ExtensionError(
-            f"{error} (called with tensors of no element, as a rank without a response does)"
-        ) from error
+        raise ExtensionError(f"{error} (called with tensors of no element, as where a rank has no response)") from error
     if names[0] != names[1]:
         raise ExtensionError(
             f"{loss.label}: its metrics are {names[0]} in one call and {names[1]} in another: return the same names "
@@ -81,7 +81,8 @@ def check_advantage(estimator: Extension[AdvantageEstimator]) -> None:
         old_log_probs=torch.where(loss_mask, -normal().abs(), 0.0),
         entropy=normal().abs() if Need.ENTROPY in estimator.needs else None,
         ref_log_probs=torch.where(loss_mask, -normal().abs(), 0.0) if Need.REFERENCE in estimator.needs else None,
-        reward_info=[{"score": float(reward), "acc": float(reward > 0), "pred": None} for reward in rewards],
+        # What else the reward function returns is not known here.
+        reward_info=[defaultdict(float, score=float(reward), acc=float(reward > 0)) for reward in rewards],
     )
     try:
         compute_advantages(estimator, batch)

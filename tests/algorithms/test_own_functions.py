@@ -13,6 +13,7 @@ from megatron_retool.registry import ExtensionError, Need
 from tests.algorithms.ragged_batches import ragged
 
 NO_DYNAMIC_SAMPLING = "algorithm.dynamic_sampling.enable=false"
+ONE_RESPONSE = ["rollout.train.n=1", "learner.mini_batch_size=1"]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_what_a_loss_declares_the_run_provides(own):
     with pytest.raises(ConfigError, match=r"algorithm.policy_loss=.*own.py:own with .*dynamic_sampling.enable=true"):
         load_config(None, [override])
     with pytest.raises(ConfigError, match=r"own.py:own compares answers of a group: rollout.train.n"):
-        load_config(None, [override, NO_DYNAMIC_SAMPLING, "rollout.train.n=1"])
+        load_config(None, [override, NO_DYNAMIC_SAMPLING, *ONE_RESPONSE])
     config = load_config(None, [override, NO_DYNAMIC_SAMPLING])
     config.algorithm.dry_run()
     assert needs_critic(config) and not needs_critic(load_config())
@@ -110,13 +111,14 @@ def test_an_own_estimator_has_its_settings_and_one_advantage_for_each_response_i
         """
     )
     algorithm = AlgorithmConfig(advantage=target, advantage_kwargs={"scale": 2.0}, normalize_by_std=False)
+    load_config(None, [f"algorithm.advantage={target}"]).algorithm.dry_run()
     batch = advantage_inputs(reward_info=[{"length_bonus": 0.5}] * 4)
     advantages, returns = compute_advantages(algorithm.estimator, batch)
     expected = torch.tensor([2.5, -1.5, 0.5, 2.5])[batch.sequence_ids]
     torch.testing.assert_close(advantages, torch.where(batch.loss_mask, expected, 0.0))
     torch.testing.assert_close(returns, batch.per_token(batch.rewards))
     with pytest.raises(ConfigError, match="own.py:own compares answers of a group"):
-        load_config(None, [f"algorithm.advantage={target}", "rollout.train.n=1"])
+        load_config(None, [f"algorithm.advantage={target}", *ONE_RESPONSE])
 
 
 def test_an_own_estimator_on_a_critic(own):
