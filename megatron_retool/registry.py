@@ -107,13 +107,13 @@ class Extension(Generic[T]):
             raise ExtensionError(f"{self.label}: {self.raised(error)}") from error
 
     def raised(self, error: BaseException) -> str:
-        """ "<object> raised <error> at line <line of the object's file>"."""
+        """What to say of an error that a call raised, with the line of the object's own file."""
         try:
             file = inspect.getsourcefile(inspect.unwrap(self.object)) or ""
         except TypeError:
             file = ""
         line = _line_of(error, file) if file else ""
-        return f"{_name_of(self.object)} raised {type(error).__name__}: {error}{line}"
+        return f"{_name_of(self.object)} raised {type(error).__name__}{line}: {error}"
 
 
 class Registry(Generic[T]):

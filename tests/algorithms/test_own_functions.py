@@ -91,7 +91,7 @@ def test_what_a_loss_declares_the_run_provides(own):
     with pytest.raises(ConfigError, match=r"algorithm.policy_loss=.*own.py:own with .*dynamic_sampling.enable=true"):
         load_config(None, [override])
     with pytest.raises(ConfigError, match=r"own.py:own compares answers of a group: rollout.train.n"):
-        load_config(None, [override, NO_DYNAMIC_SAMPLING, *ONE_RESPONSE])
+        load_config(None, [override, NO_DYNAMIC_SAMPLING, *ONE_RESPONSE, "algorithm.advantage=reinforce_plus_plus"])
     config = load_config(None, [override, NO_DYNAMIC_SAMPLING])
     config.algorithm.dry_run()
     assert needs_critic(config) and not needs_critic(load_config())
@@ -173,7 +173,7 @@ def test_the_configuration_refuses_what_cannot_be_loaded_or_set(override, said):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return inputs.lgo_probs", r"own raised AttributeError: .*'lgo_probs'.* at line 4"),
+        ("return inputs.lgo_probs", r"own raised AttributeError at line 4: .*lgo_probs"),
         (
             "return (inputs.advantages * inputs.log_probs).sum()",
             r"the losses are a float32 tensor of shape \[\]: .*\[26\]",
@@ -189,7 +189,7 @@ def test_the_configuration_refuses_what_cannot_be_loaded_or_set(override, said):
             "return inputs.log_probs, {'x': inputs.log_probs} if inputs.log_ratio.any() else {}",
             r"its metrics are \[\] in one call and \['actor/x'\] in another",
         ),
-        ("return inputs.log_probs - inputs.log_probs.max()", r"called with tensors of no element, as a rank"),
+        ("return inputs.log_probs - inputs.log_probs.max()", r"called with tensors of no element, as where a rank"),
         (
             "return inputs.log_probs - inputs.ref_log_probs",
             r"None without a declared need: ref_log_probs \(@needs\('ref",
@@ -206,7 +206,7 @@ def test_a_dry_run_refuses_a_loss_with_key_object_and_cure(own, body, said):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("raise KeyError('x')", r"own raised KeyError: 'x' at line 4"),
+        ("raise KeyError('x')", r"own raised KeyError at line 4: .x."),
         ("return batch.rewards", r"the advantages are a float32 tensor of shape \[6\]: .*batch.per_token"),
         ("return batch.loss_mask", r"the advantages are a bool tensor"),
         ("return None", r"it returned NoneType 'None': return \(advantages, returns\)"),
