@@ -135,7 +135,7 @@ def compute_advantages(estimator: Extension[AdvantageEstimator], batch: Advantag
     return Advantages(advantages, returns)
 
 
-def _checked(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs, name: str, column: Any) -> Tensor:
+def _checked(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs, name: str, column: object) -> Tensor:
     if not (isinstance(column, Tensor) and column.shape == batch.loss_mask.shape and column.is_floating_point()):
         raise ExtensionError(
             f"{estimator.label}: the {name} are {describe(column)}: return a float tensor of shape "

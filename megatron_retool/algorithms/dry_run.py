@@ -7,6 +7,7 @@ sides of 1, advantages and rewards of both signs. A column that is not there wit
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +125,8 @@ def _loss_inputs(loss: Extension[PolicyLoss], spread: float) -> PolicyLossInputs
 
 def _without_tokens(inputs: PolicyLossInputs) -> PolicyLossInputs:
     columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
-    return PolicyLossInputs(**{name: None if column is None else column[:0] for name, column in columns.items()})
+    empty: dict[str, Any] = {name: None if column is None else column[:0] for name, column in columns.items()}
+    return PolicyLossInputs(**empty)
 
 
 def _batch() -> tuple[Tensor, Tensor, _Normal]:

@@ -6,7 +6,6 @@ from megatron_retool.rewards.base import BadResultError, normalize_result, rewar
 from megatron_retool.rewards.math import (
     canonical_answer,
     compute_score,
-    equivalent,
     extract_answer,
     final_assistant_turn,
     quick_verdict,
@@ -116,7 +115,7 @@ def test_quick_verdicts(prediction, truth, verdict):
     ],
 )
 def test_symbolic_equivalence(prediction, truth, expected):
-    assert equivalent(prediction, [truth]) is expected
+    assert compute_score("", f"\\boxed{{{prediction}}}", [truth])["acc"] == expected
 
 
 def test_scores_are_plus_and_minus_one():
