@@ -1,4 +1,4 @@
-"""Losses and advantage estimators of one's own, called on a small made-up batch before anything starts.
+"""Losses, advantage estimators and aggregations of one's own, called on a small made-up batch before anything starts.
 
 Six responses of three prompts, with tool results between sampled tokens, one response without a loss, ratios on both
 sides of 1, advantages and rewards of both signs. A column that is not there without a declared need is not there here.
@@ -18,6 +18,7 @@ from megatron_retool.algorithms.advantages import (
     advantage_estimators,
     compute_advantages,
 )
+from megatron_retool.algorithms.loss_aggregation import LossAggregation, loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import PolicyLoss, PolicyLossInputs, policy_losses, token_losses
 from megatron_retool.registry import Extension, ExtensionError, Need
 
@@ -89,6 +90,19 @@ def check_advantage(estimator: Extension[AdvantageEstimator]) -> None:
         compute_advantages(estimator, batch)
     except ExtensionError as error:
         raise _with_hint(error, estimator.needs, (Need.CRITIC, Need.REFERENCE, Need.ENTROPY)) from error
+
+
+def check_aggregation(aggregation: Extension[LossAggregation]) -> None:
+    """Call an aggregation that is not built in, on responses of which one, and then all, have no token.
+
+    Raises:
+        ExtensionError: as ``token_weights``.
+    """
+    if aggregation.target in loss_aggregations.names:
+        return
+    sequence_ids, loss_mask, _ = _batch()
+    for mask in (loss_mask & (sequence_ids != 2), torch.zeros_like(loss_mask)):
+        token_weights(aggregation, mask, sequence_ids, len(_LENGTHS), max_response_length=max(_LENGTHS))
 
 
 _COLUMNS = {Need.CRITIC: "values", Need.REFERENCE: "ref_log_probs", Need.ENTROPY: "entropy"}

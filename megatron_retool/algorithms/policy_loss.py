@@ -1,8 +1,7 @@
 """Policy and value losses over ragged responses.
 
-Every aggregation is written as one weight per token over the whole mini-batch (``token_weights``), computed once before
-the mini-batch is cut into micro-batches.  The loss is then ``sum_t loss_weights[t] * token_loss[t]``: the same number,
-and the same gradient, however whole sequences are spread over micro-batches and ranks.
+Every loss is ``sum_t loss_weights[t] * token_loss[t]``, with weights over the whole mini-batch (``loss_aggregation``):
+the same number, and the same gradient, however whole sequences are spread over micro-batches and ranks.
 
 Metrics leave a micro-batch as (sum, count) pairs.  Pairs add up over micro-batches and ranks, and ``reduce_metrics``
 divides once at the end; a count of zero marks a sum that is already normalised by the loss weights.
@@ -31,65 +30,6 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 _COMMON_METRICS = ("actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/grad_norm", "actor/lr")
 
 
-def token_weights(
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    aggregation: str,
-    keep_mask: Tensor | None = None,
-    denominator: str = "pre",
-    max_response_length: int | None = None,
-) -> Tensor:
-    """Weight of every token in the loss of one mini-batch (one optimizer step, all ranks together).
-
-    With n_i sampled tokens in response i and S responses that have any:
-
-    =======================  ===================================  =========================================
-    aggregation              weight of a token of response i      paper
-    =======================  ===================================  =========================================
-    token-mean               1 / sum_j n_j                        DAPO, arXiv:2503.14476, eq. 12
-    seq-mean-token-sum       1 / S                                REINFORCE
-    seq-mean-token-mean      1 / (S n_i)                          GRPO, arXiv:2402.03300, eq. 3
-    seq-mean-token-sum-norm  1 / (S max_response_length)          Dr. GRPO, arXiv:2503.20783, section 3.2
-    =======================  ===================================  =========================================
-
-    Args:
-        loss_mask: bool [T], true at sampled tokens.
-        sequence_ids: int64 [T] in [0, num_sequences).
-        aggregation: one of the above.
-        keep_mask: bool [T]; false where rollout correction or another filter rejects a token: it weighs 0.
-        denominator: "pre" counts n_i and S before rejection, so that a rejected token contributes zero and the others
-            keep their weight; "post" counts what is left.
-        max_response_length: the constant of seq-mean-token-sum-norm, needed there alone.
-
-    Returns:
-        float32 [T], 0 at tokens that give no loss.
-
-    Raises:
-        ValueError: unknown aggregation or denominator, or a missing ``max_response_length``.
-    """
-    require_matching_shapes(loss_mask=loss_mask, sequence_ids=sequence_ids, keep_mask=keep_mask)
-    loss_mask = loss_mask.bool()
-    active = loss_mask if keep_mask is None else loss_mask & keep_mask.bool()
-    if denominator not in ("pre", "post"):
-        raise ValueError(f"denominator={denominator!r} is neither pre nor post")
-    counts = sequence_sum(loss_mask if denominator == "pre" else active, sequence_ids, num_sequences)
-    sequences = (counts > 0).sum().clamp(min=1)
-    if aggregation == "token-mean":
-        per_sequence = torch.ones_like(counts) / counts.sum().clamp(min=1)
-    elif aggregation == "seq-mean-token-sum":
-        per_sequence = torch.ones_like(counts) / sequences
-    elif aggregation == "seq-mean-token-mean":
-        per_sequence = 1.0 / (counts.clamp(min=1) * sequences)
-    elif aggregation == "seq-mean-token-sum-norm":
-        if max_response_length is None or max_response_length < 1:
-            raise ValueError("seq-mean-token-sum-norm divides by data.max_response_length: pass it")
-        per_sequence = torch.ones_like(counts) / (sequences * max_response_length)
-    else:
-        raise ValueError(f"algorithm.loss_aggregation={aggregation!r} is not an aggregation")
-    return torch.where(active, per_sequence.float()[sequence_ids], 0.0)
-
-
 @dataclass(frozen=True)
 class PolicyLossInputs:
     """One micro-batch of whole responses; every column is [t], the response tokens laid end to end.
@@ -99,7 +39,7 @@ class PolicyLossInputs:
         old_log_probs: float, of the policy before the update (in bypass mode the engine's).
         advantages: float.
         loss_mask: bool, true at tokens that the policy sampled.
-        loss_weights: float, from ``token_weights`` of the whole mini-batch; 0 at tokens without loss.
+        loss_weights: float, ``token_weights`` of the whole mini-batch; 0 at tokens without loss.
         sequence_ids: any integers that are equal inside a response and differ between responses.
         importance_weights: float, from rollout correction; they multiply the policy term alone.
         entropy: float, with a gradient.
@@ -393,7 +333,7 @@ def value_loss(
 
     Args:
         values: float [t] with gradient. old_values, returns: float [t]. loss_mask: bool [t].
-        loss_weights: float [t] from ``token_weights``.
+        loss_weights: float [t], ``token_weights``.
         value_clip: None turns clipping off.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/returns_mean, critic/vf_squared_error (for

@@ -13,6 +13,7 @@ from megatron_retool.registry import Extension, ExtensionError, Need
 
 if TYPE_CHECKING:
     from megatron_retool.algorithms.advantages import AdvantageEstimator
+    from megatron_retool.algorithms.loss_aggregation import LossAggregation
     from megatron_retool.algorithms.policy_loss import PolicyObjective
 
 
@@ -106,7 +107,10 @@ class AlgorithmConfig:
     clip_ratio_high: float = 0.28
     dual_clip: float | None = None
     """PPO's dual clip constant c (3.0 is usual); None: off."""
-    loss_aggregation: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    loss_aggregation: str = "token-mean"
+    """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, or one's own:
+    path/to/file.py:function or package.module:function."""
+    loss_aggregation_kwargs: dict[str, Any] = field(default_factory=dict)
     entropy_coefficient: float = 0.0
     kl_in_loss: float = 0.0
     kl_in_reward: float = 0.0
@@ -140,10 +144,17 @@ class AlgorithmConfig:
         )
 
     @property
+    def aggregation(self) -> Extension[LossAggregation]:
+        """What ``loss_aggregation`` names, with its settings; ExtensionError as ``Registry.bind``."""
+        from megatron_retool.algorithms.loss_aggregation import loss_aggregations
+
+        return loss_aggregations.bind(self.loss_aggregation, self.loss_aggregation_kwargs, settings=self)
+
+    @property
     def needs(self) -> dict[Need, str]:
         """What the run must provide, each with the setting that asks for it, such as ``algorithm.advantage=gae``."""
         asked: dict[Need, str] = {}
-        for extension in (self.estimator, self.objective.loss):
+        for extension in (self.estimator, self.objective.loss, self.aggregation):
             for need in sorted(extension.needs):
                 asked.setdefault(need, extension.label)
         for name in ("kl_in_loss", "kl_in_reward"):
@@ -152,16 +163,17 @@ class AlgorithmConfig:
         return asked
 
     def dry_run(self) -> None:
-        """Call the loss and the advantage estimator on a small made-up batch, where they are not built in.
+        """Call advantage estimator, loss and aggregation on a small made-up batch, where they are not built in.
 
         Raises:
             ConfigError: one raises, or returns what cannot be trained on.
         """
-        from megatron_retool.algorithms.dry_run import check_advantage, check_policy_loss
+        from megatron_retool.algorithms.dry_run import check_advantage, check_aggregation, check_policy_loss
 
         try:
             check_advantage(self.estimator)
             check_policy_loss(self.objective.loss)
+            check_aggregation(self.aggregation)
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
 

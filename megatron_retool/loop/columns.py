@@ -16,7 +16,7 @@ import torch
 
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages, share_branch_advantages
 from megatron_retool.algorithms.kl import kl_reward
-from megatron_retool.algorithms.policy_loss import token_weights
+from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.loop.state import TrainerState
@@ -141,10 +141,10 @@ def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Ite
     for rows in np.array_split(order, count):
         mini_batch = batch.select(np.sort(rows))
         weights = token_weights(
+            config.algorithm.aggregation,
             torch.from_numpy(mini_batch.loss_mask),
             torch.from_numpy(mini_batch.sequence_ids),
             len(mini_batch),
-            config.algorithm.loss_aggregation,
             keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
             denominator=config.algorithm.rollout_correction.denominator,
             max_response_length=config.data.max_response_length,

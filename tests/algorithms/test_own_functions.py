@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
-from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, reduce_metrics, token_weights
+from megatron_retool.algorithms.loss_aggregation import token_weights
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, reduce_metrics
 from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import AlgorithmConfig, ConfigError, load_config, save_config
 from megatron_retool.registry import ExtensionError, Need
@@ -37,7 +38,7 @@ def loss_inputs(seed=0, **columns):
         "old_log_probs": log_probs + 0.3 * torch.randn(len(ids), generator=generator),
         "advantages": torch.randn(len(ids), generator=generator),
         "loss_mask": mask,
-        "loss_weights": token_weights(mask, ids, 4, "token-mean"),
+        "loss_weights": token_weights(AlgorithmConfig().aggregation, mask, ids, 4),
         "sequence_ids": ids,
     }
     return PolicyLossInputs(**given | columns)
@@ -219,6 +220,37 @@ def test_a_dry_run_refuses_an_estimator_with_key_object_and_cure(own, body, said
     target = own(f"def own(batch):\n    {body}\n")
     config = load_config(None, [f"algorithm.advantage={target}"])
     with pytest.raises(ConfigError, match=r"^algorithm.advantage=.*own.py:own: .*" + said):
+        config.algorithm.dry_run()
+
+
+def test_an_own_aggregation(own):
+    target = own(
+        """
+        def own(counts, *, power=0.5, max_response_length):
+            weights = counts.clamp(min=1) ** -power / max_response_length
+            return weights / (counts > 0).sum().clamp(min=1)
+        """
+    )
+    overrides = [f"algorithm.loss_aggregation={target}", "algorithm.loss_aggregation_kwargs.power=1"]
+    algorithm = load_config(None, overrides).algorithm
+    algorithm.dry_run()
+    mask, ids = torch.tensor([1, 1, 0, 1], dtype=torch.bool), torch.tensor([0, 0, 0, 1])
+    weights = token_weights(algorithm.aggregation, mask, ids, 3, max_response_length=10)
+    assert weights.tolist() == pytest.approx([0.025, 0.025, 0, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return counts.mean()", r"it returned a float64 tensor of shape \[\]: return the weight .*\[6\]"),
+        ("return counts / (counts - 4)", "a weight is not finite: guard divisions"),
+        ("return 1 / count", "own raised NameError at line 4"),
+    ],
+)
+def test_a_dry_run_refuses_an_aggregation_with_key_object_and_cure(own, body, said):
+    target = own(f"def own(counts):\n    {body}\n")
+    config = load_config(None, [f"algorithm.loss_aggregation={target}"])
+    with pytest.raises(ConfigError, match=r"^algorithm.loss_aggregation=.*own.py:own: .*" + said):
         config.algorithm.dry_run()
 
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_retool.algorithms.loss_aggregation import loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import (
     PolicyLossInputs,
     policy_loss,
     reduce_metrics,
-    token_weights,
     value_loss,
 )
 from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
@@ -47,10 +47,10 @@ def columns(lengths=LENGTHS, seed=0, spread=0.4):
 
 def weights_of(data, aggregation, **kwargs):
     return token_weights(
+        loss_aggregations.bind(aggregation),
         data["loss_mask"],
         data["sequence_ids"],
         int(data["sequence_ids"].max()) + 1,
-        aggregation,
         max_response_length=16,
         **kwargs,
     )
@@ -193,7 +193,8 @@ def test_denominators_before_and_after_rejection(aggregation):
         "seq-mean-token-sum-norm": (20, 10),
     }[aggregation]
     for denominator, divisor in zip(("pre", "post"), unit, strict=True):
-        weights = token_weights(mask, ids, 3, aggregation, keep, denominator, max_response_length=10)
+        bound = loss_aggregations.bind(aggregation)
+        weights = token_weights(bound, mask, ids, 3, keep, denominator, max_response_length=10)
         assert weights.tolist() == pytest.approx([0, 0, 1 / divisor, 1 / divisor, 0, 0])
 
 
@@ -204,7 +205,7 @@ def test_rejected_and_tool_tokens_cannot_poison_the_loss():
     old = data["old_log_probs"].clone()
     old[2], old[5] = float("nan"), -1e30
     data |= {"loss_mask": mask, "old_log_probs": old}
-    weights = token_weights(mask, data["sequence_ids"], 2, "token-mean", keep)
+    weights = token_weights(loss_aggregations.bind("token-mean"), mask, data["sequence_ids"], 2, keep)
     for name in LOSSES:
         loss, metrics = policy_loss(
             PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig(policy_loss=name).objective
@@ -271,7 +272,7 @@ def test_what_settings_need_is_asked_for():
     with pytest.raises(ValueError, match="algorithm.policy_loss='ppo' is not one of clip, gspo"):
         policy_loss(inputs, AlgorithmConfig(policy_loss="ppo").objective)
     with pytest.raises(ValueError, match="data.max_response_length"):
-        token_weights(data["loss_mask"], data["sequence_ids"], 5, "seq-mean-token-sum-norm")
+        token_weights(loss_aggregations.bind("seq-mean-token-sum-norm"), data["loss_mask"], data["sequence_ids"], 5)
     with pytest.raises(ValueError, match="equally long"):
         policy_loss(replace(inputs, advantages=torch.zeros(2)), AlgorithmConfig().objective)
 
