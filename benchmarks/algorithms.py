@@ -52,8 +52,9 @@ def inputs_of(args: argparse.Namespace) -> dict[str, Any]:
 def flat_step(data: dict[str, Any], args: argparse.Namespace) -> float:
     import torch
 
-    from megatron_retool.algorithms.advantages import compute_advantages
-    from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, token_weights
+    from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
+    from megatron_retool.algorithms.loss_aggregation import token_weights
+    from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
     from megatron_retool.algorithms.rollout_correction import rollout_correction
     from megatron_retool.algorithms.sequence_balance import pack_micro_batches
     from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
@@ -66,8 +67,9 @@ def flat_step(data: dict[str, Any], args: argparse.Namespace) -> float:
     correction = rollout_correction(
         data["train"], data["rollout"], data["mask"], ids, count, data["turns"], config.rollout_correction
     )
-    advantages, _ = compute_advantages(config, data["rewards"], data["groups"], data["mask"], ids)
-    weights = token_weights(data["mask"], ids, count, config.loss_aggregation, correction.keep_mask)
+    batch = AdvantageInputs(data["rewards"], data["groups"], data["mask"], ids)
+    advantages, _ = compute_advantages(config.estimator, batch)
+    weights = token_weights(config.aggregation, data["mask"], ids, count, correction.keep_mask)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     total = 0.0
     for rows in pack_micro_batches(lengths.numpy(), max(args.micro_batch_tokens, int(lengths.max()))):
@@ -83,7 +85,7 @@ def flat_step(data: dict[str, Any], args: argparse.Namespace) -> float:
                 sequence_ids=ids[take],
                 importance_weights=correction.importance_weights[take],
             ),
-            config,
+            config.objective,
         )
         loss.backward()
         total += loss.item()

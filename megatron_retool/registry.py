@@ -95,6 +95,26 @@ class Extension(Generic[T]):
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.object(*arguments, **{**self.kwargs, **keywords})
 
+    def attempt(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the object; what it raises becomes one message.
+
+        Raises:
+            ExtensionError: it names the key, the object, what was raised, and the line of the object's file.
+        """
+        try:
+            return self(*arguments, **keywords)
+        except Exception as error:
+            raise ExtensionError(f"{self.label}: {self.raised(error)}") from error
+
+    def raised(self, error: BaseException) -> str:
+        """What to say of an error that a call raised, with the line of the object's own file."""
+        try:
+            file = inspect.getsourcefile(inspect.unwrap(self.object)) or ""
+        except TypeError:
+            file = ""
+        line = _line_of(error, file) if file else ""
+        return f"{_name_of(self.object)} raised {type(error).__name__}{line}: {error}"
+
 
 class Registry(Generic[T]):
     """The built-in objects of one setting, and the way to others.

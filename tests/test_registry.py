@@ -95,6 +95,18 @@ def test_a_wrong_target_is_one_message_with_key_object_and_cure(
         make_registry().bind(target.format(file=file, dir=tmp_path), kwargs)
 
 
+def test_what_an_object_raises_is_one_message_with_its_own_line(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.py", "def half(inputs):\n    return inputs[0] / 2\n\ndef loss(inputs): return half(inputs)\n"
+    )
+    bound = make_registry().bind(f"{file}:loss")
+    assert bound.attempt([3]) == 1.5
+    with pytest.raises(
+        ExtensionError, match=r"^section.loss=.*c.py:loss: loss raised IndexError at line 2: list index"
+    ):
+        bound.attempt([])
+
+
 def test_the_caller_asks_which_of_its_own_arguments_an_object_takes(tmp_path: Path) -> None:
     file = write(tmp_path / "b.py", "def loss(inputs, progress): ...\n")
     registry = make_registry()

@@ -20,13 +20,17 @@ under every group-relative estimator.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.ragged import (
     contiguous_ids,
+    describe,
     discounted_sum_to_go,
     last_token,
     require_matching_shapes,
@@ -34,107 +38,194 @@ from megatron_retool.algorithms.ragged import (
     sequence_min,
     sequence_sum,
 )
+from megatron_retool.registry import Extension, ExtensionError, Need, Registry
 
 _EPSILON = 1e-6
 
 
-class AdvantageSettings(Protocol):
-    """What is read from the configuration's ``algorithm`` section."""
-
-    @property
-    def advantage(self) -> str: ...
-    @property
-    def normalize_by_std(self) -> bool: ...
-    @property
-    def gamma(self) -> float: ...
-    @property
-    def gae_lambda(self) -> float: ...
-    @property
-    def gae_reward(self) -> str: ...
-    @property
-    def gae_level(self) -> str: ...
-    @property
-    def gae_whiten(self) -> bool: ...
-
-
 class Advantages(NamedTuple):
-    """Both float32 [T], 0 where ``loss_mask`` is false. ``returns`` are what a critic should have predicted."""
+    """What an estimator returns; a plain tuple does too, and ``advantages`` alone where no critic learns.
+
+    Both float [T], 0 where ``loss_mask`` is false. ``returns`` are what a critic should have predicted.
+    """
 
     advantages: Tensor
     returns: Tensor
 
 
-def compute_advantages(
-    config: AdvantageSettings,
-    rewards: Tensor,
-    group_ids: Tensor,
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    values: Tensor | None = None,
-    token_rewards: Tensor | None = None,
-) -> Advantages:
-    """Advantages of one batch by ``config.advantage``.
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """All responses of a step: N responses, T tokens, those of one response together and in order.
 
-    Args:
-        config: the ``algorithm`` section.
+    Attributes:
         rewards: float [N], one per response, after shaping.
         group_ids: int [N]; responses to the same prompt share one. Any integers, in any order.
         loss_mask: bool [T], true at tokens that the policy sampled.
         sequence_ids: int64 [T] in [0, N).
-        values: float [T], the critic's value *before* each token. Needed by "gae" alone.
-        token_rewards: float [T], added to the rewards where they arise, e.g. -beta * KL to the reference
-            (``kl.kl_reward``). Group-relative estimators add their sum to the response's reward.
+        values: float [T], the critic's value *before* each token; there for estimators that need CRITIC.
+        token_rewards: float [T], 0 where ``loss_mask`` is false, added to the rewards where they arise, e.g.
+            -beta * KL to the reference (``kl.kl_reward``).
+        old_log_probs: float [T], of the policy that sampled, by the learner (in bypass mode by the engine).
+        entropy: float [T], of that policy at each token; there for estimators that need ENTROPY.
+        ref_log_probs: float [T], of the reference policy; there for estimators that need REFERENCE.
+        reward_info: [N], what the reward function returned for each response.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    loss_mask: Tensor
+    sequence_ids: Tensor
+    values: Tensor | None = None
+    token_rewards: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    reward_info: Sequence[Mapping[str, Any]] = ()
+
+    @functools.cached_property
+    def scores(self) -> Tensor:
+        """float64 [N]: the rewards with the sum of each response's token rewards."""
+        scores = self.rewards.to(torch.float64)
+        if self.token_rewards is not None:
+            scores = scores + sequence_sum(self.token_rewards, self.sequence_ids, len(self.rewards))
+        return scores
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """A number for each response as one for each of its sampled tokens: [N] -> float32 [T], 0 elsewhere."""
+        return torch.where(self.loss_mask, values.float()[self.sequence_ids], 0.0)
+
+
+AdvantageEstimator = Callable[..., Advantages | tuple[Tensor, Tensor] | Tensor]
+"""estimator(batch: AdvantageInputs, *, its own settings), called once a step with all its responses."""
+
+advantage_estimators: Registry[AdvantageEstimator] = Registry("algorithm.advantage", takes=("batch",))
+
+
+def compute_advantages(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs) -> Advantages:
+    """Advantages of one step, float32 [T] both.
 
     Raises:
-        ValueError: shapes do not match, a reward is not finite, "gae" without values, or an unknown estimator.
+        ValueError: shapes do not match, a reward is not finite, or a critic's values are missing.
+        ExtensionError: the estimator raised, or what it returned are no advantages.
     """
-    require_matching_shapes(rewards=rewards, group_ids=group_ids)
-    require_matching_shapes(loss_mask=loss_mask, sequence_ids=sequence_ids, values=values, token_rewards=token_rewards)
+    rewards = batch.rewards
+    require_matching_shapes(rewards=rewards, group_ids=batch.group_ids)
+    names = ("loss_mask", "sequence_ids", "values", "token_rewards", "old_log_probs", "entropy", "ref_log_probs")
+    require_matching_shapes(**{name: getattr(batch, name) for name in names})
     if not bool(torch.isfinite(rewards).all()):
         row = int(torch.nonzero(~torch.isfinite(rewards))[0])
         raise ValueError(f"reward of response {row} is {float(rewards[row])}: score it, or drop it from the batch")
-    loss_mask = loss_mask.bool()
+    if Need.CRITIC in estimator.needs and batch.values is None:
+        raise ValueError(f"{estimator.label} needs the critic's values")
+    loss_mask, token_rewards = batch.loss_mask.bool(), batch.token_rewards
     if token_rewards is not None:
         token_rewards = torch.where(loss_mask, token_rewards, 0.0)
-
-    estimator = config.advantage
-    if estimator in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"):
-        scores = rewards.to(torch.float64)
-        if token_rewards is not None:
-            scores = scores + sequence_sum(token_rewards, sequence_ids, len(rewards))
-        if estimator == "grpo":
-            relative = group_relative(scores, group_ids, normalize_by_std=config.normalize_by_std)
-        elif estimator == "rloo":
-            relative = leave_one_out(scores, group_ids)
-        else:
-            relative = group_relative(scores, group_ids, normalize_by_std=False)
-        advantages = torch.where(loss_mask, relative.float()[sequence_ids], 0.0)
-        returns = torch.where(loss_mask, scores.float()[sequence_ids], 0.0)
-        if estimator == "reinforce_plus_plus_baseline":
-            advantages = whiten(advantages, loss_mask)
-        return Advantages(advantages.float(), returns.float())
-
-    if estimator == "reinforce_plus_plus":
-        per_token = place_rewards(rewards, loss_mask, sequence_ids, "last_token", token_rewards)
-        to_go = _scan_sampled_tokens(per_token, loss_mask, sequence_ids, config.gamma)
-        return Advantages(whiten(to_go, loss_mask).float(), to_go.float())
-
-    if estimator == "gae":
-        if values is None:
-            raise ValueError("algorithm.advantage=gae needs the critic's values")
-        per_token = place_rewards(rewards, loss_mask, sequence_ids, config.gae_reward, token_rewards)
-        advantages, returns = generalized_advantages(
-            per_token, values, loss_mask, sequence_ids, config.gamma, config.gae_lambda
+    batch = replace(batch, loss_mask=loss_mask, token_rewards=token_rewards)
+    found = estimator.attempt(batch)
+    if isinstance(found, Tensor) and Need.CRITIC not in estimator.needs:
+        found = (found, batch.per_token(batch.scores))
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ExtensionError(
+            f"{estimator.label}: it returned {describe(found)}: return (advantages, returns), two float tensors of "
+            f"shape {[len(loss_mask)]} (that of batch.loss_mask); returns are what the critic should have predicted"
         )
-        if config.gae_level == "sequence":
-            counts = sequence_sum(loss_mask, sequence_ids, len(rewards)).clamp(min=1)
-            mean = sequence_sum(advantages, sequence_ids, len(rewards)) / counts
-            advantages = torch.where(loss_mask, mean[sequence_ids], 0.0)
-        if config.gae_whiten:
-            advantages = whiten(advantages, loss_mask)
-        return Advantages(advantages.float(), returns.float())
+    advantages, returns = (
+        _checked(estimator, batch, name, column) for name, column in zip(Advantages._fields, found, strict=True)
+    )
+    return Advantages(advantages, returns)
 
-    raise ValueError(f"algorithm.advantage={estimator!r} is not an advantage estimator")
+
+def _checked(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs, name: str, column: object) -> Tensor:
+    if not (isinstance(column, Tensor) and column.shape == batch.loss_mask.shape and column.is_floating_point()):
+        raise ExtensionError(
+            f"{estimator.label}: the {name} are {describe(column)}: return a float tensor of shape "
+            f"{list(batch.loss_mask.shape)}, one number for each token (batch.per_token makes it of one for each "
+            "response)"
+        )
+    column = column.detach()
+    if estimator.target in advantage_estimators.names:
+        return column.float()
+    if bool((column[~batch.loss_mask] != 0).any()):
+        raise ExtensionError(
+            f"{estimator.label}: the {name} are not 0 at tokens that the policy did not sample: "
+            "torch.where(batch.loss_mask, …, 0.0)"
+        )
+    # Values of a critic that has diverged are not the estimator's fault; the update leaves such a step out.
+    sound = batch.values is None or bool(torch.isfinite(batch.values).all())
+    if sound and not bool(torch.isfinite(column).all()):
+        token = int(torch.nonzero(~torch.isfinite(column))[0])
+        raise ExtensionError(
+            f"{estimator.label}: the {name} of response {int(batch.sequence_ids[token])} are {float(column[token])}: "
+            "guard divisions by a standard deviation or a count of 0"
+        )
+    return column.float()
+
+
+@advantage_estimators.register("grpo", Need.GROUPS)
+def grpo(batch: AdvantageInputs, *, normalize_by_std: bool = True) -> Advantages:
+    """``group_relative`` to the prompt's group."""
+    return _of_responses(batch, group_relative(batch.scores, batch.group_ids, normalize_by_std))
+
+
+@advantage_estimators.register("dr_grpo", Need.GROUPS)
+def dr_grpo(batch: AdvantageInputs) -> Advantages:
+    """``group_relative`` without the standard deviation."""
+    return _of_responses(batch, group_relative(batch.scores, batch.group_ids, normalize_by_std=False))
+
+
+@advantage_estimators.register("rloo", Need.GROUPS)
+def rloo(batch: AdvantageInputs) -> Advantages:
+    """``leave_one_out`` of the prompt's group."""
+    return _of_responses(batch, leave_one_out(batch.scores, batch.group_ids))
+
+
+@advantage_estimators.register("reinforce_plus_plus_baseline", Need.GROUPS)
+def reinforce_plus_plus_baseline(batch: AdvantageInputs) -> Advantages:
+    """``dr_grpo``, whitened over the batch's tokens. arXiv:2501.03262."""
+    advantages, returns = dr_grpo(batch)
+    return Advantages(whiten(advantages, batch.loss_mask), returns)
+
+
+@advantage_estimators.register("reinforce_plus_plus")
+def reinforce_plus_plus(batch: AdvantageInputs, *, gamma: float = 1.0) -> Advantages:
+    """Reward-to-go of each token with discount ``gamma``, whitened over the batch's tokens. arXiv:2501.03262."""
+    per_token = place_rewards(batch.rewards, batch.loss_mask, batch.sequence_ids, "last_token", batch.token_rewards)
+    to_go = _scan_sampled_tokens(per_token, batch.loss_mask, batch.sequence_ids, gamma)
+    return Advantages(whiten(to_go, batch.loss_mask), to_go)
+
+
+@advantage_estimators.register("gae", Need.CRITIC)
+def gae(
+    batch: AdvantageInputs,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+    gae_reward: str = "last_token",
+    gae_level: str = "token",
+    gae_whiten: bool = True,
+) -> Advantages:
+    """``generalized_advantages`` on a critic's values.
+
+    Args:
+        gae_reward: where a response's reward goes: see ``place_rewards``.
+        gae_level: "token", or "sequence" for the mean over each response.
+        gae_whiten: whiten over the batch's tokens.
+    """
+    loss_mask, sequence_ids, responses = batch.loss_mask, batch.sequence_ids, len(batch.rewards)
+    assert batch.values is not None
+    per_token = place_rewards(batch.rewards, loss_mask, sequence_ids, gae_reward, batch.token_rewards)
+    advantages, returns = generalized_advantages(per_token, batch.values, loss_mask, sequence_ids, gamma, gae_lambda)
+    if gae_level == "sequence":
+        counts = sequence_sum(loss_mask, sequence_ids, responses).clamp(min=1)
+        mean = sequence_sum(advantages, sequence_ids, responses) / counts
+        advantages = torch.where(loss_mask, mean[sequence_ids], 0.0)
+    if gae_whiten:
+        advantages = whiten(advantages, loss_mask)
+    return Advantages(advantages, returns)
+
+
+def _of_responses(batch: AdvantageInputs, relative: Tensor) -> Advantages:
+    return Advantages(batch.per_token(relative), batch.per_token(batch.scores))
 
 
 def group_relative(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, epsilon: float = _EPSILON) -> Tensor:

@@ -23,14 +23,12 @@ class GroupFilter:
     """What a filter pass found.
 
     kept_groups: group ids with a signal, in the order of their first response.
-    kept_rows: int64, rows of these groups in their original order.
     all_correct, all_wrong: dropped groups whose members all had accuracy 1, or all 0. A group may be neither (equal
         rewards between the two), and then counts in ``all_equal`` alone.
     all_equal: all dropped groups.
     """
 
     kept_groups: list[int]
-    kept_rows: npt.NDArray[np.int64]
     all_correct: int
     all_wrong: int
     all_equal: int
@@ -86,7 +84,6 @@ def filter_groups(
     order = np.argsort(first_rows, kind="stable")
     return GroupFilter(
         kept_groups=[int(groups[g]) for g in order if signal[g]],
-        kept_rows=np.flatnonzero(signal[members]).astype(np.int64),
         all_correct=int(np.sum(~signal & (worst >= 1.0))),
         all_wrong=int(np.sum(~signal & (best <= 0.0))),
         all_equal=int(np.sum(~signal)),
@@ -112,7 +109,6 @@ def decide_refill(
     wanted_groups: int,
     rounds_done: int,
     max_rounds: int,
-    divisor: int = 1,
 ) -> RefillDecision:
     """Train, generate another round, or give up on this step.
 
@@ -124,7 +120,6 @@ def decide_refill(
         wanted_groups: data.train_batch_size.
         rounds_done: generation rounds so far, at least 1.
         max_rounds: dynamic_sampling.max_generation_rounds; 0 means no limit, as verl's setting does.
-        divisor: a partial batch is cut to a multiple of it, so that it still splits into mini-batches.
     """
     if kept_groups >= wanted_groups:
         return RefillDecision("train", wanted_groups, True)
@@ -132,8 +127,7 @@ def decide_refill(
         missing = wanted_groups - kept_groups
         expected = math.ceil(missing * generated_groups / kept_groups) if kept_groups else wanted_groups
         return RefillDecision("generate", min(wanted_groups, max(missing, expected)), False)
-    usable = kept_groups // divisor * divisor
-    return RefillDecision("train", usable, False) if usable else RefillDecision("skip", 0, False)
+    return RefillDecision("train", kept_groups, False) if kept_groups else RefillDecision("skip", 0, False)
 
 
 def samples_for_prompt(

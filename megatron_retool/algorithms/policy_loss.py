@@ -1,8 +1,7 @@
 """Policy and value losses over ragged responses.
 
-Every aggregation is written as one weight per token over the whole mini-batch (``token_weights``), computed once before
-the mini-batch is cut into micro-batches.  The loss is then ``sum_t loss_weights[t] * token_loss[t]``: the same number,
-and the same gradient, however whole sequences are spread over micro-batches and ranks.
+Every loss is ``sum_t loss_weights[t] * token_loss[t]``, with weights over the whole mini-batch (``loss_aggregation``):
+the same number, and the same gradient, however whole sequences are spread over micro-batches and ranks.
 
 Metrics leave a micro-batch as (sum, count) pairs.  Pairs add up over micro-batches and ranks, and ``reduce_metrics``
 divides once at the end; a count of zero marks a sum that is already normalised by the loss weights.
@@ -10,108 +9,43 @@ divides once at the end; a count of zero marks a sum that is already normalised 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.kl import kl_penalty
-from megatron_retool.algorithms.ragged import contiguous_ids, require_matching_shapes, sequence_sum
-from megatron_retool.algorithms.rollout_correction import RolloutCorrectionSettings, rejection_mask
+from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
+from megatron_retool.algorithms.rollout_correction import rejection_mask
+from megatron_retool.algorithms.settings import RolloutCorrectionSettings
+from megatron_retool.registry import Extension, ExtensionError, Registry
 
 _MAX_LOG_RATIO = 20.0
 # GSPO's ratio is a geometric mean: e^10 is far outside any clip range, and the product with an advantage stays finite.
 _MAX_SEQUENCE_LOG_RATIO = 10.0
+_COMMON_METRICS = ("actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/grad_norm", "actor/lr")
 
 
-class PolicyLossSettings(Protocol):
-    """What is read from the configuration's ``algorithm`` section."""
-
-    @property
-    def policy_loss(self) -> str: ...
-    @property
-    def clip_ratio_low(self) -> float: ...
-    @property
-    def clip_ratio_high(self) -> float: ...
-    @property
-    def dual_clip(self) -> float | None: ...
-    @property
-    def entropy_coefficient(self) -> float: ...
-    @property
-    def kl_in_loss(self) -> float: ...
-    @property
-    def kl_estimator(self) -> str: ...
-
-
-def token_weights(
-    loss_mask: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    aggregation: str,
-    keep_mask: Tensor | None = None,
-    denominator: str = "pre",
-    max_response_length: int | None = None,
-) -> Tensor:
-    """Weight of every token in the loss of one mini-batch (one optimizer step, all ranks together).
-
-    With n_i sampled tokens in response i and S responses that have any:
-
-    =======================  ===================================  =========================================
-    aggregation              weight of a token of response i      paper
-    =======================  ===================================  =========================================
-    token-mean               1 / sum_j n_j                        DAPO, arXiv:2503.14476, eq. 12
-    seq-mean-token-sum       1 / S                                REINFORCE
-    seq-mean-token-mean      1 / (S n_i)                          GRPO, arXiv:2402.03300, eq. 3
-    seq-mean-token-sum-norm  1 / (S max_response_length)          Dr. GRPO, arXiv:2503.20783, section 3.2
-    =======================  ===================================  =========================================
-
-    Args:
-        loss_mask: bool [T], true at sampled tokens.
-        sequence_ids: int64 [T] in [0, num_sequences).
-        aggregation: one of the above.
-        keep_mask: bool [T]; false where rollout correction or another filter rejects a token: it weighs 0.
-        denominator: "pre" counts n_i and S before rejection, so that a rejected token contributes zero and the others
-            keep their weight; "post" counts what is left.
-        max_response_length: the constant of seq-mean-token-sum-norm, needed there alone.
-
-    Returns:
-        float32 [T], 0 at tokens that give no loss.
-
-    Raises:
-        ValueError: unknown aggregation or denominator, or a missing ``max_response_length``.
-    """
-    require_matching_shapes(loss_mask=loss_mask, sequence_ids=sequence_ids, keep_mask=keep_mask)
-    loss_mask = loss_mask.bool()
-    active = loss_mask if keep_mask is None else loss_mask & keep_mask.bool()
-    if denominator not in ("pre", "post"):
-        raise ValueError(f"denominator={denominator!r} is neither pre nor post")
-    counts = sequence_sum(loss_mask if denominator == "pre" else active, sequence_ids, num_sequences)
-    sequences = (counts > 0).sum().clamp(min=1)
-    if aggregation == "token-mean":
-        per_sequence = torch.ones_like(counts) / counts.sum().clamp(min=1)
-    elif aggregation == "seq-mean-token-sum":
-        per_sequence = torch.ones_like(counts) / sequences
-    elif aggregation == "seq-mean-token-mean":
-        per_sequence = 1.0 / (counts.clamp(min=1) * sequences)
-    elif aggregation == "seq-mean-token-sum-norm":
-        if max_response_length is None or max_response_length < 1:
-            raise ValueError("seq-mean-token-sum-norm divides by data.max_response_length: pass it")
-        per_sequence = torch.ones_like(counts) / (sequences * max_response_length)
-    else:
-        raise ValueError(f"algorithm.loss_aggregation={aggregation!r} is not an aggregation")
-    return torch.where(active, per_sequence.float()[sequence_ids], 0.0)
-
-
-@dataclass
+@dataclass(frozen=True)
 class PolicyLossInputs:
     """One micro-batch of whole responses; every column is [t], the response tokens laid end to end.
 
-    ``log_probs`` and ``entropy`` carry gradients. ``loss_weights`` (from ``token_weights`` of the whole mini-batch) are
-    0 at tokens without loss. ``importance_weights`` (from rollout correction) multiply the policy term alone.
-    ``sequence_ids`` may be any integers that are equal inside a response and differ between responses.
-    ``ref_log_probs`` are needed for a KL in the loss.
+    Attributes:
+        log_probs: float, of the policy that learns, with a gradient.
+        old_log_probs: float, of the policy before the update (in bypass mode the engine's).
+        advantages: float.
+        loss_mask: bool, true at tokens that the policy sampled.
+        loss_weights: float, ``token_weights`` of the whole mini-batch; 0 at tokens without loss.
+        sequence_ids: any integers that are equal inside a response and differ between responses.
+        importance_weights: float, from rollout correction; they multiply the policy term alone.
+        entropy: float, with a gradient.
+        ref_log_probs: float, of the reference policy; there for losses that need REFERENCE, and for a KL in the loss.
+        values, returns: float, the critic's values before the update and what they should have been; there for losses
+            that need CRITIC.
     """
 
     log_probs: Tensor
@@ -123,6 +57,19 @@ class PolicyLossInputs:
     importance_weights: Tensor | None = None
     entropy: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @functools.cached_property
+    def active(self) -> Tensor:
+        """bool [t], true at tokens that give loss. The others may have any old or reference log-prob, nan too."""
+        return self.loss_weights != 0
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """log rho = log_probs - old_log_probs: float [t] with a gradient, 0 at tokens that give no loss."""
+        # They are cut out before anything can overflow: 0 x nan would carry them into the gradient.
+        return torch.where(self.active, self.log_probs - self.old_log_probs, 0.0)
 
 
 class LossOutput(NamedTuple):
@@ -132,108 +79,214 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-def policy_loss(
-    inputs: PolicyLossInputs, config: PolicyLossSettings, bypass_rejection: RolloutCorrectionSettings | None = None
-) -> LossOutput:
-    """Policy loss of one micro-batch by ``config.policy_loss``, with entropy bonus and KL term.
+class TokenLosses(NamedTuple):
+    """What a policy loss returns; a plain tuple, or ``losses`` alone, does too.
 
-    With rho = exp(log_probs - old_log_probs), A the advantage, w the importance weight (no gradient):
+    Attributes:
+        losses: float [t] with a gradient. Tokens that are not ``active`` are ignored, in loss and metrics.
+        metrics: name -> float or bool [t], logged as the mean over active tokens: under actor/<name>, or under the name
+            as it is where it has a slash. Every call returns the same names.
+    """
 
-    * clip: PPO, arXiv:1707.06347, eq. 7, with DAPO's decoupled range (arXiv:2503.14476, eq. 10):
-      -w min(rho A, clip(rho, 1 - low, 1 + high) A); with ``dual_clip`` c, where A < 0, at most -w c A
-      (arXiv:1912.09729, eq. 5).
-    * gspo: arXiv:2507.18071, eqs. 5-7 in the token form of eqs. 13-14: the same with
-      s = exp(mean over the response's sampled tokens of log rho).
-    * cispo: arXiv:2506.13585, eqs. 4-5: -w stop_gradient(clip(rho, 1 - low, 1 + high)) A log_probs. No token loses its
-      gradient.
-    * policy_gradient: -w A log_probs (REINFORCE; the old policy plays no part in it).
+    losses: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
 
-    ``bypass_rejection`` is for bypass mode, where ``old_log_probs`` are the engine's: its rules and veto are applied to
-    the current log-probs against them, and rejected tokens weigh 0.
 
-    ``loss = sum_t loss_weights (policy term - entropy_coefficient * entropy + kl_in_loss * KL(pi || ref))``.
+PolicyLoss = Callable[..., TokenLosses | tuple[Tensor, Mapping[str, Tensor]] | Tensor]
+"""loss(inputs: PolicyLossInputs, *, its own settings): the policy term of every token, before any weight.
 
-    Metrics: actor/pg_loss, actor/pg_clipfrac (tokens whose clipped term was the larger loss), actor/pg_clipfrac_lower
-    (tokens that dual clip bounded), actor/ppo_kl (mean of -log rho), actor/entropy (token mean over all sampled
-    tokens, rejected ones too), actor/kl_loss.  Clip fractions and ppo_kl are means over tokens that give loss.
+What is common to all losses is done with the result: importance weights, loss weights and rejection, entropy bonus, KL.
+"""
+
+policy_losses: Registry[PolicyLoss] = Registry("algorithm.policy_loss", takes=("inputs",))
+
+
+@policy_losses.register("clip")
+def clip(
+    inputs: PolicyLossInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A): PPO, arXiv:1707.06347, eq. 7.
+
+    The decoupled range is DAPO's (arXiv:2503.14476, eq. 10). With ``dual_clip`` c the loss is at most -c A where A < 0
+    (arXiv:1912.09729, eq. 5).
+
+    Metrics: pg_clipfrac (tokens whose clipped term was the larger loss), pg_clipfrac_lower (those that dual clip
+    bounded).
+    """
+    log_ratio = inputs.log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return _clipped(inputs, log_ratio, clip_ratio_low, clip_ratio_high, dual_clip)
+
+
+@policy_losses.register("gspo")
+def gspo(
+    inputs: PolicyLossInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """``clip`` with s = exp(mean over the response's sampled tokens of log rho) in place of rho.
+
+    arXiv:2507.18071, eqs. 5-7 in the token form of eqs. 13-14. Metrics as ``clip``.
+    """
+    # Of all sampled tokens, those that give no loss too.
+    log_ratio = torch.where(inputs.loss_mask, inputs.log_probs - inputs.old_log_probs, 0.0)
+    owners, count = contiguous_ids(inputs.sequence_ids)
+    detached = log_ratio.detach()
+    tokens = sequence_sum(inputs.loss_mask, owners, count).clamp(min=1)
+    mean = (sequence_sum(detached, owners, count) / tokens).clamp(max=_MAX_SEQUENCE_LOG_RATIO)
+    # Value: the sequence's mean. Gradient: that of the token's own log-prob (eq. 14).
+    used = torch.where(inputs.active, mean.to(log_ratio.dtype)[owners] + (log_ratio - detached), 0.0)
+    return _clipped(inputs, used, clip_ratio_low, clip_ratio_high, dual_clip)
+
+
+def _clipped(
+    inputs: PolicyLossInputs, log_ratio: Tensor, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None
+) -> TokenLosses:
+    advantages = inputs.advantages
+    ratio = log_ratio.exp()
+    free_loss = -advantages * ratio
+    clip_loss = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    losses = torch.maximum(free_loss, clip_loss)
+    bounded = torch.zeros_like(inputs.active)
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (losses > bound)
+        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    return TokenLosses(losses, _clip_metrics(clip_loss > free_loss, bounded))
+
+
+@policy_losses.register("cispo")
+def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.28) -> TokenLosses:
+    """-stop_gradient(clip(rho, 1 - low, 1 + high)) A log_probs: arXiv:2506.13585, eqs. 4-5.
+
+    No token loses its gradient. Metrics: pg_clipfrac, tokens outside the range.
+    """
+    low, high = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
+    ratio = inputs.log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    losses = -inputs.advantages * ratio.clamp(low, high) * inputs.log_probs
+    return TokenLosses(losses, _clip_metrics((ratio < low) | (ratio > high), torch.zeros_like(inputs.active)))
+
+
+@policy_losses.register("policy_gradient")
+def policy_gradient(inputs: PolicyLossInputs) -> TokenLosses:
+    """-A log_probs: REINFORCE. The old policy plays no part in it."""
+    nothing = torch.zeros_like(inputs.active)
+    return TokenLosses(-inputs.advantages * inputs.log_probs, _clip_metrics(nothing, nothing))
+
+
+def _clip_metrics(clipped: Tensor, bounded: Tensor) -> dict[str, Tensor]:
+    return {"pg_clipfrac": clipped, "pg_clipfrac_lower": bounded}
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """What the policy is taught by: the policy term, what is added to it, and what is rejected while it learns.
+
+    Attributes:
+        loss: the policy term.
+        entropy_coefficient, kl_in_loss: coefficients of the other two terms.
+        kl_estimator: see ``kl``.
+        rejection: in bypass mode, where ``old_log_probs`` are the engine's: its rules and veto are applied to the
+            current log-probs against them, and rejected tokens weigh 0.
+    """
+
+    loss: Extension[PolicyLoss]
+    entropy_coefficient: float = 0.0
+    kl_in_loss: float = 0.0
+    kl_estimator: str = "k3"
+    rejection: RolloutCorrectionSettings | None = None
+
+
+def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOutput:
+    """The loss of one micro-batch.
+
+    ``sum_t loss_weights (w * policy term - entropy_coefficient * entropy + kl_in_loss * KL(pi || ref))``, with the
+    policy term of ``objective.loss`` and w the importance weights, which have no gradient.
+
+    Metrics: actor/pg_loss, actor/ppo_kl (mean of -log rho), actor/entropy (token mean over all sampled tokens, rejected
+    ones too), actor/kl_loss, and the policy term's own. But for entropy, means are over tokens that give loss.
 
     Raises:
-        ValueError: shapes do not match, an unknown loss, or a column that the settings need is missing.
+        ValueError: shapes do not match, or a column that the settings need is missing.
+        ExtensionError: the policy term raised, or did not return the loss of each token.
     """
     require_matching_shapes(**{name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__})
     loss_mask = inputs.loss_mask.bool()
     weights = torch.where(loss_mask, inputs.loss_weights, 0.0)
-    if bypass_rejection is not None:
+    if objective.rejection is not None:
         owners, count = contiguous_ids(inputs.sequence_ids)
         kept = rejection_mask(
-            inputs.log_probs.detach(), inputs.old_log_probs, loss_mask, owners, count, bypass_rejection
+            inputs.log_probs.detach(), inputs.old_log_probs, loss_mask, owners, count, objective.rejection
         )
         weights = torch.where(kept, weights, 0.0)
-    active = weights != 0
-    # Tool tokens may carry any log-prob: they are cut out before anything can overflow.
-    log_ratio = torch.where(loss_mask, inputs.log_probs - inputs.old_log_probs, 0.0)
-    advantages = inputs.advantages
-    low, high = 1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high
+    inputs = replace(inputs, loss_mask=loss_mask, loss_weights=weights)
+    active = inputs.active
 
-    clipped = torch.zeros_like(active)
-    bounded = torch.zeros_like(active)
-    if config.policy_loss in ("clip", "gspo"):
-        if config.policy_loss == "gspo":
-            log_ratio_used = _gspo_log_ratio(log_ratio, loss_mask, inputs)
-        else:
-            log_ratio_used = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        # A rejected token may have any old log-prob, which 0 x nan would carry into the gradient.
-        ratio = torch.where(active, log_ratio_used, 0.0).exp()
-        free_loss = -advantages * ratio
-        clip_loss = -advantages * ratio.clamp(low, high)
-        clipped = clip_loss > free_loss
-        losses = torch.maximum(free_loss, clip_loss)
-        if config.dual_clip is not None:
-            bound = -advantages * config.dual_clip
-            bounded = (advantages < 0) & (losses > bound)
-            losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
-    elif config.policy_loss == "cispo":
-        ratio = torch.where(active, log_ratio.detach(), 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-        clipped = (ratio < low) | (ratio > high)
-        losses = -advantages * ratio.clamp(low, high) * inputs.log_probs
-    elif config.policy_loss == "policy_gradient":
-        losses = -advantages * inputs.log_probs
-    else:
-        raise ValueError(f"algorithm.policy_loss={config.policy_loss!r} is not a policy loss")
+    losses, own_metrics = token_losses(inputs, objective.loss)
     if inputs.importance_weights is not None:
         losses = losses * inputs.importance_weights.detach()
-
     pg_loss = _weighted_sum(losses, weights)
     loss = pg_loss
     num_active = active.sum()
     metrics = {
         "actor/pg_loss": _metric(pg_loss, torch.zeros_like(num_active)),
-        "actor/pg_clipfrac": _metric((clipped & active).sum(), num_active),
-        "actor/pg_clipfrac_lower": _metric((bounded & active).sum(), num_active),
-        "actor/ppo_kl": _metric(_masked_sum(-log_ratio, active), num_active),
+        "actor/ppo_kl": _metric(_masked_sum(-inputs.log_ratio, active), num_active),
+        **{name: _metric(_masked_sum(column, active), num_active) for name, column in own_metrics.items()},
     }
     if inputs.entropy is not None:
         metrics["actor/entropy"] = _metric(_masked_sum(inputs.entropy, loss_mask), loss_mask.sum())
-    if config.entropy_coefficient:
+    if objective.entropy_coefficient:
         if inputs.entropy is None:
             raise ValueError("algorithm.entropy_coefficient needs the policy's entropy")
-        loss = loss - config.entropy_coefficient * _weighted_sum(inputs.entropy, weights)
-    if config.kl_in_loss:
+        loss = loss - objective.entropy_coefficient * _weighted_sum(inputs.entropy, weights)
+    if objective.kl_in_loss:
         if inputs.ref_log_probs is None:
             raise ValueError("algorithm.kl_in_loss needs the reference policy's log-probs")
-        kl_loss = _weighted_sum(kl_penalty(inputs.log_probs, inputs.ref_log_probs, config.kl_estimator), weights)
-        loss = loss + config.kl_in_loss * kl_loss
+        penalty = kl_penalty(inputs.log_probs, inputs.ref_log_probs, objective.kl_estimator)
+        kl_loss = _weighted_sum(penalty, weights)
+        loss = loss + objective.kl_in_loss * kl_loss
         metrics["actor/kl_loss"] = _metric(kl_loss, torch.zeros_like(num_active))
     return LossOutput(loss, metrics)
 
 
-def _gspo_log_ratio(log_ratio: Tensor, loss_mask: Tensor, inputs: PolicyLossInputs) -> Tensor:
-    owners, count = contiguous_ids(inputs.sequence_ids)
-    detached = log_ratio.detach()
-    tokens = sequence_sum(loss_mask, owners, count).clamp(min=1)
-    mean = (sequence_sum(detached, owners, count) / tokens).clamp(max=_MAX_SEQUENCE_LOG_RATIO)
-    # Value: the sequence's mean. Gradient: that of the token's own log-prob (eq. 14).
-    return torch.where(loss_mask, mean.to(log_ratio.dtype)[owners] + (log_ratio - detached), 0.0)
+def token_losses(inputs: PolicyLossInputs, loss: Extension[PolicyLoss]) -> TokenLosses:
+    """The policy term of every token, [t], and its metrics by their full names.
+
+    Raises:
+        ExtensionError: the loss raised, or returned something else.
+    """
+    found = loss.attempt(inputs)
+    if isinstance(found, Tensor):
+        found = (found, {})
+    tokens = tuple(inputs.log_probs.shape)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        raise ExtensionError(
+            f"{loss.label}: it returned {describe(found)}: return the loss of each token, a tensor of shape "
+            f"{list(tokens)} (that of inputs.log_probs), alone or with a dict of metrics: losses, {{name: tensor}}"
+        )
+    losses, own = found
+    if not (isinstance(losses, Tensor) and tuple(losses.shape) == tokens and losses.is_floating_point()):
+        raise ExtensionError(
+            f"{loss.label}: the losses are {describe(losses)}: return one number for each token, a float tensor of "
+            f"shape {list(tokens)} (that of inputs.log_probs), without summing; weights and sums follow after it"
+        )
+    metrics = {}
+    for name, column in own.items():
+        full_name = name if "/" in str(name) else f"actor/{name}"
+        if not (isinstance(column, Tensor) and tuple(column.shape) == tokens):
+            raise ExtensionError(
+                f"{loss.label}: its metric {name!r} is {describe(column)}: give a value for each token, a tensor of "
+                f"shape {list(tokens)}; the mean over tokens that give loss is logged"
+            )
+        if full_name in _COMMON_METRICS:
+            raise ExtensionError(f"{loss.label}: {full_name} is a metric of every loss: give {name!r} another name")
+        metrics[full_name] = column
+    return TokenLosses(losses, metrics)
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -280,7 +333,7 @@ def value_loss(
 
     Args:
         values: float [t] with gradient. old_values, returns: float [t]. loss_mask: bool [t].
-        loss_weights: float [t] from ``token_weights``.
+        loss_weights: float [t], ``token_weights``.
         value_clip: None turns clipping off.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/returns_mean, critic/vf_squared_error (for

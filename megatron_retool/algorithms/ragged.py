@@ -90,3 +90,10 @@ def require_matching_shapes(**columns: Tensor | None) -> None:
     shapes = {name: tuple(column.shape) for name, column in columns.items() if column is not None}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise ValueError("columns must be flat and equally long: " + ", ".join(f"{k} {v}" for k, v in shapes.items()))
+
+
+def describe(found: object) -> str:
+    """What something is that should have been a column, for messages."""
+    if isinstance(found, Tensor):
+        return f"a {str(found.dtype).removeprefix('torch.')} tensor of shape {list(found.shape)}"
+    return f"{type(found).__name__} {str(found)[:60]!r}"

@@ -34,40 +34,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.ragged import CHUNK, require_matching_shapes, sequence_max, sequence_sum
 from megatron_retool.algorithms.rejection_rules import RejectionRule, parse_rejection_rules
+from megatron_retool.algorithms.settings import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionSettings
 
 _MAX_EXPONENT = 20.0
 PROBABILITY_BIN_EDGES = (0.01, 0.1, 0.5, 0.9)
 _PREFIX = "rollout_corr/"
-
-
-class RolloutCorrectionSettings(Protocol):
-    """What is read from ``algorithm.rollout_correction``."""
-
-    @property
-    def level(self) -> str: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def lower(self) -> float: ...
-    @property
-    def upper(self) -> float: ...
-    @property
-    def rejection(self) -> list[str]: ...
-    @property
-    def veto_threshold(self) -> float | None: ...
-    @property
-    def batch_k3_limit(self) -> float | None: ...
-    @property
-    def batch_normalize(self) -> bool: ...
-    @property
-    def bypass_old_log_probs(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -188,21 +165,6 @@ def rejection_mask(
     return keep_mask
 
 
-def proximal_log_probs(
-    config: RolloutCorrectionSettings, rollout_log_probs: Tensor, train_log_probs: Tensor | None
-) -> Tensor:
-    """old_log_probs for PPO's ratio: the learner's own (decoupled), or the engine's (bypass).
-
-    Raises:
-        ValueError: decoupled mode without the learner's log-probs.
-    """
-    if config.bypass_old_log_probs:
-        return rollout_log_probs
-    if train_log_probs is None:
-        raise ValueError("the learner's log-probs are missing; only bypass_old_log_probs=true can do without them")
-    return train_log_probs
-
-
 class _SampledTokens:
     """The sampled tokens of a batch, in the input's precision, with float64 sums by response."""
 
@@ -241,7 +203,7 @@ class _SampledTokens:
             return self.difference_sums
         if level == "geometric":
             return self.difference_sums / self.counts.clamp(min=1)
-        raise ValueError(f"rollout_correction.level={level!r} is not one of token, sequence, geometric")
+        raise ValueError(f"rollout_correction.level={level!r} is not one of {', '.join(CORRECTION_LEVELS)}")
 
     def per_token(self, level: str, values: Tensor) -> Tensor:
         """``values`` of ``level`` as one value per sampled token."""
@@ -306,7 +268,7 @@ def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings
         inside = (ratio >= config.lower) & (ratio <= config.upper)
         weights = torch.where(inside, ratio, 0.0)
         return units.per_token(config.level, weights), units.per_token(config.level, inside)
-    raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of none, truncate, clip, mask")
+    raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of {', '.join(CORRECTION_MODES)}")
 
 
 def _mean(values: Tensor) -> Tensor:

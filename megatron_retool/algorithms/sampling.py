@@ -29,23 +29,10 @@ which no trust region on the ratio survives.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-
-class SamplingSettings(Protocol):
-    """What is read from ``rollout.train`` or ``rollout.val``."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
+from megatron_retool.algorithms.settings import SamplingSettings
 
 
 def is_unfiltered(config: SamplingSettings) -> bool:
@@ -70,37 +57,6 @@ def kept_tokens(logits: Tensor, config: SamplingSettings) -> Tensor:
         keep &= ordered >= config.min_p * ordered[..., :1]
     keep[..., 0] = True
     return torch.zeros_like(keep).scatter(-1, tokens, keep)
-
-
-def sampling_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:
-    """log mu, the log-probs of the distribution that is sampled.
-
-    Args:
-        logits: float [..., V], before temperature.
-
-    Returns:
-        float32 (or float64 for float64 logits) [..., V]; -inf for tokens that the filters remove.
-    """
-    log_probs = _scaled_log_probs(logits, config)
-    if is_unfiltered(config):
-        return log_probs
-    kept = log_probs.masked_fill(~kept_tokens(logits, config), float("-inf"))
-    return kept - kept.logsumexp(-1, keepdim=True)
-
-
-def log_kept_mass(logits: Tensor, config: SamplingSettings) -> Tensor:
-    """log of the probability that the filters keep: subtract it from a reported log p to get log mu.
-
-    Args:
-        logits: float [..., V], before temperature.
-
-    Returns:
-        [...], at most 0; exactly 0 without filters.
-    """
-    log_probs = _scaled_log_probs(logits, config)
-    if is_unfiltered(config):
-        return torch.zeros_like(log_probs[..., 0])
-    return log_probs.masked_fill(~kept_tokens(logits, config), float("-inf")).logsumexp(-1)
 
 
 def _scaled_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:

@@ -18,12 +18,13 @@ import ray
 import torch
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
-from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -92,7 +93,7 @@ class LearnerWorker:
         )
         from megatron_retool.learner.learner import Learner
 
-        settings, algorithm = self.config.learner, self.config.algorithm
+        settings = self.config.learner
         critic = self.role == "critic"
         self.learner = Learner(
             self.config,
@@ -100,7 +101,7 @@ class LearnerWorker:
             total_optimizer_steps=total_optimizer_steps,
             hf_dir=self.config.model.path,
             mcore_dir=self.config.model.mcore_path,
-            with_reference=not critic and bool(algorithm.kl_in_loss or algorithm.kl_in_reward),
+            with_reference=not critic and Need.REFERENCE in self.config.algorithm.needs,
             role="critic" if critic else "actor",
         )
         return socket.gethostname()

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.registry import Need
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def plan_placement(config: Config) -> Placement:
     first_engine_gpu = 0 if colocated else ranks + critics
     needed = max(ranks, engines * engine_gpus) if colocated else ranks + critics + engines * engine_gpus
     if needed > available:
-        critic = f", as many for the critic (algorithm.advantage={config.algorithm.advantage})" if critics else ""
+        critic = f", as many for the critic ({config.algorithm.needs[Need.CRITIC]})" if critics else ""
         raise ConfigError(
             f"cluster.nodes x cluster.gpus_per_node = {available} GPUs, but learner.world_size={ranks}{critic} and "
             f"rollout.engine.count x tensor_parallel_size = {engines} x {engine_gpus} need {needed} "
@@ -163,4 +164,4 @@ def check_weight_sync(config: Config, placement: Placement) -> None:
 
 def needs_critic(config: Config) -> bool:
     """Whether the run trains a value model beside the policy (PPO)."""
-    return config.algorithm.advantage == "gae"
+    return Need.CRITIC in config.algorithm.needs

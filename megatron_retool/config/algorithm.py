@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
+from megatron_retool.algorithms.settings import RolloutCorrectionSettings
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, choice
+from megatron_retool.registry import Extension, ExtensionError, Need
+
+if TYPE_CHECKING:
+    from megatron_retool.algorithms.advantages import AdvantageEstimator
+    from megatron_retool.algorithms.loss_aggregation import LossAggregation
+    from megatron_retool.algorithms.policy_loss import PolicyObjective
 
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
     enable: bool = True
-    """Must be off with algorithm.advantage=gae: a critic learns from groups of equal reward too."""
+    """Must be off where a critic learns (algorithm.advantage=gae): it learns from groups of equal reward too."""
     max_generation_rounds: int = 10
     metric: str = choice("reward", "acc")
     """Groups whose members all have the same value of it are dropped and replaced."""
@@ -35,30 +43,15 @@ class AdaptiveSamplingConfig:
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(RolloutCorrectionSettings):
     """Training-inference mismatch: docs/algorithms.md has the definitions, docs/mismatch.md figures.
 
     The defaults are those for Megatron and SGLang (Geo-MIS) with responses of thousands of tokens; short ones need
     wider geometric bounds.
     """
 
-    level: str = choice("token", "sequence", "geometric")
-    """Level of the importance weight."""
-    mode: str = choice("truncate", "none", "clip", "mask")
-    """What happens to the weight outside its bounds; "none" turns weights off and leaves rejection on."""
-    lower: float = 0.0
-    upper: float = 2.0
-    rejection: list[str] = field(default_factory=lambda: ["geometric_ratio 0.999 1.001"])
-    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see algorithms/rejection_rules.py."""
-    veto_threshold: float | None = 1e-4
-    """Drop a sequence with any token ratio strictly below it."""
-    batch_k3_limit: float | None = None
-    """Skip the update where the batch's k3 KL exceeds it."""
-    batch_normalize: bool = False
-    """Divide the weights by their mean over the whole global batch."""
     denominator: str = choice("pre", "post")
-    bypass_old_log_probs: bool = False
-    """Take the rollout log-probs as old_log_probs and skip the learner's recomputation."""
+    """What the loss's denominator counts: sampled tokens before rejection, or what is left after it."""
 
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
@@ -93,7 +86,11 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """Advantages, losses, KL and rollout correction: docs/algorithms.md has the definitions."""
 
-    advantage: str = choice("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, or one's own:
+    path/to/file.py:function or package.module:function."""
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the estimator; those that it has in common with this section are filled from here."""
     normalize_by_std: bool = True
     gamma: float = 1.0
     gae_lambda: float = 0.95
@@ -102,12 +99,18 @@ class AlgorithmConfig:
     gae_level: str = choice("token", "sequence")
     """sequence: every token gets the mean of its response's token advantages."""
     gae_whiten: bool = True
-    policy_loss: str = choice("clip", "gspo", "cispo", "policy_gradient")
+    policy_loss: str = "clip"
+    """clip, gspo, cispo, policy_gradient, or one's own: path/to/file.py:function or package.module:function."""
+    policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the loss; those that it has in common with this section are filled from here."""
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.28
     dual_clip: float | None = None
     """PPO's dual clip constant c (3.0 is usual); None: off."""
-    loss_aggregation: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    loss_aggregation: str = "token-mean"
+    """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, or one's own:
+    path/to/file.py:function or package.module:function."""
+    loss_aggregation_kwargs: dict[str, Any] = field(default_factory=dict)
     entropy_coefficient: float = 0.0
     kl_in_loss: float = 0.0
     kl_in_reward: float = 0.0
@@ -118,6 +121,61 @@ class AlgorithmConfig:
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     adaptive_sampling: AdaptiveSamplingConfig = field(default_factory=AdaptiveSamplingConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    @property
+    def estimator(self) -> Extension[AdvantageEstimator]:
+        """What ``advantage`` names, with its settings; ExtensionError as ``Registry.bind``."""
+        # Here and below: a configuration is read, and its types are imported, where nobody needs torch.
+        from megatron_retool.algorithms.advantages import advantage_estimators
+
+        return advantage_estimators.bind(self.advantage, self.advantage_kwargs, settings=self)
+
+    @property
+    def objective(self) -> PolicyObjective:
+        """What ``policy_loss`` names, with its settings and the other terms; ExtensionError as ``Registry.bind``."""
+        from megatron_retool.algorithms.policy_loss import PolicyObjective, policy_losses
+
+        return PolicyObjective(
+            loss=policy_losses.bind(self.policy_loss, self.policy_loss_kwargs, settings=self),
+            entropy_coefficient=self.entropy_coefficient,
+            kl_in_loss=self.kl_in_loss,
+            kl_estimator=self.kl_estimator,
+            rejection=self.rollout_correction if self.rollout_correction.bypass_old_log_probs else None,
+        )
+
+    @property
+    def aggregation(self) -> Extension[LossAggregation]:
+        """What ``loss_aggregation`` names, with its settings; ExtensionError as ``Registry.bind``."""
+        from megatron_retool.algorithms.loss_aggregation import loss_aggregations
+
+        return loss_aggregations.bind(self.loss_aggregation, self.loss_aggregation_kwargs, settings=self)
+
+    @property
+    def needs(self) -> dict[Need, str]:
+        """What the run must provide, each with the setting that asks for it, such as ``algorithm.advantage=gae``."""
+        asked: dict[Need, str] = {}
+        for extension in (self.estimator, self.objective.loss, self.aggregation):
+            for need in sorted(extension.needs):
+                asked.setdefault(need, extension.label)
+        for name in ("kl_in_loss", "kl_in_reward"):
+            if getattr(self, name):
+                asked.setdefault(Need.REFERENCE, f"algorithm.{name}={getattr(self, name)}")
+        return asked
+
+    def dry_run(self) -> None:
+        """Call advantage estimator, loss and aggregation on a small made-up batch, where they are not built in.
+
+        Raises:
+            ConfigError: one raises, or returns what cannot be trained on.
+        """
+        from megatron_retool.algorithms.dry_run import check_advantage, check_aggregation, check_policy_loss
+
+        try:
+            check_advantage(self.estimator)
+            check_policy_loss(self.objective.loss)
+            check_aggregation(self.aggregation)
+        except ExtensionError as error:
+            raise ConfigError(str(error)) from error
 
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
@@ -135,8 +193,17 @@ class AlgorithmConfig:
                 parse_stages(self.adaptive_sampling.stages)
             except ValueError as error:
                 raise ConfigError(f"algorithm.adaptive_sampling.stages: {error}") from error
-        if self.advantage == "gae" and self.dynamic_sampling.enable:
+        try:
+            needs, estimator = self.needs, self.estimator
+        except ExtensionError as error:
+            raise ConfigError(str(error)) from error
+        if Need.CRITIC in needs and self.dynamic_sampling.enable:
             raise ConfigError(
-                "algorithm.advantage=gae with algorithm.dynamic_sampling.enable=true would withhold groups of equal "
+                f"{needs[Need.CRITIC]} with algorithm.dynamic_sampling.enable=true would withhold groups of equal "
                 "reward from the critic, which learns from them too: set algorithm.dynamic_sampling.enable=false"
+            )
+        if Need.ENTROPY in estimator.needs and self.rollout_correction.bypass_old_log_probs:
+            raise ConfigError(
+                f"{estimator.label} needs the entropy at each token before the update, which "
+                "algorithm.rollout_correction.bypass_old_log_probs=true skips: set it to false"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_retool.config.base import choice
 
@@ -23,6 +24,8 @@ class RewardConfig:
     function: str = "math"
     """"math", "deep_research" (ARPO's tags), "deep_research_hermes", "reasoning_gym", or path/to/file.py:function or
     package.module:function."""
+    function_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call (verl's reward_kwargs)."""
     processes: int = 2
     timeout_seconds: float = 30.0
     """For one response; then the process is killed and replaced."""

@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config.base import ConfigError, choice
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(SamplingSettings):
     n: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron_retool.config.sft import SFTConfig
 from megatron_retool.config.tools import ToolsConfig
 from megatron_retool.config.trainer import TrainerConfig
 from megatron_retool.config.weight_sync import WeightSyncConfig
+from megatron_retool.registry import Need
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def validate(config: Config) -> None:
             f"data.train_batch_size x rollout.train.n = {responses} responses are not divisible by "
             f"learner.mini_batch_size={learner.mini_batch_size}"
         )
-    if rollout.train.n < 2 and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+    if rollout.train.n < 2 and Need.GROUPS in algorithm.needs:
         raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage} compares answers of a group: rollout.train.n must be at least 2"
+            f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
     if config.weight_sync.round_to_fp8 and rollout.engine.quantization is not None:
         raise ConfigError(

@@ -24,7 +24,7 @@ from conversion.files.directory import local_directory
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, value_loss
-from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import cpu, parallel
 from megatron_retool.learner.model import (
@@ -46,6 +46,7 @@ from megatron_retool.learner.pipeline import (
 )
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
 from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
+from megatron_retool.registry import Need
 from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
@@ -252,19 +253,21 @@ class Learner:
 
         Args:
             mini_batch: with the columns old_log_probs, advantages and loss_weights (of the whole mini-batch, 0 where
-                rejected), optionally importance_weights and ref_log_probs.
+                rejected), optionally importance_weights and ref_log_probs; values and returns where the loss needs
+                a critic.
             temperature, sampling: of the rollout, as for ``log_probs``.
 
         Returns:
             actor/pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, grad_norm, lr and the like;
             global_seqlen/*; perf/mfu/actor where the device's peak is known.
         """
+        objective = self.config.algorithm.objective
+        values = ("values", "returns") if Need.CRITIC in objective.loss.needs else ()
         columns = _columns(
-            mini_batch, ("old_log_probs", "advantages", "loss_weights"), ("importance_weights", "ref_log_probs")
+            mini_batch,
+            ("old_log_probs", "advantages", "loss_weights", *values),
+            ("importance_weights", "ref_log_probs"),
         )
-        algorithm = self.config.algorithm
-        correction = algorithm.rollout_correction
-        bypass = correction if correction.bypass_old_log_probs else None
 
         def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
             log_probs, entropy = whole_sequences(micro_batch, output, self.layout)
@@ -275,7 +278,7 @@ class Learner:
                 loss_mask=micro_batch.column(mini_batch.loss_mask),
                 **{name: micro_batch.column(column) for name, column in columns.items()},
             )
-            return policy_loss(inputs, algorithm, bypass)
+            return policy_loss(inputs, objective)
 
         return self._learn("actor", mini_batch, "loss_mask", _head_options(temperature, sampling), loss)
 

@@ -16,7 +16,7 @@ the filters remove have x = -inf, and everything above holds for the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_retool.algorithms.sampling import SamplingSettings, is_unfiltered, kept_tokens
+from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
+from megatron_retool.algorithms.settings import SamplingSettings
 
 
 def head_hidden_states(
@@ -145,22 +146,13 @@ class _Settings:
 
     def _kept(self, x: Tensor, sampling: SamplingSettings) -> Tensor:
         """bool [rows, V / TP]: this rank's part of what top_p, top_k and min_p leave of the whole vocabulary."""
-        filters = _Filters(sampling.top_p, sampling.top_k, sampling.min_p)
+        # The logits are divided by the temperature already.
+        filters = replace(sampling, temperature=1.0)
         if self.group is None:
             return kept_tokens(x, filters)
         parts = [torch.empty_like(x) for _ in range(self.group.size())]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return kept_tokens(torch.cat(parts, -1), filters)[:, self.first_row : self.first_row + x.size(1)].contiguous()
-
-
-@dataclass(frozen=True)
-class _Filters:
-    """Filters for logits that are divided by the temperature already."""
-
-    top_p: float
-    top_k: int
-    min_p: float
-    temperature: float = 1.0
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
-from megatron_retool.algorithms.sampling import SamplingSettings
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.attention import (
     LocalPackedSequences,

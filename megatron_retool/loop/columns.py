@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from megatron_retool.algorithms.advantages import compute_advantages, share_branch_advantages
+from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages, share_branch_advantages
 from megatron_retool.algorithms.kl import kl_reward
-from megatron_retool.algorithms.policy_loss import token_weights
+from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.registry import Need
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from sglang_rollout.agent.branching import shared_token_ids
 
@@ -29,7 +30,7 @@ _WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", 
 
 
 async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTimer) -> TrajectoryBatch:
-    """old_log_probs and entropy with the training kernels; ref_log_probs where a KL term needs them; critic's values.
+    """old_log_probs and entropy with the training kernels; ref_log_probs where they are needed; critic's values.
 
     All log-probs are those of the distribution that is sampled (temperature, top_p, top_k, min_p). In bypass mode
     old_log_probs are the engine's, and nothing is computed.
@@ -41,7 +42,7 @@ async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTime
         else:
             result = await run.learner.log_probs(batch, sampling=sampling)
             batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
-    if algorithm.kl_in_loss or algorithm.kl_in_reward:
+    if Need.REFERENCE in algorithm.needs:
         with timer.phase(Phase.REFERENCE):
             reference = await run.learner.log_probs(batch, reference=True, sampling=sampling)
             batch = batch.with_columns(ref_log_probs=reference["log_probs"])
@@ -110,15 +111,16 @@ def add_advantages(
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": state.kl.coefficient}
         state.kl = state.kl.updated(measured, len(batch))
-    result = compute_advantages(
-        config.algorithm,
+    inputs = AdvantageInputs(
         rewards=torch.from_numpy(batch.rewards),
         group_ids=torch.from_numpy(batch.group_ids),
         loss_mask=loss_mask,
         sequence_ids=sequence_ids,
-        values=columns.get("values"),
         token_rewards=token_rewards,
+        reward_info=[trajectory.reward_info for trajectory in trajectories],
+        **{name: columns.get(name) for name in ("values", "old_log_probs", "entropy", "ref_log_probs")},
     )
+    result = compute_advantages(config.algorithm.estimator, inputs)
     advantages, branching = result.advantages, config.rollout.branching
     if branching.enable and branching.advantage == "hard":
         advantages = share_branch_advantages(advantages, loss_mask, torch.from_numpy(shared_token_ids(trajectories)))
@@ -136,10 +138,10 @@ def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Ite
     for rows in np.array_split(order, count):
         mini_batch = batch.select(np.sort(rows))
         weights = token_weights(
+            config.algorithm.aggregation,
             torch.from_numpy(mini_batch.loss_mask),
             torch.from_numpy(mini_batch.sequence_ids),
             len(mini_batch),
-            config.algorithm.loss_aggregation,
             keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
             denominator=config.algorithm.rollout_correction.denominator,
             max_response_length=config.data.max_response_length,

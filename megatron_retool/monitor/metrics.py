@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.rewards.base import extra_values
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
 _EXECUTED = ("ok", "error", "timeout")
@@ -56,7 +57,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     rollout/score and rollout/acc are unbiased by dynamic sampling, which critic/score is not. tool/* follow the
     statuses of ToolCall; a parse error is a call that never reached a tool. tool/use_rate is the share of
-    trajectories with at least one call, tool/use_rate/<name> of those in which that tool ran.
+    trajectories with at least one call, tool/use_rate/<name> of those in which that tool ran. reward/<name>/* are the
+    numbers that the reward function returned beside its score, over the trajectories that have them.
     """
     if not trajectories:
         return {}
@@ -78,6 +80,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     used = [{call.name for call in t.tool_calls if call.status in _EXECUTED} for t in trajectories]
     for name in sorted(set().union(*used)):
         metrics[f"tool/use_rate/{name}"] = float(np.mean([name in names for names in used]))
+    extras: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in extra_values(trajectory.reward_info).items():
+            extras.setdefault(name, []).append(value)
+    for name in sorted(extras):
+        metrics |= _spread(f"reward/{name}", np.array(extras[name]))
     for reason in FinishReason:
         metrics[f"rollout/finish_reason/{reason.value}"] = float(
             np.mean([t.finish_reason is reason for t in trajectories])

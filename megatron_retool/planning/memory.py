@@ -21,6 +21,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.weight_map import WeightMap, shard_shape
 from megatron_retool.config import Config, LearnerConfig, RecomputeConfig
+from megatron_retool.registry import Need
 
 PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RUNTIME_BYTES = 4 * 2**30
@@ -397,12 +398,12 @@ def learner_memory(
 ) -> LearnerMemory:
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
-    The reference policy (a KL term is on) is a frozen copy of the parameters.  The critic (advantage gae) has
+    The reference policy, where it is needed, is a frozen copy of the parameters.  The critic, where one is, has
     parameters, gradients and optimizer states of its own.  FP8 training keeps each linear weight in FP8 twice, as it is
     and transposed, while the micro-batches of a mini-batch run.
     """
-    learner, algorithm = config.learner, config.algorithm
-    with_reference = bool(algorithm.kl_in_loss or algorithm.kl_in_reward)
+    learner, needs = config.learner, config.algorithm.needs
+    with_reference = Need.REFERENCE in needs
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
     for stage in range(layout.pipeline):
@@ -429,7 +430,7 @@ def learner_memory(
                 reference=PARAMETER_BYTES[learner.dtype] * rank_parameters(architecture, layout, stage)
                 if with_reference
                 else 0.0,
-                critic=states.total if algorithm.advantage == "gae" else 0.0,
+                critic=states.total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
                 activations=activation_bytes(architecture, layout, learner, stage, micro_batches, not on_cpu),
                 logits=logit_bytes(architecture, layout, learner) if last else 0.0,

@@ -35,6 +35,7 @@ from megatron_retool.planning.memory import (
 )
 from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mean_result
 from megatron_retool.planning.workload import Workload
+from megatron_retool.registry import Need
 
 PARTIAL_STEPS = 4
 """Steps over which partial rollout is averaged, after as many that are not counted."""
@@ -337,7 +338,7 @@ def predict_step(
     algorithm = config.algorithm
     if algorithm.rollout_correction.bypass_old_log_probs:
         log_probs = LearnerTime(*(0.0,) * 9)
-    reference = learner_time(*arguments, training=False) if algorithm.kl_in_loss or algorithm.kl_in_reward else None
+    reference = learner_time(*arguments, training=False) if Need.REFERENCE in algorithm.needs else None
     model_flops = 3 * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)
     )
@@ -348,7 +349,7 @@ def predict_step(
         reference=reference,
         update=update,
         # The critic reads values once and learns from them with the same passes.
-        critic=update.total + log_probs.total if algorithm.advantage == "gae" else 0.0,
+        critic=update.total + log_probs.total if Need.CRITIC in algorithm.needs else 0.0,
         weight_sync=weight_sync_seconds(config, architecture, machines, assumptions),
         phase_switch=phase_switch_seconds(config, architecture, layout, machines),
         overlapped=config.rollout.staleness > 0 and not colocated,

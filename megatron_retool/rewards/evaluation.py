@@ -8,13 +8,14 @@ unbiased estimator of arXiv:2107.03374, eq. 1, which draws without replacement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.rewards.base import extra_values
 from megatron_retool.rewards.math import canonical_answer
 from megatron_retool.trajectory import Trajectory
 
@@ -33,6 +34,8 @@ class EvaluationRecord:
     reward: float
     prediction: str | None
     num_turns: int
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """What else the reward function returned: ``extra_values``."""
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory) -> EvaluationRecord:
@@ -46,6 +49,7 @@ class EvaluationRecord:
             reward=float(trajectory.reward),
             prediction=None if prediction is None else str(prediction),
             num_turns=trajectory.num_turns,
+            extras=extra_values(info),
         )
 
 
@@ -56,6 +60,7 @@ def evaluation_metrics(
 
     * val-core/<data_source>/acc/: mean@n, std@n, best@k/{mean,std}, worst@k/{mean,std}, maj@k/{mean,std}, pass@k
     * val-aux/<data_source>/reward/: the same without maj and pass
+    * val-aux/<data_source>/<name>/{mean@n,std@n} of what else the reward function returned, over samples that have it
     * val-aux/num_turns/{mean,max,min}
 
     n is the largest number of samples that a prompt has.  A prompt with fewer (lost to an abort) takes part with those
@@ -81,6 +86,7 @@ def evaluation_metrics(
         metrics |= {auxiliary + name: value for name, value in _best_and_worst(samples, samples.reward, draws).items()}
         metrics |= {core + name: value for name, value in _majority(samples, draws).items()}
         metrics |= {core + name: value for name, value in _pass_at_k(samples).items()}
+        metrics |= {f"val-aux/{source}/{name}": value for name, value in _extras(samples).items()}
     turns = np.array([row.num_turns for row in rows])
     metrics["val-aux/num_turns/mean"] = float(turns.mean())
     metrics["val-aux/num_turns/max"] = float(turns.max())
@@ -137,6 +143,7 @@ class _SamplesByPrompt:
             prompts.setdefault(rows[i].prompt, []).append(i)
         self.counts = np.array([len(members) for members in prompts.values()])
         self.num_samples = int(self.counts.max())
+        self.extras = [[rows[i].extras for i in members] for members in prompts.values()]
         shape = (len(prompts), self.num_samples)
         self.accuracy, self.reward = np.zeros(shape), np.zeros(shape)
         self.answers = np.full(shape, -1, dtype=np.int64)
@@ -208,6 +215,19 @@ def _majority(samples: _SamplesByPrompt, draws: FloatArray) -> dict[str, float]:
 def _bootstrap_summary(name: str, statistics: FloatArray) -> dict[str, float]:
     """Mean and std of a statistic [P, B] over draws, averaged over prompts."""
     return {f"{name}/mean": float(statistics.mean()), f"{name}/std": float(statistics.std(axis=1).mean())}
+
+
+def _extras(samples: _SamplesByPrompt) -> dict[str, float]:
+    """Mean and std over a prompt's samples, averaged over prompts."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for prompt in samples.extras for extras in prompt for name in extras}):
+        # Sorted: a sum of floats depends on its order, and samples of equal reward come in any.
+        values = [sorted(extras[name] for extras in prompt if name in extras) for prompt in samples.extras]
+        n = samples.num_samples
+        metrics[f"{name}/mean@{n}"] = float(np.mean([np.mean(row) for row in values if row]))
+        if n > 1:
+            metrics[f"{name}/std@{n}"] = float(np.mean([np.std(row) for row in values if row]))
+    return metrics
 
 
 def _pass_at_k(samples: _SamplesByPrompt) -> dict[str, float]:

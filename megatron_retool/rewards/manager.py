@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 import megatron_retool
 from megatron_retool.config import ConfigError, RewardConfig
+from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards import math as math_reward
-from megatron_retool.rewards.base import BUILT_IN
+from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
 from megatron_retool.rewards.worker import plain_json
 from megatron_retool.trajectory import FinishReason, Trajectory
@@ -35,6 +36,17 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
+class ScoredPrompt(Protocol):
+    """What a reward function is told of a prompt."""
+
+    @property
+    def data_source(self) -> str: ...
+    @property
+    def ground_truth(self) -> Any: ...
+    @property
+    def extra_info(self) -> dict[str, Any]: ...
+
+
 class RewardManager:
     """Fills ``reward`` and ``reward_info`` of trajectories.
 
@@ -44,7 +56,7 @@ class RewardManager:
 
     A failure never stops a run: the response gets ``failure_score``, the failure is one of ``FAILURES`` and counted
     (``take_metrics``), for each purpose by itself: validation may run while training generates. A function that cannot
-    be loaded does stop it, when the manager is made.
+    be loaded does stop it, when the manager is made; ``check_reward`` also calls it.
 
     ``score`` may be called from several threads.
     """
@@ -76,12 +88,14 @@ class RewardManager:
         self._own = threading.local()
         # A thread for each worker: the kernel ties a worker's life to the thread that started it.
         self._threads = ThreadPoolExecutor(max(config.processes, 1), thread_name_prefix="reward")
-        if config.function not in BUILT_IN:
-            try:
+        try:
+            if config.function in reward_functions.names:
+                reward_functions.bind(config.function, config.function_kwargs)
+            else:
                 self._threads.submit(self._worker).result()
-            except ValueError as error:
-                self.close()
-                raise ConfigError(str(error)) from error
+        except ExtensionError as error:
+            self.close()
+            raise ConfigError(str(error)) from error
 
     def score(self, trajectories: Sequence[Trajectory], purpose: str = "train") -> None:
         """Score all of them; returns when every one has a reward. ``purpose`` names the counts that they go into."""
@@ -163,7 +177,7 @@ class RewardManager:
             if worker is not None:
                 with self._lock:
                     self._workers.remove(worker)
-            worker = _Worker(self._config.function, self._config.memory_limit_mb)
+            worker = _Worker(self._config)
             self._own.worker = worker
             with self._lock:
                 self._workers.append(worker)
@@ -188,6 +202,50 @@ class RewardManager:
         trajectory.reward_info = {**trajectory.reward_info, **info}
 
 
+def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> None:
+    """Load the reward function in a process of its own, and score one answer to ``prompt``: its ground truth in a box.
+
+    Raises:
+        ConfigError: the function cannot be loaded or called with reward.function_kwargs, raises, ends its process,
+            takes too long, or returns what is no reward.
+    """
+    try:
+        if config.function in reward_functions.names:
+            reward_functions.bind(config.function, config.function_kwargs)
+        if config.function == "math":
+            return
+        worker = _Worker(config)
+    except ExtensionError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        if prompt is None:
+            return
+        answer = f"\\boxed{{{prompt.ground_truth}}}"
+        request = {
+            "data_source": prompt.data_source,
+            "solution_str": answer,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": {
+                "data_source": prompt.data_source,
+                "ground_truth": prompt.ground_truth,
+                **prompt.extra_info,
+                "final_turn": answer,
+                "num_turns": 1,
+                "tool_calls": [],
+                "finish_reason": FinishReason.STOP.value,
+            },
+        }
+        reply = worker.ask(request, max(config.timeout_seconds, _START_SECONDS))
+    finally:
+        worker.kill()
+    if "result" not in reply:
+        raise ConfigError(
+            f"reward.function={config.function}: {reply['failure']} on a prompt of {prompt.data_source!r}, answered by "
+            f"its ground truth: {reply['message']}. Correct the function, reward.function_kwargs, or the data's "
+            "columns that it reads"
+        )
+
+
 def _ids(ids: Any) -> list[int]:
     return [int(token) for token in ids]
 
@@ -195,13 +253,17 @@ def _ids(ids: Any) -> list[int]:
 class _Worker:
     """One reward process. Used by the one thread that made it, except for ``kill``."""
 
-    def __init__(self, function: str, memory_limit_mb: int) -> None:
-        """Raises ValueError where the process reports that it cannot load ``function``."""
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ExtensionError where the process reports that it cannot load ``reward.function``."""
         root = str(Path(megatron_retool.__file__).resolve().parents[1])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_retool.rewards.worker", function, str(memory_limit_mb), str(os.getpid())],
+            [
+                *(sys.executable, "-m", "megatron_retool.rewards.worker"),
+                *(config.function, json.dumps(config.function_kwargs)),
+                *(str(config.memory_limit_mb), str(os.getpid())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -216,12 +278,12 @@ class _Worker:
             greeting = self._read_line(_START_SECONDS)
         except (TimeoutError, EOFError):
             self.kill()
-            raise ValueError(
-                f"reward.function={function!r}: its process did not start; see the messages above"
+            raise ExtensionError(
+                f"reward.function={config.function}: its process did not start; see the messages above"
             ) from None
         if not greeting["ready"]:
             self.kill()
-            raise ValueError(greeting["error"])
+            raise ExtensionError(greeting["error"])
 
     @property
     def alive(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -255,7 +254,7 @@ def _symbolically_equal(prediction: str, truth: str) -> bool:
 
     def parsed(answer: str) -> list[Any]:
         # Only a parse of the whole answer counts: looking for "an expression in the text" would find a 9 in 9**9.
-        return parse(  # type: ignore[no-any-return]
+        return parse(
             f"${_as_latex(answer)}$",
             extraction_config=extraction,
             fallback_mode="no_fallback",
@@ -281,8 +280,3 @@ def _symbolically_equal(prediction: str, truth: str) -> bool:
 
 def _as_latex(answer: str) -> str:
     return answer.strip().strip("$").replace("**", "^").replace("*", " \\cdot ")
-
-
-def equivalent(prediction: str, ground_truths: Iterable[str]) -> bool:
-    """Is ``prediction`` equivalent to any of ``ground_truths``? Both without box. May take seconds."""
-    return bool(compute_score("", f"\\boxed{{{prediction}}}", list(ground_truths), {})["acc"])

@@ -1,6 +1,6 @@
 """The process that runs a reward function: one JSON request a line on stdin, one JSON reply a line on stdout.
 
-    python -m megatron_retool.rewards.worker FUNCTION MEMORY_LIMIT_MB PARENT_PID
+    python -m megatron_retool.rewards.worker FUNCTION KEYWORD_ARGUMENTS_AS_JSON MEMORY_LIMIT_MB PARENT_PID
 
 Started by the reward manager, which holds the deadline and kills.  Needs no torch: a start costs tens of milliseconds
 (plus sympy for mathematics, imported before the first request so that no deadline pays for it).
@@ -9,21 +9,25 @@ Started by the reward manager, which holds the deadline and kills.  Needs no tor
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import resource
 import signal
 import sys
+from collections.abc import Awaitable
 from typing import Any
 
-from megatron_retool.rewards.base import BadResultError, ScoreFunction, load_function, normalize_result
+from megatron_retool.registry import Extension, ExtensionError
+from megatron_retool.rewards.base import BadResultError, ScoreFunction, normalize_result, reward_functions
 
 _PR_SET_PDEATHSIG = 1
+_loop: Any = None
 
 
 def main(arguments: list[str]) -> int:
     """Serve until stdin ends."""
-    name, memory_limit_mb, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    name, kwargs, memory_limit_mb, parent = arguments[0], arguments[1], int(arguments[2]), int(arguments[3])
     # A worker stuck inside one long C call sees neither the end of stdin nor a Python signal handler.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -40,10 +44,10 @@ def main(arguments: list[str]) -> int:
         replies.flush()
 
     try:
-        function = load_function(name)
+        function = reward_functions.bind(name, json.loads(kwargs))
         if name == "math":
             import math_verify  # noqa: F401
-    except ValueError as error:
+    except ExtensionError as error:
         reply({"ready": False, "error": str(error)})
         return 1
     reply({"ready": True})
@@ -52,11 +56,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _answer(function: ScoreFunction, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(function: Extension[ScoreFunction], request: dict[str, Any]) -> dict[str, Any]:
     try:
-        result = function(
-            request["data_source"], request["solution_str"], request["ground_truth"], request["extra_info"]
-        )
+        result = function(*(request[name] for name in reward_functions.takes))
+        if inspect.isawaitable(result):
+            result = _wait_for(result)
         return {"result": normalize_result(result)}
     except TimeoutError as error:
         return {"failure": "timeout", "message": str(error)}
@@ -65,7 +69,17 @@ def _answer(function: ScoreFunction, request: dict[str, Any]) -> dict[str, Any]:
     except BadResultError as error:
         return {"failure": "bad_result", "message": str(error)}
     except Exception as error:
-        return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:1000]}
+        return {"failure": "exception", "message": function.raised(error)[:1000]}
+
+
+def _wait_for(result: Awaitable[Any]) -> Any:
+    """On one event loop for all requests: what a function keeps open between them belongs to it."""
+    global _loop
+    if _loop is None:
+        import asyncio
+
+        _loop = asyncio.new_event_loop()
+    return _loop.run_until_complete(result)
 
 
 def plain_json(value: Any) -> Any:

@@ -1,13 +1,12 @@
 """Estimators against plain padded formulas with loops, and the cases that formulas leave open."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_retool.algorithms.advantages import (
+    AdvantageInputs,
     compute_advantages,
     group_relative,
     leave_one_out,
@@ -32,8 +31,9 @@ def batch(seed=0, lengths=LENGTHS):
 
 def run(name, **kwargs):
     ids, mask = kwargs.pop("batch", None) or batch()
-    config = AlgorithmConfig(advantage=name, **kwargs.pop("config", {}))
-    return compute_advantages(config, kwargs.pop("rewards", REWARDS), kwargs.pop("groups", GROUPS), mask, ids, **kwargs)
+    estimator = AlgorithmConfig(advantage=name, **kwargs.pop("config", {})).estimator
+    inputs = AdvantageInputs(kwargs.pop("rewards", REWARDS), kwargs.pop("groups", GROUPS), mask, ids, **kwargs)
+    return compute_advantages(estimator, inputs)
 
 
 @pytest.mark.parametrize(("name", "normalize"), [("grpo", True), ("grpo", False), ("dr_grpo", True), ("rloo", True)])
@@ -79,14 +79,13 @@ def test_masked_tokens_get_zero_and_permutation_of_responses_changes_nothing(nam
     order = [4, 2, 0, 5, 1, 3]
     take = torch.cat([torch.nonzero(ids == row).squeeze(1) for row in order])
     lengths = torch.tensor(LENGTHS)[order]
-    permuted = compute_advantages(
-        AlgorithmConfig(advantage=name),
-        REWARDS[order],
-        GROUPS[order],
-        mask[take],
-        torch.arange(6).repeat_interleave(lengths),
-        values[take],
-        token_rewards[take],
+    permuted = run(
+        name,
+        rewards=REWARDS[order],
+        groups=GROUPS[order],
+        batch=(torch.arange(6).repeat_interleave(lengths), mask[take]),
+        values=values[take],
+        token_rewards=token_rewards[take],
     )
     torch.testing.assert_close(permuted.advantages, advantages[take], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(permuted.returns, returns[take], atol=1e-6, rtol=1e-5)
@@ -182,8 +181,7 @@ def test_errors_name_what_is_wrong():
         run("grpo", rewards=torch.tensor([0.0, float("nan"), 0, 0, 0, 0]))
     with pytest.raises(ValueError, match="needs the critic's values"):
         run("gae")
-    ids, mask = batch()
-    with pytest.raises(ValueError, match="'best' is not an advantage estimator"):
-        compute_advantages(replace(AlgorithmConfig(), advantage="best"), REWARDS, GROUPS, mask, ids)
+    with pytest.raises(ValueError, match="algorithm.advantage='best' is not one of grpo, dr_grpo, rloo"):
+        run("best")
     with pytest.raises(ValueError, match="equally long"):
-        compute_advantages(AlgorithmConfig(), REWARDS, GROUPS[:2], mask, ids)
+        run("grpo", groups=GROUPS[:2])

@@ -14,7 +14,6 @@ def test_groups_without_a_signal_are_dropped_and_order_is_kept():
     accuracy = [1, 1, 0, 1, 0, 0, 0, 0, 1]
     result = filter_groups(groups, rewards, accuracy)
     assert result.kept_groups == [4, 1]
-    assert result.kept_rows.tolist() == [2, 3, 6, 7]
     # The group of one (5) has no signal and is all correct.
     assert (result.all_correct, result.all_wrong, result.all_equal) == (2, 1, 3)
     assert result.metrics() == {
@@ -39,7 +38,6 @@ def test_filter_equals_a_loop(rows):
     members = {g: [r for h, r in rows if h == g] for g in dict.fromkeys(groups)}
     expected = [g for g, values in members.items() if len(set(values)) > 1]
     assert result.kept_groups == expected
-    assert result.kept_rows.tolist() == [i for i, g in enumerate(groups) if g in expected]
     assert result.all_equal == len(members) - len(expected)
 
 
@@ -58,8 +56,6 @@ def test_refill_decisions():
     assert decide_refill(28, 32, 32, 1, 3) == ("generate", 5, False)
     assert decide_refill(0, 32, 32, 1, 3) == ("generate", 32, False)
     assert decide_refill(16, 96, 32, 3, 3) == ("train", 16, False)
-    assert decide_refill(13, 96, 32, 3, 3, divisor=4) == ("train", 12, False)
-    assert decide_refill(3, 96, 32, 3, 3, divisor=4) == ("skip", 0, False)
     assert decide_refill(0, 96, 32, 3, 3) == ("skip", 0, False)
     assert decide_refill(0, 9600, 32, 300, 0).action == "generate"
 
@@ -113,4 +109,4 @@ def test_stages():
 
 def test_arrays_are_accepted():
     result = filter_groups(np.array([1, 1], np.int32), np.array([0, 1], np.float32), np.array([0, 1], np.float32))
-    assert result.kept_rows.dtype == np.int64
+    assert result.kept_groups == [1]

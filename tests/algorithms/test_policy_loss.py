@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_retool.algorithms.loss_aggregation import loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import (
     PolicyLossInputs,
     policy_loss,
     reduce_metrics,
-    token_weights,
     value_loss,
 )
 from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
@@ -47,10 +47,10 @@ def columns(lengths=LENGTHS, seed=0, spread=0.4):
 
 def weights_of(data, aggregation, **kwargs):
     return token_weights(
+        loss_aggregations.bind(aggregation),
         data["loss_mask"],
         data["sequence_ids"],
         int(data["sequence_ids"].max()) + 1,
-        aggregation,
         max_response_length=16,
         **kwargs,
     )
@@ -99,12 +99,12 @@ def aggregate(losses, mask, aggregation):
 def test_loss_and_gradient_equal_the_padded_formula(config, aggregation):
     data = columns()
     inputs = PolicyLossInputs(**data, loss_weights=weights_of(data, aggregation))
-    loss, _ = policy_loss(inputs, config)
+    loss, _ = policy_loss(inputs, config.objective)
     # GSPO's token form has the gradient of the sequence ratio only where a response's tokens share one advantage.
     if config.policy_loss == "gspo":
         data["advantages"] = torch.linspace(-1, 1, 5, dtype=torch.float64)[data["sequence_ids"]]
         data["importance_weights"] = torch.ones_like(data["advantages"])
-        loss, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights_of(data, aggregation)), config)
+        loss, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights_of(data, aggregation)), config.objective)
     expected = aggregate(*padded_policy_term(config, data), aggregation)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
     (gradient,) = torch.autograd.grad(loss, data["log_probs"])
@@ -119,8 +119,8 @@ def test_entropy_bonus_and_kl_term(estimator):
     data = columns()
     weights = weights_of(data, "token-mean")
     config = AlgorithmConfig(entropy_coefficient=0.1, kl_in_loss=0.5, kl_estimator=estimator)
-    loss, metrics = policy_loss(PolicyLossInputs(**data, loss_weights=weights), config)
-    plain, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig())
+    loss, metrics = policy_loss(PolicyLossInputs(**data, loss_weights=weights), config.objective)
+    plain, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig().objective)
     mask = data["loss_mask"]
     d = (data["log_probs"] - data["ref_log_probs"])[mask]
     kl = {"k1": d, "k2": d**2 / 2, "mse": d**2 / 2, "abs": d.abs(), "k3": torch.exp(-d) - 1 + d}[estimator].mean()
@@ -141,7 +141,7 @@ def test_metrics_mean_what_they_say():
         loss_weights=torch.full((4,), 0.25),
         sequence_ids=torch.zeros(4, dtype=torch.int64),
     )
-    metrics = reduce_metrics([policy_loss(data, AlgorithmConfig(dual_clip=3.0)).metrics])
+    metrics = reduce_metrics([policy_loss(data, AlgorithmConfig(dual_clip=3.0).objective).metrics])
     # Ratios 2, 2, .5, 5: up-clipped; free (A < 0, ratio above); low-clipped; bounded by dual clip.
     assert metrics["actor/pg_clipfrac"] == 0.5
     assert metrics["actor/pg_clipfrac_lower"] == 0.25
@@ -162,7 +162,7 @@ def test_any_micro_batching_gives_the_same_loss_gradient_and_metrics(lengths, cu
     config = AlgorithmConfig(policy_loss=name, entropy_coefficient=0.01, kl_in_loss=0.1, dual_clip=3.0)
     data = columns(lengths, seed)
     weights = weights_of(data, aggregation)
-    whole = policy_loss(PolicyLossInputs(**data, loss_weights=weights), config)
+    whole = policy_loss(PolicyLossInputs(**data, loss_weights=weights), config.objective)
     (expected,) = torch.autograd.grad(whole.loss, data["log_probs"], retain_graph=True)
 
     parts = []
@@ -172,7 +172,7 @@ def test_any_micro_batching_gives_the_same_loss_gradient_and_metrics(lengths, cu
             # Whole sequences, in another order than in the batch.
             take = torch.cat([torch.nonzero(data["sequence_ids"] == row).squeeze(1) for row in reversed(rows)])
             cut = {key: column[take] for key, column in data.items()}
-            parts.append(policy_loss(PolicyLossInputs(**cut, loss_weights=weights[take]), config))
+            parts.append(policy_loss(PolicyLossInputs(**cut, loss_weights=weights[take]), config.objective))
     total = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(total, whole.loss, rtol=1e-9, atol=1e-12)
     (gradient,) = torch.autograd.grad(total, data["log_probs"])
@@ -193,7 +193,8 @@ def test_denominators_before_and_after_rejection(aggregation):
         "seq-mean-token-sum-norm": (20, 10),
     }[aggregation]
     for denominator, divisor in zip(("pre", "post"), unit, strict=True):
-        weights = token_weights(mask, ids, 3, aggregation, keep, denominator, max_response_length=10)
+        bound = loss_aggregations.bind(aggregation)
+        weights = token_weights(bound, mask, ids, 3, keep, denominator, max_response_length=10)
         assert weights.tolist() == pytest.approx([0, 0, 1 / divisor, 1 / divisor, 0, 0])
 
 
@@ -204,9 +205,11 @@ def test_rejected_and_tool_tokens_cannot_poison_the_loss():
     old = data["old_log_probs"].clone()
     old[2], old[5] = float("nan"), -1e30
     data |= {"loss_mask": mask, "old_log_probs": old}
-    weights = token_weights(mask, data["sequence_ids"], 2, "token-mean", keep)
+    weights = token_weights(loss_aggregations.bind("token-mean"), mask, data["sequence_ids"], 2, keep)
     for name in LOSSES:
-        loss, metrics = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig(policy_loss=name))
+        loss, metrics = policy_loss(
+            PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig(policy_loss=name).objective
+        )
         (gradient,) = torch.autograd.grad(loss, data["log_probs"])
         assert bool(torch.isfinite(loss)) and bool(torch.isfinite(gradient).all())
         assert gradient[2] == 0 and (name == "gspo" or gradient[5] == 0)
@@ -218,7 +221,7 @@ def test_everything_rejected_is_a_zero_loss():
     nothing = torch.zeros_like(data["loss_mask"])
     for denominator in ("pre", "post"):
         weights = weights_of(data, "seq-mean-token-mean", keep_mask=nothing, denominator=denominator)
-        loss, metrics = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig())
+        loss, metrics = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig().objective)
         assert loss.item() == 0.0
         assert reduce_metrics([metrics])["actor/pg_clipfrac"] == 0.0
 
@@ -230,7 +233,9 @@ def test_bypass_mode_rejects_inside_the_loss():
     data["old_log_probs"] = data["log_probs"].detach() - difference
     weights = weights_of(data, "token-mean")
     rules = RolloutCorrectionConfig(rejection=["geometric_ratio 0.9 1.1"], bypass_old_log_probs=True)
-    loss, _ = policy_loss(PolicyLossInputs(**data, loss_weights=weights), AlgorithmConfig(), rules)
+    loss, _ = policy_loss(
+        PolicyLossInputs(**data, loss_weights=weights), replace(AlgorithmConfig(), rollout_correction=rules).objective
+    )
     (gradient,) = torch.autograd.grad(loss, data["log_probs"])
     kept = data["loss_mask"] & (data["sequence_ids"] != 1)
     assert torch.equal(gradient != 0, kept)
@@ -247,7 +252,9 @@ def test_a_response_that_the_engine_gave_no_log_prob_leaves_the_others_gradient(
         broken = data["sequence_ids"] == 1
         old[torch.nonzero(broken & data["loss_mask"])[0]] = value
         inputs = PolicyLossInputs(**{**data, "old_log_probs": old}, loss_weights=weights)
-        (gradient,) = torch.autograd.grad(policy_loss(inputs, config, rules).loss, data["log_probs"])
+        (gradient,) = torch.autograd.grad(
+            policy_loss(inputs, replace(config, rollout_correction=rules).objective).loss, data["log_probs"]
+        )
         gradients.append(gradient)
     torch.testing.assert_close(gradients[1], torch.where(broken, 0.0, gradients[0]))
     torch.testing.assert_close(gradients[2], gradients[1])
@@ -259,15 +266,15 @@ def test_what_settings_need_is_asked_for():
     bare = {name: data[name] for name in ("log_probs", "old_log_probs", "advantages", "loss_mask", "sequence_ids")}
     inputs = PolicyLossInputs(**bare, loss_weights=weights)
     with pytest.raises(ValueError, match="needs the policy's entropy"):
-        policy_loss(inputs, AlgorithmConfig(entropy_coefficient=0.1))
+        policy_loss(inputs, AlgorithmConfig(entropy_coefficient=0.1).objective)
     with pytest.raises(ValueError, match="needs the reference policy's log-probs"):
-        policy_loss(inputs, AlgorithmConfig(kl_in_loss=0.1))
-    with pytest.raises(ValueError, match="'ppo' is not a policy loss"):
-        policy_loss(inputs, replace(AlgorithmConfig(), policy_loss="ppo"))
+        policy_loss(inputs, AlgorithmConfig(kl_in_loss=0.1).objective)
+    with pytest.raises(ValueError, match="algorithm.policy_loss='ppo' is not one of clip, gspo"):
+        policy_loss(inputs, AlgorithmConfig(policy_loss="ppo").objective)
     with pytest.raises(ValueError, match="data.max_response_length"):
-        token_weights(data["loss_mask"], data["sequence_ids"], 5, "seq-mean-token-sum-norm")
+        token_weights(loss_aggregations.bind("seq-mean-token-sum-norm"), data["loss_mask"], data["sequence_ids"], 5)
     with pytest.raises(ValueError, match="equally long"):
-        policy_loss(replace(inputs, advantages=torch.zeros(2)), AlgorithmConfig())
+        policy_loss(replace(inputs, advantages=torch.zeros(2)), AlgorithmConfig().objective)
 
 
 @pytest.mark.parametrize("value_clip", [None, 0.2])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_retool.algorithms.rejection_rules import RULE_NAMES, parse_rejection_rule
-from megatron_retool.algorithms.rollout_correction import proximal_log_probs, rejection_mask, rollout_correction
+from megatron_retool.algorithms.rollout_correction import rejection_mask, rollout_correction
 from megatron_retool.config import ConfigError, RolloutCorrectionConfig, load_config
 from tests.algorithms.ragged_batches import pad, ragged, unpad
 
@@ -309,15 +309,6 @@ def test_a_responses_result_does_not_depend_on_the_batch_around_it(lengths, rule
             & (mode != "mask" or piece.importance_weights != 0),
             piece.keep_mask,
         )
-
-
-def test_bypass_mode_takes_the_engines_log_probs():
-    rollout, train = torch.tensor([-1.0]), torch.tensor([-2.0])
-    bypass, decoupled = RolloutCorrectionConfig(bypass_old_log_probs=True), RolloutCorrectionConfig()
-    assert proximal_log_probs(bypass, rollout, None) is rollout
-    assert proximal_log_probs(decoupled, rollout, train) is train
-    with pytest.raises(ValueError, match="only bypass_old_log_probs=true"):
-        proximal_log_probs(decoupled, rollout, None)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_retool.algorithms.advantages import compute_advantages
-from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, token_weights
+from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
+from megatron_retool.algorithms.loss_aggregation import token_weights
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
 
@@ -27,12 +28,14 @@ def test_one_long_response_among_many_short_ones_is_not_padded():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     correction = rollout_correction(rollout, rollout, mask, ids, 4_000, torch.zeros_like(ids), config)
-    weights = token_weights(mask, ids, 4_000, "seq-mean-token-mean", correction.keep_mask)
+    algorithm = AlgorithmConfig(policy_loss="gspo", loss_aggregation="seq-mean-token-mean")
+    weights = token_weights(algorithm.aggregation, mask, ids, 4_000, correction.keep_mask)
     for name in ("grpo", "reinforce_plus_plus", "gae"):
-        advantages, _ = compute_advantages(AlgorithmConfig(advantage=name), rewards, groups, mask, ids, values=rollout)
+        batch = AdvantageInputs(rewards, groups, mask, ids, values=rollout)
+        advantages, _ = compute_advantages(AlgorithmConfig(advantage=name).estimator, batch)
     log_probs = rollout.clone().requires_grad_()
     inputs = PolicyLossInputs(log_probs, rollout, advantages, mask, weights, ids, correction.importance_weights)
-    policy_loss(inputs, AlgorithmConfig(policy_loss="gspo")).loss.backward()
+    policy_loss(inputs, algorithm.objective).loss.backward()
     assert bool(correction.keep_mask.all()) and bool(torch.isfinite(log_probs.grad).all())
     assert time.process_time() - started < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024

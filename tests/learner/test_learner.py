@@ -107,6 +107,34 @@ def test_the_reference_stays_where_it_was(model_dir: Path) -> None:
     np.testing.assert_allclose(learner.log_probs(batch, reference=True)["log_probs"], first, atol=1e-6)
 
 
+OWN_LOSS = """
+from megatron_retool.registry import needs
+
+@needs("reference", "critic", "entropy")
+def loss(inputs, *, scale):
+    gain = inputs.returns - inputs.values
+    return -scale * gain * (inputs.log_probs - inputs.ref_log_probs) - 0.01 * inputs.entropy, {"gain": gain}
+"""
+
+
+def test_a_loss_of_ones_own_gets_the_columns_that_it_declares(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_LOSS)
+    algorithm = AlgorithmConfig(policy_loss=f"{tmp_path}/own.py:loss", policy_loss_kwargs={"scale": 2.0})
+    learner = _learner(model_dir, algorithm=algorithm)
+    batch = random_batch(LENGTHS)
+    before = learner.log_probs(batch)
+    mini_batch = _mini_batch(batch, advantages=0.0).with_columns(ref_log_probs=np.full(batch.num_response_tokens, -4.0))
+    with pytest.raises(ValueError, match="lacks the column.s. values, returns"):
+        learner.update(mini_batch)
+    half = np.full(batch.num_response_tokens, 0.5)
+    metrics = learner.update(mini_batch.with_columns(values=-half, returns=half))
+    assert metrics["actor/gain"] == pytest.approx(1.0)
+    chosen = batch.loss_mask
+    expected = -2.0 * (before["log_probs"][chosen] + 4.0) - 0.01 * before["entropy"][chosen]
+    assert metrics["actor/pg_loss"] == pytest.approx(expected.mean(), rel=1e-4)
+    assert learner.log_probs(batch)["log_probs"][chosen].mean() > before["log_probs"][chosen].mean()
+
+
 def test_an_update_that_is_no_number_is_left_out(model_dir: Path) -> None:
     learner = _learner(model_dir)
     before = _weights(learner)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, token_weights
+from megatron_retool.algorithms.loss_aggregation import token_weights
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.ranks import run_ranks
@@ -95,7 +96,7 @@ def _mini_batch() -> TrajectoryBatch:
     rng = np.random.default_rng(5)
     count = batch.num_response_tokens
     mask = torch.from_numpy(batch.loss_mask)
-    weights = token_weights(mask, torch.from_numpy(batch.sequence_ids), len(batch), "token-mean")
+    weights = token_weights(ALGORITHM.aggregation, mask, torch.from_numpy(batch.sequence_ids), len(batch))
     return batch.with_columns(
         old_log_probs=-3.5 + rng.normal(0, 0.5, count),
         ref_log_probs=-3.5 + rng.normal(0, 0.5, count),
@@ -120,7 +121,7 @@ def _reference(family: str, directory: Path) -> None:
         sequence_ids=torch.from_numpy(batch.sequence_ids),
         **columns,
     )
-    output = policy_loss(inputs, ALGORITHM)
+    output = policy_loss(inputs, ALGORITHM.objective)
     output.loss.backward()
     gradients = {name: g.clone() for name, g in stored_gradients(model).items()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)

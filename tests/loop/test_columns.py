@@ -1,17 +1,21 @@
 """From rollouts to what the update needs, on batches made by hand."""
 
+import asyncio
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from megatron_retool.config import load_config
 from megatron_retool.loop.columns import (
     add_advantages,
+    add_log_probs,
     correct_rollout,
     critic_mini_batch,
     split_mini_batches,
 )
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.metrics import batch_metrics
+from megatron_retool.monitor.metrics import StepTimer, batch_metrics
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
 MASK = [True, True, False, True]
@@ -95,6 +99,23 @@ def test_kl_in_reward_lowers_the_advantage_of_responses_far_from_the_reference()
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.6 / 6)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     assert state.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 40))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_the_reference_is_asked_where_a_loss_declares_it(tmp_path, declared):
+    source = "from megatron_retool.registry import needs\n" + "@needs('reference')\n" * declared
+    (tmp_path / "own.py").write_text(source + "def loss(inputs): return inputs.log_probs\n")
+
+    class Learner:
+        async def log_probs(self, batch, reference=False, sampling=None):
+            return {name: np.full(batch.num_response_tokens, -float(reference)) for name in ("log_probs", "entropy")}
+
+    config = load_config(None, [f"algorithm.policy_loss={tmp_path}/own.py:loss"])
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
+    batch = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
+    assert ("ref_log_probs" in batch.columns) == declared
+    if declared:
+        assert np.all(batch.columns["ref_log_probs"] == -1.0)
 
 
 def test_gae_takes_the_critics_values_and_reports_how_good_they_were():

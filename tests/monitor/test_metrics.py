@@ -42,6 +42,17 @@ def test_use_of_each_tool_is_told_apart():
     assert rates == {"tool/use_rate": 0.75, "tool/use_rate/code_interpreter": 0.5, "tool/use_rate/search": 0.25}
 
 
+def test_numbers_that_a_reward_function_returned_beside_its_score():
+    rows = [trajectory(1, []), trajectory(-1, []), trajectory(-1, [])]
+    rows[0].reward_info |= {"score": 1.0, "f1": 0.5, "both": True, "trained": True, "why": "right", "inf": float("inf")}
+    rows[1].reward_info |= {"score": -1.0, "f1": 0, "both": False, "pred": "7", "overlong_penalty": -0.5}
+    metrics = {name: value for name, value in rollout_metrics(rows).items() if name.startswith("reward/")}
+    assert metrics == {
+        "reward/f1/mean": 0.25, "reward/f1/max": 0.5, "reward/f1/min": 0.0,
+        "reward/both/mean": 0.5, "reward/both/max": 1.0, "reward/both/min": 0.0,
+    }  # fmt: skip
+
+
 def test_batch_metrics_masks_advantages_and_counts_clipped():
     batch = TrajectoryBatch.from_trajectories([trajectory(1, [], 4), trajectory(-1, [], 2)])
     batch.loss_mask[0] = False

@@ -39,6 +39,22 @@ def test_names_are_those_of_the_dashboards():
     assert all(type(value) is float for value in metrics.values())
 
 
+def test_what_else_a_reward_function_returned_is_averaged_by_data_source():
+    rows = [
+        EvaluationRecord("qa", 0, 1.0, 1.0, None, 1, {"f1": 0.5}),
+        EvaluationRecord("qa", 0, 1.0, 1.0, None, 1, {"f1": 1.0, "format": 1.0}),
+        EvaluationRecord("qa", 1, 0.0, -1.0, None, 1, {"f1": 0.0}),
+        EvaluationRecord("qa", 1, 0.0, -1.0, None, 1),
+        record(0, 1.0),
+    ]
+    metrics = evaluation_metrics(rows)
+    assert metrics["val-aux/qa/f1/mean@2"] == pytest.approx((0.75 + 0.0) / 2)
+    assert metrics["val-aux/qa/f1/std@2"] == pytest.approx((0.25 + 0.0) / 2)
+    assert metrics["val-aux/qa/format/mean@2"] == 1.0
+    assert not any(name.startswith("val-aux/aime_2025/f") for name in metrics)
+    assert evaluation_metrics(rows[::-1]) == metrics
+
+
 def test_bootstrap_agrees_with_the_exact_expectation():
     # One of 8 correct: best@k with replacement is 1 - (7/8)**k, worst@k is (1/8)**k.
     metrics = evaluation_metrics(records([[1] + [0] * 7]), bootstrap_draws=20000)

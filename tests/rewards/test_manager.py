@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig
-from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.data.prompts import PromptRow
+from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
 
@@ -179,15 +180,69 @@ def test_validation_has_counts_of_its_own():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "is neither math"),
+        ("nothing", "reward.function='nothing' is not one of math, deep_research"),
         ("/does/not/exist.py:score", "there is no file /does/not/exist.py"),
-        ("json:score", "json has no function 'score'"),
-        ("no_such_module_here:score", "importing no_such_module_here failed"),
+        ("json:score", "json has no 'score'"),
+        ("no_such_module_here:score", "there is no module no_such_module_here: install it"),
+        ("json:loads", "loads takes 1 argument.s. by position, and is called with 4: data_source, solution_str"),
     ],
 )
 def test_a_function_that_does_not_load_stops_the_run_at_once(name, message):
     with pytest.raises(ConfigError, match=message):
         RewardManager(RewardConfig(function=name), Characters())
+
+
+@pytest.mark.parametrize("name", ["math", "megatron_retool.rewards.math:compute_score"])
+def test_keyword_arguments_that_a_function_does_not_have_stop_the_run_at_once(name):
+    with pytest.raises(ConfigError, match="reward.function_kwargs.strict: compute_score has no parameter of that name"):
+        RewardManager(RewardConfig(function=name, function_kwargs={"strict": True}), Characters())
+
+
+def test_every_call_has_the_configured_keyword_arguments_and_may_be_awaited(function):
+    name = function(
+        """
+        import asyncio
+        async def score(data_source, solution_str, ground_truth, extra_info, *, weights, offset=0.0):
+            await asyncio.sleep(0)
+            return {"score": sum(weights.values()) + offset, "bonus": offset > 0, "loop": id(asyncio.get_event_loop())}
+        """
+    )
+    config = RewardConfig(function=name, function_kwargs={"weights": {"a": 1, "b": 2}, "offset": 0.5}, processes=1)
+    with RewardManager(config, Characters()) as manager:
+        first, second = trajectory("a"), trajectory("b")
+        manager.score([first, second])
+    assert first.reward == second.reward == 3.5 and first.reward_info["bonus"] is True
+    assert first.reward_info["loop"] == second.reward_info["loop"], "what a function keeps open belongs to its loop"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return extra_info['task']", "exception on a prompt of 'demo', .* score raised KeyError at line 2: .task."),
+        ("return 'good'", "bad_result on a prompt of 'demo', .*: a reward function must return a number or a dict"),
+        ("import os; os._exit(3)", "worker_died on a prompt of 'demo', .*: exit status 3"),
+    ],
+)
+def test_a_function_that_fails_on_a_prompt_of_the_data_is_refused(function, body, said):
+    name = function(f"def score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+    prompt = PromptRow([1], 0, "uid", "demo", "42", {"split": "train"})
+    with pytest.raises(ConfigError, match=f"reward.function=.*my_reward.py:score: {said}.*Correct the function"):
+        check_reward(RewardConfig(function=name), prompt)
+
+
+def test_a_function_that_scores_a_prompt_of_the_data_passes(function):
+    name = function(
+        """
+        def score(data_source, solution_str, ground_truth, extra_info):
+            return {"score": solution_str == "\\\\boxed{42}" and extra_info["split"] == "train"}
+        """
+    )
+    prompt = PromptRow([1], 0, "uid", "demo", "42", {"split": "train"})
+    for config in (RewardConfig(function=name), RewardConfig(), RewardConfig(function="deep_research")):
+        check_reward(config, prompt)
+        check_reward(config)
+    with pytest.raises(ConfigError, match="reward.function='maths' is not one of math"):
+        check_reward(RewardConfig(function="maths"))
 
 
 def test_overlong_shaping_and_filtering():
