@@ -35,7 +35,7 @@ from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.loop import engine_needs_tokenizer
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.weight_sync.base import WeightSyncError
+from sglang_rollout.weight_sync.errors import WeightSyncError
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.settings import TOKEN_VARIABLE
@@ -123,6 +123,7 @@ class Deployment:
                 self.with_learner and self._placement.colocated,
                 models=lambda: [group for group in (self.learner, self.critic) if group is not None],
                 engines=lambda: self.engines.urls,
+                client=self.engines.engine.client,
             )
             starts = [self._start_engines()]
             if self.sandboxes is not None:
@@ -135,7 +136,14 @@ class Deployment:
                 starts.append(self._start_learner())
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
-            RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self._restart_engine)
+            RolloutManager(
+                config,
+                tokenizer,
+                self.engines.urls,
+                self.tools,
+                engine=self.engines.engine,
+                restart_engine=self._restart_engine,
+            )
         )
 
     async def _start_engines(self) -> None:

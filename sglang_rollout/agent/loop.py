@@ -23,7 +23,7 @@ from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 from sglang_rollout.agent.tool_call_formats import FORMATS, ParsedCall, ToolCallFormat
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
-from sglang_rollout.engine.client import GenerateResult, StopConditions
+from sglang_rollout.engine.base import GenerateResult, StopConditions
 
 logger = logging.getLogger(__name__)
 
@@ -194,21 +194,15 @@ class AgentLoop:
                 return False
             began = time.monotonic()
             try:
-                if not await self.advance(state, generate):
+                deadline = self.config.max_wall_seconds - state.seconds
+                if deadline <= 0:
+                    state.finish_reason = FinishReason.ABORTED
+                elif state.pending_calls:
+                    await self.answer_calls(state, deadline)
+                elif not await self.sample_turn(state, generate, deadline):
                     return False
             finally:
                 state.seconds += time.monotonic() - began
-        return True
-
-    async def advance(self, state: TrajectoryState, generate: Generate) -> bool:
-        """Sample one turn, or answer the calls of the last one; False where the engine gave the request back."""
-        deadline = self.config.max_wall_seconds - state.seconds
-        if deadline <= 0:
-            state.finish_reason = FinishReason.ABORTED
-        elif state.pending_calls:
-            await self.answer_calls(state, deadline)
-        else:
-            return await self.sample_turn(state, generate, deadline)
         return True
 
     async def sample_turn(self, state: TrajectoryState, generate: Generate, deadline: float) -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_rollout.weight_sync.errors import WeightSyncError
+
 _UINT32 = 0xFFFFFFFF
 _HASH_SEED = 0x243F6A88
 _TILE_WORDS = 8192
@@ -83,8 +85,6 @@ class ExpectedChecksums:
         Raises:
             WeightSyncError: naming engines and tensors.
         """
-        from sglang_rollout.weight_sync.base import WeightSyncError
-
         agreed, faults, culprits = 0, [], []
         for url, answer in answers.items():
             layout = self._layouts[url]

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.rollout_manager import MAX_ENGINE_FAILURES, RolloutError, RolloutManager
+from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
@@ -125,7 +126,7 @@ def test_an_engine_that_fails_now_and_then_loses_nothing(tokenizer):
         urls = [engine.url for engine in engines]
         async with RolloutManager(make_config(), tokenizer, urls, ScriptedTools()) as manager:
             groups = await manager.generate_groups(PROMPTS, TWO)
-            loads = [(engine.trajectories, engine.tokens) for engine in manager.router.engines]
+            loads = [(engine.trajectories, engine.tokens) for engine in manager.engines.router.engines]
             return groups, manager.statistics, loads
 
     groups, statistics, loads = asyncio.run(scenario())
@@ -204,7 +205,8 @@ def test_validation_beside_training_is_not_counted_as_training(tokenizer):
         engine = await ScriptedEngine(tokenizer).start()
         async with RolloutManager(make_config(), tokenizer, [engine.url], ScriptedTools()) as manager:
             groups, _ = await asyncio.gather(
-                manager.generate_groups(PROMPTS, TWO), manager.generate_groups(PROMPTS[:3], ValSamplingConfig(n=2))
+                manager.generate_groups(PROMPTS, TWO),
+                manager.generate_groups(PROMPTS[:3], ValSamplingConfig(n=2), "validation"),
             )
         await engine.stop()
         return groups, manager.statistics

@@ -3,7 +3,7 @@ import torch
 
 from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, load_config
-from sglang_rollout.weight_sync.base import make_weight_sync
+from sglang_rollout.weight_sync.push import make_weight_sync
 
 
 def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype():

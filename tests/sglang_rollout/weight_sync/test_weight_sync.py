@@ -14,15 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_retool.config import load_config
-from sglang_rollout.weight_sync.base import (
-    DiskWeightSync,
-    DistributedWeightSync,
-    TensorWeightSync,
-    WeightSyncError,
-    make_weight_sync,
-    quantize_bucket,
-)
-from sglang_rollout.weight_sync.base import base as weight_sync
+from sglang_rollout.weight_sync.base import is_local
+from sglang_rollout.weight_sync.disk import DiskWeightSync
+from sglang_rollout.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.weight_sync.fp8 import Fp8
+from sglang_rollout.weight_sync.push import make_weight_sync
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
 BUCKETS = [[("a.weight", torch.ones(4, 4)), ("b.bias", torch.zeros(3))], [("c.weight", torch.ones(2))]]
 
@@ -200,12 +198,9 @@ def test_tensor_sync_needs_the_same_host():
 
 
 def test_blocks_are_quantised_where_fp8_serving_does():
-    def quantize(weight):
-        return weight.to(torch.float8_e4m3fn), torch.ones(1, 1)
-
     names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
     bucket = [(name, torch.ones(4, 4)) for name in names] + [("model.layers.0.self_attn.q_proj.bias", torch.ones(4))]
-    quantized = dict(quantize_bucket(bucket, quantize))
+    quantized = dict(Fp8()(bucket))
     assert quantized["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in quantized
     assert len(quantized) == 5
@@ -230,6 +225,6 @@ def test_an_engine_on_any_of_this_hosts_addresses_is_local():
     }
     assert "127.0.0.1" in addresses
     for address in addresses | {"localhost"}:
-        assert weight_sync._is_local(f"http://{address}:30000")
-    assert not weight_sync._is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
-    assert not weight_sync._is_local("http://no-such-host.invalid:30000")
+        assert is_local(f"http://{address}:30000")
+    assert not is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
+    assert not is_local("http://no-such-host.invalid:30000")
