@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_retool.config import Config, SamplingConfig
@@ -158,7 +158,7 @@ class RolloutManager:
         *,
         group_sizes: Mapping[int, int] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
-    ) -> AsyncIterator[list[Trajectory]]:
+    ) -> AsyncGenerator[list[Trajectory], None]:
         """Yield each group of ``sampling.n`` trajectories when its last one is finished.
 
         Where rollout.partial.enable is set, a training stream first continues what an earlier one left unfinished.

@@ -4,7 +4,7 @@ An engine is met in three processes, and ``Engine`` is the one object that makes
 
 | part | process | does |
 |---|---|---|
-| ``EngineServer`` | a Ray actor on the engine's node | owns what is started and ended: ``start``, ``is_alive``, ``stop`` |
+| ``EngineServer`` | a Ray actor on its node | owns what is started and ended: ``start``, ``is_alive``, ``stop`` |
 | ``EngineClient`` | the driver, in its event loop | ``generate``, ``abort``, ``healthy``, ``sleep``, ``wake`` |
 | ``WeightSync`` | the learner's rank 0, without an event loop | ``push``: new weights into all engines |
 
@@ -321,7 +321,7 @@ def check_engine(config: Config) -> None:
 def _check_parts(label: str, found: object, protocol: type) -> None:
     """Raise ExtensionError where ``found`` has not the methods of ``protocol``, to be called in the same way."""
     kind = type(found).__name__
-    for name, member in vars(protocol).items():
+    for name, member in {**dict.fromkeys(protocol.__annotations__), **vars(protocol)}.items():
         if name.startswith("_") and name not in ("__aenter__", "__aexit__"):
             continue
         # A property may need what only start() gives it: look at the class.
@@ -332,6 +332,8 @@ def _check_parts(label: str, found: object, protocol: type) -> None:
         if not inspect.isfunction(member):
             continue
         own = getattr(found, name)
+        if not callable(own):
+            raise ExtensionError(f"{label}: {kind}.{name} is no method")
         wanted = list(inspect.signature(member).parameters.values())[1:]
         positions = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
         keywords = [each.name for each in wanted if each.kind is each.KEYWORD_ONLY]

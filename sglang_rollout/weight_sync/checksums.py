@@ -199,7 +199,7 @@ def _listed(names: set[str]) -> str:
 def _checksum(tensor: Tensor, on_cpu: bool) -> str:
     if on_cpu:
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(memoryview(raw)).digest()[:8].hex()
+        return hashlib.sha256(raw.data).digest()[:8].hex()
     return f"{gpu_tensor_hash(tensor):016x}"
 
 

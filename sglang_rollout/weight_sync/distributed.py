@@ -143,8 +143,9 @@ def _join_group(backend: str, address: str, port: int, world_size: int, name: st
     store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
     # NCCL's watchdog ends the process when a collective's time is over: our own wait has to end first.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
+    group_name: Any = name  # a str to all but torch's annotations
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=group_timeout
+        world_size, 0, [], Backend(backend), PrefixStore(name, store), group_name=group_name, timeout=group_timeout
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group

@@ -17,6 +17,7 @@ import torch
 
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
+from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
@@ -157,6 +158,32 @@ def test_log_probs_of_a_filtered_distribution_are_those_of_what_was_sampled(engi
         position = order.tolist().index(token)
         expected = (probabilities[position] / probabilities[kept].sum()).log().item()
         assert abs(log_prob - expected) < 1e-4
+
+
+def test_the_reference_engine_says_the_same_of_the_same_weights(engine, tokenizer, model_directory, tmp_path):
+    model = markov_policy.random_model(tokenizer, seed=3)
+    version = serve(engine, model)
+    config = make_config(f"model.path={model_directory}", f"trainer.runs_dir={tmp_path}")
+    reference = TransformersEngine(config)
+    url = f"transformers://engine-0{model_directory}"
+    reference.weight_sync([url]).push(markov_policy.buckets(model), version)
+    stop = StopConditions((9,))
+    requests = [
+        GenerateRequest(prompt, 32, GREEDY, stop, top_log_probs=5, filtered_log_probs=True)
+        for prompt in ([5, 6, 7, 8], list(range(3, 103)), [9] * 40)
+    ]
+
+    async def scenario(client):
+        return await asyncio.gather(*(client.generate(request) for request in requests))
+
+    there = on_client(engine, scenario)
+    here = asyncio.run(scenario(reference.client(url)))
+    for sglang, transformers in zip(there, here, strict=True):
+        assert sglang.output_ids == transformers.output_ids
+        assert sglang.weight_versions == transformers.weight_versions
+        assert (sglang.finish_reason, sglang.matched_stop) == (transformers.finish_reason, transformers.matched_stop)
+        np.testing.assert_allclose(sglang.log_probs, transformers.log_probs, atol=2e-5)
+        np.testing.assert_allclose(sglang.top_log_probs, transformers.top_log_probs, atol=2e-5)
 
 
 def test_multi_turn_log_probs_and_ids(engine, tokenizer, monkeypatch):
