@@ -73,12 +73,12 @@ class GroupFactory:
         branching = self.config.branching
         forks = branching.enable and purpose == "train"
         states = [
-            TrajectoryState(prompt_ids, row.group_id, index, extra_info, self._seed(row.group_id, index))
+            TrajectoryState(prompt_ids, row.group_id, index, extra_info, self.seed(row.group_id, index))
             for index in range(min(size, branching.initial_rollouts) if forks else size)
         ]
         group = Group(row.group_id, states, size)
         if forks:
-            seed = self._seed(row.group_id, -1) or row.group_id
+            seed = self.seed(row.group_id, -1) or row.group_id
             group.branching = EntropyBranching(branching, size, self._vocabulary_size, seed)
         return group
 
@@ -101,10 +101,10 @@ class GroupFactory:
     def fresh_state(self, group: Group, index: int) -> TrajectoryState:
         """Trajectory ``index`` of a group, which begins at the prompt."""
         first = group.states[0]
-        seed = self._seed(group.group_id, index)
+        seed = self.seed(group.group_id, index)
         return TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed)
 
-    def _seed(self, group_id: int, index: int) -> int | None:
+    def seed(self, group_id: int, index: int) -> int | None:
         """Sampling seed of a trajectory; the engine mixes the token's position into it."""
         base = self.config.engine.random_seed
         if base is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_retool.config import Config, SamplingConfig
@@ -33,15 +33,6 @@ ABORT_REPEAT_SECONDS = 0.5
 STOP_SECONDS = 6.0
 
 
-@dataclass(frozen=True)
-class RolloutProgress:
-    """Where a stream stands: trajectories finished and started, groups complete."""
-
-    finished: int
-    started: int
-    groups: int
-
-
 @dataclass
 class _Running:
     """A stream under way."""
@@ -49,7 +40,6 @@ class _Running:
     settings: RequestSettings
     in_flight: InFlight
     ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
-    finished: int = 0
 
 
 class RolloutManager:
@@ -62,10 +52,10 @@ class RolloutManager:
         tools: runs tool calls.
         engine: makes the engines' clients; None takes rollout.engine.backend.
         restart_engine: brings a dead engine back while the others go on; None: it is left out.
-        context_length: of the engines; None takes rollout.engine.context_length.
 
     Attributes:
         engines: the engines, as rollout sees them.
+        group_factory: makes groups of prompts.
     """
 
     def __init__(
@@ -77,7 +67,6 @@ class RolloutManager:
         *,
         engine: Engine | None = None,
         restart_engine: RestartEngine | None = None,
-        context_length: int | None = None,
     ) -> None:
         self.config = config
         rollout = config.rollout
@@ -86,11 +75,11 @@ class RolloutManager:
             tokenizer,
             tools,
             max_response_length=config.data.max_response_length,
-            context_length=context_length or rollout.engine.context_length,
+            context_length=rollout.engine.context_length,
         )
         self.statistics = RolloutStatistics()
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)
-        self._groups = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))
+        self.group_factory = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))
         self._paused: list[Group] = []
 
     @property
@@ -128,7 +117,7 @@ class RolloutManager:
         for paused in groups:
             if paused.group_id not in rows:
                 raise ValueError(f"the prompt of the paused group {paused.group_id} is missing")
-            self._paused.append(self._groups.continued(rows[paused.group_id], paused))
+            self._paused.append(self.group_factory.continued(rows[paused.group_id], paused))
 
     def drop_paused(self) -> int:
         """Forget paused groups; how many."""
@@ -140,12 +129,11 @@ class RolloutManager:
         prompts: Iterable[PromptRow],
         sampling: SamplingConfig,
         purpose: Purpose = "train",
-        on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> list[list[Trajectory]]:
         """All groups, in the order of ``prompts``; groups that were paused earlier come first."""
         rows = list(prompts)
         groups = {}
-        async for group in self.stream(rows, sampling, purpose, on_progress=on_progress):
+        async for group in self.stream(rows, sampling, purpose):
             groups[group[0].group_id] = group
         order = {row.group_id: position for position, row in enumerate(rows)}
         return [groups[key] for key in sorted(groups, key=lambda key: order.get(key, -1))]
@@ -157,7 +145,6 @@ class RolloutManager:
         purpose: Purpose = "train",
         *,
         group_sizes: Mapping[int, int] | None = None,
-        on_progress: Callable[[RolloutProgress], None] | None = None,
     ) -> AsyncGenerator[list[Trajectory], None]:
         """Yield each group of ``sampling.n`` trajectories when its last one is finished.
 
@@ -173,7 +160,7 @@ class RolloutManager:
         resume_paused = partial.enable and trains
         groups = self._take_paused() if resume_paused else []
         sizes = group_sizes or {}
-        groups += [self._groups.new(row, purpose, sizes.get(row.group_id, sampling.n)) for row in prompts]
+        groups += [self.group_factory.new(row, purpose, sizes.get(row.group_id, sampling.n)) for row in prompts]
         taken = [group.group_id for group in groups]
         if len(set(taken)) != len(taken):
             raise ValueError("group ids of a stream must be distinct")
@@ -182,7 +169,6 @@ class RolloutManager:
             RequestSettings(sampling, self.loop.stop, filtered_log_probs=trains),
             InFlight(self.statistics if trains else RolloutStatistics()),
         )
-        total = sum(group.size for group in groups)
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None
         pending = {group.group_id: group for group in groups}
         try:
@@ -193,14 +179,10 @@ class RolloutManager:
                 for state in list(group.states):
                     if state.finish_reason is None:
                         self._start(group, state, running)
-                    else:
-                        running.finished += 1
             while pending:
                 item = await running.ready.get()
                 if isinstance(item, BaseException):
                     raise item
-                if on_progress is not None:
-                    on_progress(RolloutProgress(running.finished, total, len(groups) - len(pending) + item.complete()))
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
                 if item.complete() and pending.pop(item.group_id, None) is not None:
                     yield [state.to_trajectory(oldest) for state in item.states]
@@ -245,7 +227,7 @@ class RolloutManager:
         """All trajectories of a group have ended: it is complete, or what forks left of its budget is started."""
         if group.branching is not None and not group.complete() and not running.in_flight.pausing:
             for _ in range(group.branching.top_up()):
-                fresh = self._groups.fresh_state(group, len(group.states))
+                fresh = self.group_factory.fresh_state(group, len(group.states))
                 group.states.append(fresh)
                 self._start(group, fresh, running)
         running.ready.put_nowait(group)
@@ -259,7 +241,6 @@ class RolloutManager:
             generate = functools.partial(group.branching.generate, session.generate, fork)
         try:
             if await self.loop.run(state, generate, lambda: in_flight.pausing):
-                running.finished += 1
                 if group.at_rest():
                     self._rested(group, running)
                 else:

@@ -82,7 +82,6 @@ class TransformersServer:
         self.base_url = f"transformers://engine-{index}{model_path.absolute()}"
         self._model_path = model_path
         self._weights = weights
-        self._started = False
 
     def start(self) -> None:
         if not (self._model_path / "config.json").is_file():
@@ -90,13 +89,9 @@ class TransformersServer:
                 f"{self._model_path} has no config.json: rollout needs a Hugging Face model directory (model.path)"
             )
         self._weights.remove()
-        self._started = True
-
-    def is_alive(self) -> bool:
-        return self._started
 
     def stop(self) -> None:
-        self._started = False
+        """Nothing was started."""
 
 
 class TransformersWeightSync:

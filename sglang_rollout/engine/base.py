@@ -4,7 +4,7 @@ An engine is met in three processes, and ``Engine`` is the one object that makes
 
 | part | process | does |
 |---|---|---|
-| ``EngineServer`` | a Ray actor on its node | owns what is started and ended: ``start``, ``is_alive``, ``stop`` |
+| ``EngineServer`` | a Ray actor on its node | owns what is started and ended: ``start``, ``stop`` |
 | ``EngineClient`` | the driver, in its event loop | ``generate``, ``abort``, ``healthy``, ``sleep``, ``wake`` |
 | ``WeightSync`` | the learner's rank 0, without an event loop | ``push``: new weights into all engines |
 
@@ -141,8 +141,6 @@ class EngineServer(Protocol):
         Raises:
             EngineStartError: nothing is left running.
         """
-
-    def is_alive(self) -> bool: ...
 
     def stop(self) -> None:
         """End everything that was started. Safe to call at any time."""
