@@ -30,7 +30,7 @@ from sglang_rollout.engine.base import (
 from sglang_rollout.weight_sync.base import Bucket
 from sglang_rollout.weight_sync.disk import WeightDirectory
 from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.fp8 import Fp8
+from sglang_rollout.weight_sync.fp8 import fp8_conversion
 
 
 class TransformersEngine:
@@ -71,8 +71,8 @@ class TransformersEngine:
         return TransformersClient(base_url, self._models[base_url])
 
     def weight_sync(self, base_urls: Sequence[str]) -> TransformersWeightSync:
-        convert = Fp8(rounded=True) if self.config.weight_sync.round_to_fp8 else None
-        return TransformersWeightSync(base_urls, self._weights, Path(self.config.model.path), convert)
+        model_path = Path(self.config.model.path)
+        return TransformersWeightSync(base_urls, self._weights, model_path, fp8_conversion(self.config))
 
 
 class TransformersServer:

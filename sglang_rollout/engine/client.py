@@ -272,12 +272,13 @@ class BlockingClient:
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         self._clients = {url: SGLangClient(url) for url in base_urls}
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, base_url: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> Future[Any]:
         """Begin a request; its answer, or what ``SGLangClient.request`` raises."""
-        if self._thread is None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="engine-requests", daemon=True)
             self._thread.start()
         call = self._clients[base_url].request(path, body, timeout_seconds)
@@ -285,15 +286,15 @@ class BlockingClient:
 
     def close(self) -> None:
         """End the thread; requests that are still under way are cancelled."""
-        if self._thread is None:
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
             return
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-        self._thread = None
-        if not self._loop.is_running():
-            self._loop.close()
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(CLOSE_SECONDS)
+        if not loop.is_running():
+            loop.close()
 
     def __enter__(self) -> BlockingClient:
         return self

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
+from megatron_retool.config import Config
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -32,6 +32,8 @@ class Fp8:
     is_quantized: Callable[[str], bool] = is_linear
 
     def __call__(self, bucket: Bucket) -> Bucket:
+        from conversion.fp8_export import dequantize_blockwise, quantize_blockwise
+
         converted: Bucket = []
         for name, tensor in bucket:
             if not self.is_quantized(name):
@@ -42,3 +44,10 @@ class Fp8:
                 weight, scale_inv = quantize_blockwise(tensor)
                 converted += [(name, weight), (f"{name}_scale_inv", scale_inv)]
         return converted
+
+
+def fp8_conversion(config: Config) -> Fp8 | None:
+    """What weight_sync.round_to_fp8 and rollout.engine.quantization make of weights on their way; None: nothing."""
+    if config.weight_sync.round_to_fp8:
+        return Fp8(rounded=True)
+    return Fp8() if config.rollout.engine.quantization == "fp8" else None
