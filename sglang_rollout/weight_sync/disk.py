@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,8 +61,11 @@ class WeightDirectory:
 
     def newest(self) -> tuple[int, Path] | None:
         """The version that is there, and its directory."""
-        found = [(int(path.name.removeprefix("version_")), path) for path in self.directory.glob("version_*")]
-        return max(found, key=lambda item: item[1].stat().st_mtime, default=None)
+        found = []
+        for path in self.directory.glob("version_*"):
+            with contextlib.suppress(FileNotFoundError):  # it went when a newer one appeared
+                found.append((path.stat().st_mtime_ns, int(path.name.removeprefix("version_")), path))
+        return max(found)[1:] if found else None
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

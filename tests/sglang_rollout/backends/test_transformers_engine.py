@@ -46,6 +46,12 @@ def push(engine: TransformersEngine, url: str, model, version: int):
     return engine.weight_sync([url]).push(markov_policy.buckets(model), version)
 
 
+async def tokens(client, ids: list[str], count: int) -> None:
+    """Wait until ``count`` tokens are sampled for the request whose id will be in ``ids``."""
+    while not ids or len(client._sequences[ids[0]].versions) < count:
+        await asyncio.sleep(0.005)
+
+
 def log_probs_of(model, prompt: list[int], response: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
@@ -153,13 +159,15 @@ def test_weights_change_under_a_request_which_says_which_token_had_which(engine,
     async def scenario():
         client = engine.client(url)
         assert await client.weight_version() == 3
-        call = asyncio.create_task(client.generate(GenerateRequest(prompt, 3000, SamplingConfig()), deadline_seconds=4))
-        await asyncio.sleep(0.5)
+        ids: list[str] = []
+        request = GenerateRequest(prompt, 3000, SamplingConfig())
+        call = asyncio.create_task(client.generate(request, on_start=ids.append))
+        await tokens(client, ids, 5)
         await asyncio.to_thread(push, engine, url, models[1], 4)
-        await asyncio.sleep(0.3)
         assert await client.weight_version() == 4
-        for rid in list(client._sequences):
-            await client.abort(rid)
+        while 4 not in client._sequences[ids[0]].versions:
+            await asyncio.sleep(0.01)
+        await client.abort(ids[0])
         return await call
 
     result = asyncio.run(scenario())
@@ -179,14 +187,15 @@ def test_a_deadline_and_an_abort_give_back_what_there_is(engine, tokenizer):
     async def scenario():
         client, ids = engine.client(url), []
         request = GenerateRequest([single(tokenizer, "word")], 3000, SamplingConfig())
-        limited = await client.generate(request, deadline_seconds=0.3)
+        assert await client.healthy(60)  # the model is loaded
+        limited = await client.generate(request, deadline_seconds=0.5)
         call = asyncio.create_task(client.generate(request, on_start=ids.append))
-        await asyncio.sleep(0.2)
+        await tokens(client, ids, 1)
         await client.abort(ids[0])
         cancelled = asyncio.create_task(client.generate(request))
         await asyncio.sleep(0.05)
         cancelled.cancel()
-        return limited, await asyncio.wait_for(call, 2), await client.healthy()
+        return limited, await call, await client.healthy(60)
 
     limited, aborted, healthy = asyncio.run(scenario())
     for result in (limited, aborted):

@@ -167,6 +167,14 @@ def test_http_errors_are_typed_and_quoted(status, kind):
     assert len(server.bodies) == 1
 
 
+def test_an_answer_that_says_no_success_is_a_refusal():
+    async def behaviour(count, request):
+        return web.json_response({"success": False, "message": "the group is unknown"})
+
+    _, error = generate(behaviour)
+    assert isinstance(error, EngineRejected) and error.reason == "the group is unknown"
+
+
 @pytest.mark.parametrize(
     "body",
     [
