@@ -26,8 +26,9 @@ import orjson
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_retool.config import SamplingConfig, load_config
-from sglang_rollout.engine.client import EngineClient, GenerateRequest, GenerateResult
-from sglang_rollout.engine.process import EngineProcess
+from sglang_rollout.engine.base import GenerateRequest, GenerateResult
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.agent.markov_policy import CALL, Table, build_tokenizer, save, table_model
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
@@ -55,20 +56,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.requests: dict[tuple[int, ...], list[tuple[list[int], int]]] = defaultdict(list)
-        self._generate = EngineClient.generate
+        self._generate = SGLangClient.generate
 
     def install(self) -> None:
         recorder = self
 
-        async def generate(client: EngineClient, request: GenerateRequest, **kwargs: Any) -> GenerateResult:
+        async def generate(client: SGLangClient, request: GenerateRequest, **kwargs: Any) -> GenerateResult:
             result = await recorder._generate(client, request, **kwargs)
             recorder.requests[(request.seed or 0,)].append((list(request.input_ids), len(result.output_ids)))
             return result
 
-        EngineClient.generate = generate  # type: ignore[method-assign]
+        SGLangClient.generate = generate  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        EngineClient.generate = self._generate  # type: ignore[method-assign]
+        SGLangClient.generate = self._generate  # type: ignore[method-assign]
 
 
 async def replay(url: str, chains: list[list[tuple[list[int], int]]]) -> int:
@@ -89,7 +90,7 @@ async def replay(url: str, chains: list[list[tuple[list[int], int]]]) -> int:
         return sum(await asyncio.gather(*(chain(requests) for requests in chains)))
 
 
-async def measure(engine: EngineProcess, tokenizer: Any, trajectories: int, rounds: int) -> None:
+async def measure(engine: SGLangServer, tokenizer: Any, trajectories: int, rounds: int) -> None:
     config = load_config(None, [*CONFIG, SEED])
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is 6*7?"}], tokenize=False, add_generation_prompt=True
@@ -97,17 +98,20 @@ async def measure(engine: EngineProcess, tokenizer: Any, trajectories: int, roun
     prompt_ids = tokenizer.encode(text, add_special_tokens=False)
     prompts = [Prompt(prompt_ids, group) for group in range(trajectories // 8)]
     loop_times, bare_times, loop_cpu, bare_cpu = [], [], [], []
-    async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+    async with (
+        SGLangClient(engine.base_url) as client,
+        RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager,
+    ):
         for round_index in range(rounds + 1):
             recorder = Recorder()
             recorder.install()
-            await manager.router.engines[0].client.flush_cache()
+            await client.flush_cache()
             before, began, cpu = manager.statistics.sampled_tokens, time.perf_counter(), time.process_time()
             groups = await manager.generate_groups(prompts, SamplingConfig(n=8))
             loop_seconds, loop_cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
             recorder.remove()
             sampled = manager.statistics.sampled_tokens - before
-            await manager.router.engines[0].client.flush_cache()
+            await client.flush_cache()
             began, cpu = time.perf_counter(), time.process_time()
             tokens = await replay(engine.base_url, list(recorder.requests.values()))
             bare_seconds, bare_cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
@@ -139,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = save(table_model(tokenizer, POLICY), tokenizer, Path(directory) / "model")
         config = load_config(None, [*CONFIG, SEED])
-        engine = EngineProcess(config.rollout.engine, model_path=model, log_file=Path(directory) / "engine.log")
+        engine = SGLangServer(config.rollout.engine, model_path=model, log_file=Path(directory) / "engine.log")
         began = time.perf_counter()
         engine.start()
         print(f"engine ready after {time.perf_counter() - began:.1f} s")

@@ -21,8 +21,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_retool.config import EngineConfig
-from sglang_rollout.engine.process import EngineProcess
-from sglang_rollout.weight_sync.base import Bucket, DiskWeightSync, DistributedWeightSync, TensorWeightSync
+from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.weight_sync.base import Bucket
+from sglang_rollout.weight_sync.disk import DiskWeightSync
+from sglang_rollout.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
 
 def buckets(weights: list[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:
@@ -77,7 +80,7 @@ def main() -> None:
         plain = copy_seconds(weights, arguments.rounds)
         print(f"{gigabytes:.2f} GB in {len(weights)} tensors; copy in memory {gigabytes / plain:.2f} GB/s")
         engine_config = EngineConfig(device="cpu", dtype="float32", max_total_tokens=4096)
-        engine = EngineProcess(
+        engine = SGLangServer(
             engine_config, model_path=Path(directory) / "model", log_file=Path(directory) / "engine.log"
         )
         engine.start()

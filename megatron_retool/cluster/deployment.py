@@ -122,6 +122,7 @@ class Deployment:
                 self.with_learner and self._placement.colocated,
                 models=lambda: list(self.models.values()),
                 engines=lambda: self.engines.urls,
+                client=self.engines.engine.client,
             )
             self.weights = EngineWeights(
                 self.engines,
@@ -143,7 +144,14 @@ class Deployment:
                 starts.append(self._start_learner())
             await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
-            RolloutManager(config, tokenizer, self.engines.urls, self.tools, restart_engine=self.weights.restart)
+            RolloutManager(
+                config,
+                tokenizer,
+                self.engines.urls,
+                self.tools,
+                engine=self.engines.engine,
+                restart_engine=self.weights.restart,
+            )
         )
 
     async def _start_engines(self) -> None:

@@ -1,4 +1,4 @@
-"""SGLang servers as Ray actors: each actor owns one server process on the node that holds its GPUs."""
+"""Engines as Ray actors: each actor owns one engine on the node that holds its GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
-from sglang_rollout.engine.process import EngineProcess
+from sglang_rollout.engine.base import EngineServer, make_engine
 
 
 class EngineWorker:
-    """Owner of one SGLang server. The server dies with this actor, and this actor with the driver.
+    """Owner of one engine. The engine dies with this actor, and this actor with the driver.
 
     Args:
-        gpus: what the server sees of its node's GPUs; its tensor-parallel ranks take the first of them.
+        gpus: what the engine sees of its node's GPUs; its tensor-parallel ranks take the first of them.
     """
 
     def __init__(
@@ -33,26 +33,22 @@ class EngineWorker:
         self.gpus = gpus
         self.logs = config.run_dir.absolute() / "logs"
         redirect_output(self.logs / f"engine_{index}_actor.log")
-        self.engine: EngineProcess | None = None
+        self.engine: EngineServer | None = None
 
     def start(self, model_path: str) -> str:
-        """Start the server, wait until it is healthy, and return its base URL."""
+        """Start the engine, wait until it can generate, and return its base URL."""
         host = "127.0.0.1" if self.config.cluster.nodes == 1 else node_address()
-        self.engine = EngineProcess(
-            self.config.rollout.engine,
+        self.engine = make_engine(self.config).server(
+            self.index,
             model_path=model_path,
             host=host,
             log_file=self.logs / f"engine_{self.index}.log",
             tokenizer=self.tokenizer,
             weights_from_sync=self.weights_from_sync,
-            colocated=self.config.cluster.placement == "colocated",
             gpu_ids=visible_devices(self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")) if self.gpus else None,
         )
         self.engine.start()
         return self.engine.base_url
-
-    def is_alive(self) -> bool:
-        return self.engine is not None and self.engine.is_alive()
 
     def stop(self) -> None:
         if self.engine is not None:
@@ -67,13 +63,14 @@ class EngineGroup:
         weights_from_sync: a learner gives them their weights before the first request.
 
     Attributes:
+        engine: makes what speaks to them.
         urls: base URL of each engine, in order of index.
     """
 
     def __init__(
         self, config: Config, placement: Placement, *, tokenizer: bool = False, weights_from_sync: bool = False
     ) -> None:
-        self.config = config
+        self.engine = make_engine(config)
         remote = ray.remote(EngineWorker)
         self.workers: list[Any] = [
             remote.options(**placement.engine_options(index)).remote(
@@ -97,5 +94,5 @@ class EngineGroup:
         return self.urls[index]
 
     async def stop(self) -> None:
-        """End every server. An actor that is still busy starting one is killed, which ends its server as well."""
+        """End every engine. An actor that is still busy starting one is killed, which ends its engine as well."""
         await stop_actors(self.workers)

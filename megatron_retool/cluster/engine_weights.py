@@ -12,7 +12,7 @@ from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
-from sglang_rollout.weight_sync.base import WeightSyncError
+from sglang_rollout.weight_sync.errors import WeightSyncError
 
 
 class WeightSource(Protocol):

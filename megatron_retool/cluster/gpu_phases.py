@@ -16,16 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol
 
-from sglang_rollout.engine.client import EngineClient, EngineRejected, EngineUnavailable
+from sglang_rollout.engine.base import EngineClient, EngineUnavailable, Memory
 
-IDLE_SECONDS = 60.0
-"""How long an engine may take to end what was aborted; it must be idle when it releases memory."""
-IDLE_POLL_SECONDS = 0.2
-
-_WEIGHTS, _CACHE = "weights", "kv_cache"
+_WEIGHTS, _CACHE = Memory.WEIGHTS, Memory.KV_CACHE
 
 
 class Model(Protocol):
@@ -43,6 +39,7 @@ class GpuPhases:
     Args:
         models: the present learner and critic, in this order.
         engines: the engines' URLs.
+        client: makes a client of the engine at a URL; needed where ``enabled``.
     """
 
     def __init__(
@@ -50,13 +47,15 @@ class GpuPhases:
         enabled: bool,
         models: Callable[[], Sequence[Model]],
         engines: Callable[[], Sequence[str]],
-        client: Callable[[str], AbstractAsyncContextManager[EngineClient]] = EngineClient,
+        client: Callable[[str], EngineClient] | None = None,
     ) -> None:
+        if enabled and client is None:
+            raise ValueError("learner and engines that share GPUs need a client of each engine")
         self.enabled = enabled
         self._models = models
         self._engines = engines
         self._client = client
-        self._asleep: dict[str, set[str]] = {}
+        self._asleep: dict[str, set[Memory]] = {}
         """What each engine has released, by URL; a restarted one is not in it."""
 
     async def training(self) -> None:
@@ -120,44 +119,32 @@ class GpuPhases:
         if self.enabled:
             await asyncio.gather(*(model.offload(*parts) for model in self._models()))
 
-    async def _sleep(self, *tags: str) -> None:
+    async def _sleep(self, *memory: Memory) -> None:
         if self.enabled:
-            await asyncio.gather(*(self._sleep_one(url, tags) for url in self._engines()))
+            await asyncio.gather(*(self._sleep_one(url, memory) for url in self._engines()))
 
-    async def _wake(self, *tags: str) -> None:
+    async def _wake(self, *memory: Memory) -> None:
         if self.enabled:
-            await asyncio.gather(*(self._wake_one(url, tags) for url in self._engines()))
+            await asyncio.gather(*(self._wake_one(url, memory) for url in self._engines()))
 
-    async def _sleep_one(self, url: str, tags: Sequence[str]) -> None:
+    async def _sleep_one(self, url: str, memory: Sequence[Memory]) -> None:
+        assert self._client is not None
         asleep = self._asleep.setdefault(url, set())
-        missing = [tag for tag in tags if tag not in asleep]
+        missing = [part for part in memory if part not in asleep]
         if not missing:
             return
         # One that is gone has released everything; the next weight sync finds it and starts it again.
         with contextlib.suppress(EngineUnavailable):
             async with self._client(url) as client:
-                if not asleep:
-                    await _wait_until_idle(client)
-                await client.release_memory(missing)
+                await client.sleep(missing)
         asleep.update(missing)
 
-    async def _wake_one(self, url: str, tags: Sequence[str]) -> None:
+    async def _wake_one(self, url: str, memory: Sequence[Memory]) -> None:
+        assert self._client is not None
         asleep = self._asleep.get(url, set())
-        missing = [tag for tag in tags if tag in asleep]
+        missing = [part for part in memory if part in asleep]
         if missing:
             with contextlib.suppress(EngineUnavailable):
                 async with self._client(url) as client:
-                    await client.resume_memory(missing)
+                    await client.wake(missing)
             asleep.difference_update(missing)
-
-
-async def _wait_until_idle(client: EngineClient) -> None:
-    """An engine refuses to flush its cache until nothing runs."""
-    deadline = asyncio.get_running_loop().time() + IDLE_SECONDS
-    while True:
-        try:
-            return await client.flush_cache()
-        except EngineRejected:
-            if asyncio.get_running_loop().time() > deadline:
-                raise
-            await asyncio.sleep(IDLE_POLL_SECONDS)

@@ -20,10 +20,10 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, Worke
 
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
-from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
@@ -143,8 +143,8 @@ class LearnerWorker:
         return _failure_of(self.learner.finish_save)
 
     def sync_weights(self, engines: list[str], version: int) -> dict[str, float] | None:
-        """Send the current weights to every engine; see sglang_rollout.weight_sync.base."""
-        from sglang_rollout.weight_sync.base import push_weights
+        """Send the current weights to every engine; see sglang_rollout.weight_sync.push."""
+        from sglang_rollout.weight_sync.push import push_weights
 
         buckets = self.learner.export_weights(self.config.weight_sync.bucket_bytes)
         if self.rank != 0:

@@ -12,6 +12,8 @@ import sys
 
 import psutil
 
+from megatron_retool.ports import free_port
+
 
 class NetworkError(RuntimeError):
     """A peer or interface has no usable IPv4 address. The message names it."""
@@ -57,13 +59,6 @@ def interface_with(address: str) -> str:
         if any(entry.family == socket.AF_INET and entry.address == address for entry in entries):
             return name
     raise NetworkError(f"no interface of {socket.gethostname()} has the address {address}")
-
-
-def free_port() -> int:
-    """A TCP port that is free now on this node."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def main(arguments: list[str] | None = None) -> int:

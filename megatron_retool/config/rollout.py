@@ -78,8 +78,14 @@ def tool_entries(tools: Sequence[Any]) -> list[ToolEntry]:
 
 @dataclass(frozen=True)
 class EngineConfig:
+    backend: str = "sglang"
+    """"sglang", "transformers" (one slow model in the driver, for debugging: it takes new weights from files in the
+    run's directory, whatever weight_sync.method), or package.module:Class or path/to/file.py:Class that follows
+    sglang_rollout.engine.base.Engine."""
+    backend_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class."""
     count: int = 1
-    """SGLang servers (data parallelism over servers)."""
+    """Engines, each with all weights (data parallelism)."""
     tensor_parallel_size: int = 1
     device: str = choice("auto", "cpu", "cuda")
     dtype: str = choice("auto", "float32", "bfloat16", "float16")

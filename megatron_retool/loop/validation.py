@@ -31,7 +31,7 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     prompts = run.validation_prompts
     trajectories: list[Trajectory] = []
     with progress_line(run.console, f"step {step} validation", len(prompts) * config.rollout.val.n) as progress:
-        async for group in run.rollout.stream(prompts, config.rollout.val):
+        async for group in run.rollout.stream(prompts, config.rollout.val, "validation"):
             await asyncio.to_thread(run.rewards.score, group, "validation")
             trajectories += group
             progress.advance(len(group))

@@ -10,7 +10,7 @@ from megatron_retool.config import Config
 from megatron_retool.registry import ExtensionError, Registry
 from sglang_rollout.agent.loop import Agent, AgentSetup
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer
-from sglang_rollout.engine.client import StopConditions
+from sglang_rollout.engine.base import StopConditions
 from tools.tool import ToolCaller
 
 agents: Registry[Callable[..., Any]] = Registry(
@@ -18,11 +18,8 @@ agents: Registry[Callable[..., Any]] = Registry(
 )
 
 
-def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller, context_length: int | None = None) -> Agent:
+def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent:
     """What rollout.agent names, made with rollout.agent_kwargs. Nothing is started.
-
-    Args:
-        context_length: of the engines; None takes rollout.engine.context_length.
 
     Raises:
         ExtensionError: agent or tool-call format cannot be loaded or made, or is none.
@@ -34,7 +31,7 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller, context_
         tokenizer,
         tools,
         max_response_length=config.data.max_response_length,
-        context_length=context_length or rollout.engine.context_length,
+        context_length=rollout.engine.context_length,
     )
     extension = agents.bind(rollout.agent, rollout.agent_kwargs)
     try:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from megatron_retool.config import BranchingConfig
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.client import GenerateResult
+from sglang_rollout.engine.base import GenerateResult
 
 TOP_LOG_PROBS = 10
 """Most likely tokens that the entropy is summed over, as in the authors' code."""

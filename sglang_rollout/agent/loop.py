@@ -24,7 +24,7 @@ from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
-from sglang_rollout.engine.client import GenerateResult, StopConditions
+from sglang_rollout.engine.base import GenerateResult, StopConditions
 from tools.tool import EarlierCall, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 
 logger = logging.getLogger(__name__)

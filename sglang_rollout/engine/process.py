@@ -1,9 +1,9 @@
 """One SGLang server process: start, health, stop.
 
-    engine = EngineProcess(config.rollout.engine, model_path=model, log_file=run_dir / "logs" / "engine_0.log")
-    engine.start()                     # returns when the server has generated a token, or raises EngineStartError
-    ...                                # engine.base_url is what EngineClient speaks to
-    engine.stop()
+    server = SGLangServer(config.rollout.engine, model_path=model, log_file=run_dir / "logs" / "engine_0.log")
+    server.start()                     # returns when the server has generated a token, or raises EngineStartError
+    ...                                # server.base_url is what SGLangClient speaks to
+    server.stop()
 
 The process runs below ``process_guard``, so that no part of it outlives the trainer, whatever happens to that one.
 On a host without CUDA the server gets what SGLang lacks there from ``cpu_shims/``, through its own PYTHONPATH; no
@@ -20,14 +20,18 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.family import engine_class
+from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
-from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
+from megatron_retool.ports import free_port
+from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
+from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS, BlockingClient
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +40,6 @@ CPU_SHIMS = _HERE / "cpu_shims"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
-
-# As in the block-FP8 checkpoints that are published for Qwen3 and DeepSeek-V3.
-BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -51,14 +52,6 @@ _TORCHRUN_VARIABLES = (
 )
 
 
-class EngineError(RuntimeError):
-    """An SGLang server cannot be started or reached. The message says which, why and what to do."""
-
-
-class EngineStartError(EngineError):
-    """The server ended or stayed silent while it was starting."""
-
-
 def resolve_device(device: str) -> str:
     """The config's device, "cpu" or "cuda"; "auto" takes CUDA where the driver shows a GPU (torch is not imported)."""
     if device != "auto":
@@ -67,20 +60,13 @@ def resolve_device(device: str) -> str:
     return "cuda" if Path("/proc/driver/nvidia/version").exists() and not hidden else "cpu"
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def torchvision_directory() -> Path:
     """Where the engine's private torchvision lies (it would break transformers in other processes of a CPU host)."""
     configured = os.environ.get(TORCHVISION_VARIABLE)
     return Path(configured) if configured else Path(sys.prefix) / "sglang_only"
 
 
-class EngineProcess:
+class SGLangServer:
     """An SGLang server and its log. Not thread-safe: one owner starts and stops it.
 
     Args:
@@ -97,6 +83,7 @@ class EngineProcess:
         deterministic: honour ``sampling_seed`` of requests.
         threads: CPU threads of a server without CUDA.
         port: 0 takes any free port (again at every start).
+        families: model.families.
     """
 
     def __init__(
@@ -114,6 +101,7 @@ class EngineProcess:
         threads: int = 1,
         host: str = "127.0.0.1",
         port: int = 0,
+        families: Sequence[str] = (),
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -130,6 +118,7 @@ class EngineProcess:
         self.requested_port = port
         self.port = port
         self.device = resolve_device(config.device)
+        self.families = tuple(families)
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -195,7 +184,12 @@ class EngineProcess:
 
     def wait_ready(self) -> None:
         """Wait until the server has generated a token; see ``start`` for what is raised."""
+        with BlockingClient([self.base_url]) as client:
+            self._wait_ready(client)
+
+    def _wait_ready(self, client: BlockingClient) -> None:
         deadline = time.monotonic() + self.config.start_timeout_seconds
+        one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         while True:
             assert self._process is not None, "launch() comes first"
             if self._process.poll() is not None:
@@ -211,10 +205,12 @@ class EngineProcess:
                     f"{self.config.start_timeout_seconds:.0f} s; raise rollout.engine.start_timeout_seconds if the "
                     f"model is large. Its log is {self.log_file}, which ends with:\n{self.log_tail()}"
                 )
-            if self._answers("/ready", timeout=2.0) and self._generates(deadline):
-                # Keeps later garbage collections (one in every cache flush) off the modules' millions of objects.
-                self._answers("/freeze_gc", timeout=10.0)
-                return
+            if self._answers(client, "/ready", timeout=2.0):
+                left = max(1.0, deadline - time.monotonic())
+                if self._answers(client, "/generate", timeout=left, body=one_token):
+                    # Keeps later garbage collections (one in every cache flush) off the modules' millions of objects.
+                    self._answers(client, "/freeze_gc", timeout=10.0)
+                    return
             time.sleep(0.1)
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -281,7 +277,8 @@ class EngineProcess:
         if config.quantization is not None and "quantization_config" not in self._model_config():
             if config.quantization == "fp8" and self.weights_from_sync:
                 # Synced weights come quantised in blocks; until the first sync there is nothing worth loading.
-                override = json.dumps({"quantization_config": BLOCK_FP8})
+                weight_map = WeightMap(Architecture.from_pretrained(self.model_path, self.families))
+                override = json.dumps({"quantization_config": blockwise_quantization_config(weight_map)})
                 arguments |= {"--json-model-override-args": override, "--load-format": "dummy"}
             else:
                 arguments |= {"--quantization": config.quantization}
@@ -321,7 +318,7 @@ class EngineProcess:
                 # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()
             # Without it engines start too, only more slowly: SGLang then imports every model it has to find the class.
-            if model_class := engine_class(self._architecture()):
+            if model_class := engine_class(self._architecture(), self.families):
                 environment |= {
                     "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
                     "MEGATRON_RETOOL_ENGINE_MODEL": model_class,
@@ -331,7 +328,7 @@ class EngineProcess:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         return environment | self.extra_environment
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> SGLangServer:
         self.start()
         return self
 
@@ -371,23 +368,12 @@ class EngineProcess:
                     "there (ss -ltnp shows it), or let the engine take any free port"
                 ) from error
 
-    def _answers(self, path: str, timeout: float) -> bool:
+    def _answers(self, client: BlockingClient, path: str, timeout: float, body: dict[str, Any] | None = None) -> bool:
         try:
-            with urllib.request.urlopen(self.base_url + path, timeout=timeout) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+            client.submit(self.base_url, path, body, timeout).result()
+        except EngineClientError:
             return False
-
-    def _generates(self, deadline: float) -> bool:
-        body = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}).encode()
-        request = urllib.request.Request(
-            self.base_url + "/generate", data=body, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=max(1.0, deadline - time.monotonic())) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return True
 
 
 def _advice(log: str) -> str:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_rollout.engine.client import EngineClient
+from sglang_rollout.engine.base import EngineClient
 
 GROUP_AFFINITY_SLACK = 4
 """Trajectories by which a group's engine may be ahead of the least loaded one before the group is split."""
@@ -23,7 +23,7 @@ class NoEngineAvailable(RuntimeError):
 
 
 @dataclass(eq=False)
-class Engine:
+class RoutedEngine:
     """An engine and its load. ``tokens`` estimates the KV cache that its trajectories occupy."""
 
     url: str
@@ -38,7 +38,7 @@ class Engine:
 class Lease:
     """A trajectory's place at an engine; give it back with ``Router.release``."""
 
-    engine: Engine
+    engine: RoutedEngine
     group_id: int
     tokens: int
 
@@ -47,7 +47,7 @@ class Lease:
 class _Waiter:
     group_id: int
     tokens: int
-    avoid: Engine | None
+    avoid: RoutedEngine | None
     lease: asyncio.Future[Lease]
 
 
@@ -61,14 +61,14 @@ class Router:
     """
 
     def __init__(self, clients: Sequence[EngineClient], max_trajectories: int, max_tokens: int | None = None) -> None:
-        self.engines = [Engine(client.base_url, client) for client in clients]
+        self.engines = [RoutedEngine(client.base_url, client) for client in clients]
         self.max_trajectories = max_trajectories
         self.max_tokens = max_tokens
         self.recovery_expected = False
         """Set while a dead engine is being restarted: then waiting makes sense."""
         self._waiting: deque[_Waiter] = deque()
 
-    async def acquire(self, group_id: int, tokens: int, avoid: Engine | None = None) -> Lease:
+    async def acquire(self, group_id: int, tokens: int, avoid: RoutedEngine | None = None) -> Lease:
         """A place for a trajectory of ``group_id`` that has ``tokens`` tokens now; waits, first come first served.
 
         Args:
@@ -104,7 +104,7 @@ class Router:
             del engine.groups[lease.group_id]
         self._serve()
 
-    def mark_dead(self, engine: Engine) -> None:
+    def mark_dead(self, engine: RoutedEngine) -> None:
         """Leave the engine out."""
         engine.alive = False
         self._serve()
@@ -112,14 +112,14 @@ class Router:
     def replace(self, url: str, client: EngineClient) -> None:
         """Take an engine in again: in place of the one at ``url``, or as a further one."""
         self.engines = [engine for engine in self.engines if engine.url != url]
-        self.engines.append(Engine(client.base_url, client))
+        self.engines.append(RoutedEngine(client.base_url, client))
         self._serve()
 
     def wake(self) -> None:
         """Let those who wait look again (after ``recovery_expected`` changed)."""
         self._serve()
 
-    def _choose(self, group_id: int, tokens: int, avoid: Engine | None) -> Engine | None:
+    def _choose(self, group_id: int, tokens: int, avoid: RoutedEngine | None) -> RoutedEngine | None:
         alive = [engine for engine in self.engines if engine.alive]
         # An engine that just failed a request is a last resort, not a first choice.
         candidates = [engine for engine in alive if engine is not avoid] or alive
@@ -132,13 +132,13 @@ class Router:
             return home
         return least
 
-    def _has_room(self, engine: Engine, tokens: int) -> bool:
+    def _has_room(self, engine: RoutedEngine, tokens: int) -> bool:
         if engine.trajectories >= self.max_trajectories:
             return False
         # A trajectory larger than the budget may still run alone.
         return self.max_tokens is None or not engine.trajectories or engine.tokens + tokens <= self.max_tokens
 
-    def _take(self, engine: Engine, group_id: int, tokens: int) -> Lease:
+    def _take(self, engine: RoutedEngine, group_id: int, tokens: int) -> Lease:
         engine.trajectories += 1
         engine.tokens += tokens
         engine.groups[group_id] = engine.groups.get(group_id, 0) + 1

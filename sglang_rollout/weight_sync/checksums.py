@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_rollout.weight_sync.errors import WeightSyncError
+
 _UINT32 = 0xFFFFFFFF
 _HASH_SEED = 0x243F6A88
 _TILE_WORDS = 8192
@@ -83,8 +85,6 @@ class ExpectedChecksums:
         Raises:
             WeightSyncError: naming engines and tensors.
         """
-        from sglang_rollout.weight_sync.base import WeightSyncError
-
         agreed, faults, culprits = 0, [], []
         for url, answer in answers.items():
             layout = self._layouts[url]
@@ -199,7 +199,7 @@ def _listed(names: set[str]) -> str:
 def _checksum(tensor: Tensor, on_cpu: bool) -> str:
     if on_cpu:
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(memoryview(raw)).digest()[:8].hex()
+        return hashlib.sha256(raw.data).digest()[:8].hex()
     return f"{gpu_tensor_hash(tensor):016x}"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_retool.cluster.gpu_phases import GpuPhases
-from sglang_rollout.engine.client import EngineClient, EngineRejected, EngineUnavailable
+from sglang_rollout.engine.base import EngineRejected, EngineUnavailable
+from sglang_rollout.engine.client import SGLangClient
 
 
 class Machine:
@@ -41,7 +42,7 @@ class FakeModel:
         self.machine.moves.append(f"{self.name} reload {' '.join(parts)}")
 
 
-class FakeEngine(EngineClient):
+class FakeEngine(SGLangClient):
     def __init__(self, machine: Machine, url: str) -> None:
         super().__init__(url)
         self.machine = machine
@@ -54,11 +55,8 @@ class FakeEngine(EngineClient):
             self.machine.moves.append("engine busy")
             raise EngineRejected(self.base_url, "/flush_cache: HTTP 400")
 
-    async def release_memory(self, tags: Any = ()) -> None:
-        self.machine.moves.append(f"engine release {' '.join(tags)}")
-
-    async def resume_memory(self, tags: Any = ()) -> None:
-        self.machine.moves.append(f"engine resume {' '.join(tags)}")
+    async def request(self, path: str, body: Any = None, *limits: Any, **options: Any) -> Any:
+        self.machine.moves.append(f"engine {path.removeprefix('/').partition('_')[0]} {' '.join(body['tags'])}")
 
 
 ALL_AWAY = ["learner offload weights optimizer gradients", "critic offload weights optimizer gradients"]

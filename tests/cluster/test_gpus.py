@@ -12,6 +12,7 @@ from megatron_retool.cluster import engine_group, learner_group
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, ConfigError, load_config
+from sglang_rollout.backends import sglang_engine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -104,7 +105,7 @@ def test_an_engine_gets_its_gpus_by_name(config: Config, monkeypatch: pytest.Mon
 
         def start(self) -> None: ...
 
-    monkeypatch.setattr(engine_group, "EngineProcess", Process)
+    monkeypatch.setattr(sglang_engine, "SGLangServer", Process)
     engine_group.EngineWorker(config, 1, False, True, (2, 3, 0)).start("model")
     assert started["gpu_ids"] == ["6", "7", "4"]
     engine_group.EngineWorker(config, 1, False, True).start("model")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.ray_nodes import main, problems, wait_for_nodes
+from megatron_retool.ports import free_port
 
 
 def node(name: str, gpus: float = 8, alive: bool = True) -> dict[str, Any]:

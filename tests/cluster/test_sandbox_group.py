@@ -20,11 +20,11 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 
 from megatron_retool.cluster import sandbox_group
-from megatron_retool.cluster.network import free_port
 from megatron_retool.cluster.placement import Placement, plan_placement
 from megatron_retool.cluster.runtime import node_address, node_ids
 from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.config import Config, load_config
+from megatron_retool.ports import free_port
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError
 

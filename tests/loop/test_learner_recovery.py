@@ -65,7 +65,7 @@ def test_an_error_of_the_code_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 
 def test_errors_that_only_quote_gloo_are_no_death() -> None:
-    from sglang_rollout.weight_sync.base import WeightSyncError
+    from sglang_rollout.weight_sync.errors import WeightSyncError
 
     error = raised_in_actor(WeightSyncError(f"weight sync failed at /x; the learner's side: {GLOO}", ["http://e"]))
     with pytest.raises(WeightSyncError):

@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_on_with_what_was_paused(tokenizer, prompts_file):
     for trajectory in (trajectory for step in after for trajectory in step):
         sampled = trajectory.loss_mask
         state = paused.get((trajectory.group_id, trajectory.index))
-        seed = second.rollout._seed(trajectory.group_id, trajectory.index)
+        seed = second.rollout.group_factory.seed(trajectory.group_id, trajectory.index)
         ids, log_probs = engine.answer(seed)
         assert trajectory.response_ids[sampled].tolist() == ids
         assert trajectory.rollout_log_probs[sampled].tolist() == pytest.approx(log_probs)

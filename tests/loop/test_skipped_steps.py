@@ -19,7 +19,7 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics
 from megatron_retool.trajectory import FinishReason, Trajectory
-from sglang_rollout.rollout_manager import RolloutStatistics
+from sglang_rollout.rollout_statistics import RolloutStatistics
 
 
 def test_the_run_ends_after_so_many_in_a_row_and_names_the_reasons() -> None:

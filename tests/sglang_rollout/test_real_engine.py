@@ -17,18 +17,19 @@ import torch
 
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.engine.client import EngineClient, EngineRejected, GenerateRequest, StopConditions
-from sglang_rollout.engine.process import EngineProcess
+from sglang_rollout.backends.transformers_engine import TransformersEngine
+from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.process_guard import descendants
-from sglang_rollout.rollout_manager import RolloutError, RolloutManager
-from sglang_rollout.weight_sync.base import (
-    DiskWeightSync,
-    DistributedWeightSync,
-    TensorWeightSync,
-    WeightSyncError,
-    push_weights,
-)
-from sglang_rollout.weight_sync.base import base as weight_sync
+from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.session import RolloutError
+from sglang_rollout.weight_sync import distributed
+from sglang_rollout.weight_sync.disk import DiskWeightSync
+from sglang_rollout.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.weight_sync.push import disconnect, push_weights
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
 from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
@@ -63,7 +64,7 @@ def model_directory(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def engine(model_directory, tmp_path_factory):
     config = make_config("rollout.engine.random_seed=7").rollout.engine
-    process = EngineProcess(
+    process = SGLangServer(
         config, model_path=model_directory, log_file=tmp_path_factory.mktemp("logs") / "engine.log", tokenizer=True
     )
     process.start()
@@ -74,7 +75,7 @@ def engine(model_directory, tmp_path_factory):
 versions = itertools.count(1)
 
 
-def serve(engine: EngineProcess, model) -> int:
+def serve(engine: SGLangServer, model) -> int:
     """Put ``model`` into the engine; its version."""
     version = next(versions)
     with TensorWeightSync([engine.base_url], timeout_seconds=30) as sync:
@@ -82,9 +83,9 @@ def serve(engine: EngineProcess, model) -> int:
     return version
 
 
-def on_client(engine: EngineProcess, scenario):
+def on_client(engine: SGLangServer, scenario):
     async def run():
-        async with EngineClient(engine.base_url) as client:
+        async with SGLangClient(engine.base_url) as client:
             return await scenario(client)
 
     return asyncio.run(run())
@@ -159,19 +160,45 @@ def test_log_probs_of_a_filtered_distribution_are_those_of_what_was_sampled(engi
         assert abs(log_prob - expected) < 1e-4
 
 
+def test_the_reference_engine_says_the_same_of_the_same_weights(engine, tokenizer, model_directory, tmp_path):
+    model = markov_policy.random_model(tokenizer, seed=3)
+    version = serve(engine, model)
+    config = make_config(f"model.path={model_directory}", f"trainer.runs_dir={tmp_path}")
+    reference = TransformersEngine(config)
+    url = f"transformers://engine-0{model_directory}"
+    reference.weight_sync([url]).push(markov_policy.buckets(model), version)
+    stop = StopConditions((9,))
+    requests = [
+        GenerateRequest(prompt, 32, GREEDY, stop, top_log_probs=5, filtered_log_probs=True)
+        for prompt in ([5, 6, 7, 8], list(range(3, 103)), [9] * 40)
+    ]
+
+    async def scenario(client):
+        return await asyncio.gather(*(client.generate(request) for request in requests))
+
+    there = on_client(engine, scenario)
+    here = asyncio.run(scenario(reference.client(url)))
+    for sglang, transformers in zip(there, here, strict=True):
+        assert sglang.output_ids == transformers.output_ids
+        assert sglang.weight_versions == transformers.weight_versions
+        assert (sglang.finish_reason, sglang.matched_stop) == (transformers.finish_reason, transformers.matched_stop)
+        np.testing.assert_allclose(sglang.log_probs, transformers.log_probs, atol=2e-5)
+        np.testing.assert_allclose(sglang.top_log_probs, transformers.top_log_probs, atol=2e-5)
+
+
 def test_multi_turn_log_probs_and_ids(engine, tokenizer, monkeypatch):
     """Ids in the trajectory are the ids of the engine's answers, and the model gives each the recorded log-prob."""
     model = table_model(tokenizer, TOOL_POLICY)
     version = serve(engine, model)
     answers: dict[tuple[int, ...], list[int]] = {}
-    original = EngineClient.generate
+    original = SGLangClient.generate
 
     async def recording(self, request, **kwargs):
         result = await original(self, request, **kwargs)
         answers[(request.seed, len(request.input_ids))] = result.output_ids
         return result
 
-    monkeypatch.setattr(EngineClient, "generate", recording)
+    monkeypatch.setattr(SGLangClient, "generate", recording)
     config = make_config("rollout.engine.random_seed=7")
     tools = ScriptedTools()
 
@@ -250,7 +277,7 @@ def test_push_weights_reuses_its_connection(engine, tokenizer, tmp_path):
     for _ in range(2):
         metrics = push_weights(markov_policy.buckets(model), [engine.base_url], next(versions), config)
     assert metrics["weight_sync/gigabytes"] > 0
-    weight_sync.disconnect()
+    disconnect()
 
 
 def test_verification_names_the_tensor_that_differs(engine, tokenizer):
@@ -288,7 +315,7 @@ def test_an_engine_left_alone_in_a_rendezvous_serves_again(engine, tokenizer, mo
         raise RuntimeError("no route to host")
 
     with monkeypatch.context() as patched:
-        patched.setattr(weight_sync, "_join_group", fail)
+        patched.setattr(distributed, "_join_group", fail)
         with (
             DistributedWeightSync([engine.base_url], timeout_seconds=60) as sync,
             pytest.raises(WeightSyncError, match="the learner's side: no route to host"),
@@ -412,7 +439,9 @@ def test_partial_rollout_pauses_and_continues_with_new_weights(engine, tokenizer
             paused = manager.paused_groups
             # Validation in between must not touch what is paused.
             validation_prompt = Prompt(quick_prompt.prompt_ids, 99)
-            validation = [g async for g in manager.stream([validation_prompt], ValSamplingConfig(n=1, top_p=1.0))]
+            validation = [
+                g async for g in manager.stream([validation_prompt], ValSamplingConfig(n=1, top_p=1.0), "validation")
+            ]
             new = await asyncio.to_thread(serve, engine, table_model(tokenizer, ending))
             second = await manager.generate_groups(prompts[6:7], SamplingConfig(n=2))
             return first, paused, validation, new, second, manager.statistics
@@ -449,7 +478,7 @@ def test_groups_paused_too_long_are_dropped(engine, tokenizer):
     assert asyncio.run(scenario()) == (0, 6)
 
 
-def kill_tree(process: EngineProcess) -> None:
+def kill_tree(process: SGLangServer) -> None:
     for pid in [*descendants(process.pid), process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -460,7 +489,7 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
     policy = table_model(tokenizer, TOOL_POLICY)
     version = serve(engine, policy)
     config = make_config("rollout.multi_turn.max_assistant_turns=8", "rollout.engine.health_timeout_seconds=5")
-    victim = EngineProcess(config.rollout.engine, model_path=model_directory, log_file=tmp_path / "victim.log")
+    victim = SGLangServer(config.rollout.engine, model_path=model_directory, log_file=tmp_path / "victim.log")
     restarted: list[str] = []
 
     async def restart(url: str) -> str:
@@ -514,7 +543,7 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
             while not restarted:
                 await asyncio.sleep(0.1)
             again = await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=8))
-            alive = [e.url for e in manager.router.engines if e.alive]
+            alive = [e.url for e in manager.engines.router.engines if e.alive]
             return groups, again, manager.statistics, proxy.dropped, alive, await sandbox_death
 
     interpreter = CodeInterpreterConfig(workers=4, memory_limit_mb=256, preimport=["math"])
@@ -542,7 +571,7 @@ def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_di
 @pytest.mark.slow
 def test_tensor_parallel_engine_takes_and_verifies_weights(tokenizer, model_directory, tmp_path):
     config = make_config("rollout.engine.tensor_parallel_size=2").rollout.engine
-    with EngineProcess(config, model_path=model_directory, log_file=tmp_path / "engine.log") as process:
+    with SGLangServer(config, model_path=model_directory, log_file=tmp_path / "engine.log") as process:
         for version, kind in ((1, TensorWeightSync), (2, DistributedWeightSync)):
             model = markov_policy.random_model(tokenizer, 10 + version)
             with kind([process.base_url], timeout_seconds=60, verify=True) as sync:
@@ -592,7 +621,9 @@ def test_branching_fills_the_budget_with_forks_and_fresh_trajectories(engine, to
     async def scenario():
         async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
             groups = await manager.generate_groups(make_prompts(tokenizer, 4), SamplingConfig(n=8))
-            validation = await manager.generate_groups(make_prompts(tokenizer, 1), ValSamplingConfig(n=2, top_p=1.0))
+            validation = await manager.generate_groups(
+                make_prompts(tokenizer, 1), ValSamplingConfig(n=2, top_p=1.0), "validation"
+            )
             return groups, validation, manager.statistics.forked_trajectories
 
     groups, validation, forked = asyncio.run(scenario())

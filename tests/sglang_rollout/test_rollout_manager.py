@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 
 import pytest
@@ -10,7 +11,11 @@ from aiohttp import web
 
 from megatron_retool.config import SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.trajectory import FinishReason
-from sglang_rollout.rollout_manager import MAX_ENGINE_FAILURES, RolloutError, RolloutManager
+from sglang_rollout.backends.sglang_engine import SGLangEngine
+from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
@@ -125,7 +130,7 @@ def test_an_engine_that_fails_now_and_then_loses_nothing(tokenizer):
         urls = [engine.url for engine in engines]
         async with RolloutManager(make_config(), tokenizer, urls, ScriptedTools()) as manager:
             groups = await manager.generate_groups(PROMPTS, TWO)
-            loads = [(engine.trajectories, engine.tokens) for engine in manager.router.engines]
+            loads = [(engine.trajectories, engine.tokens) for engine in manager.engines.router.engines]
             return groups, manager.statistics, loads
 
     groups, statistics, loads = asyncio.run(scenario())
@@ -147,21 +152,17 @@ def test_a_request_that_always_fails_on_a_healthy_engine_ends_the_run(tokenizer)
         asyncio.run(scenario())
 
 
-def test_concurrency_limit_progress_and_order(tokenizer):
-    seen = []
-
+def test_concurrency_limit_and_order(tokenizer):
     async def scenario():
         engine = await ScriptedEngine(tokenizer).start()
         config = make_config("rollout.max_concurrent_trajectories=4")
         async with RolloutManager(config, tokenizer, [engine.url], ScriptedTools()) as manager:
-            groups = await manager.generate_groups(PROMPTS, TWO, on_progress=seen.append)
+            groups = await manager.generate_groups(PROMPTS, TWO)
         return groups, engine.most_running
 
     groups, most_running = asyncio.run(scenario())
     assert_complete(groups)
     assert most_running <= 4
-    assert [progress.finished for progress in seen] == sorted(progress.finished for progress in seen)
-    assert (seen[-1].finished, seen[-1].started, seen[-1].groups) == (12, 12, 6)
 
 
 def test_leaving_a_stream_ends_what_it_started(tokenizer):
@@ -204,7 +205,8 @@ def test_validation_beside_training_is_not_counted_as_training(tokenizer):
         engine = await ScriptedEngine(tokenizer).start()
         async with RolloutManager(make_config(), tokenizer, [engine.url], ScriptedTools()) as manager:
             groups, _ = await asyncio.gather(
-                manager.generate_groups(PROMPTS, TWO), manager.generate_groups(PROMPTS[:3], ValSamplingConfig(n=2))
+                manager.generate_groups(PROMPTS, TWO),
+                manager.generate_groups(PROMPTS[:3], ValSamplingConfig(n=2), "validation"),
             )
         await engine.stop()
         return groups, manager.statistics
@@ -213,3 +215,48 @@ def test_validation_beside_training_is_not_counted_as_training(tokenizer):
     assert_complete(groups)
     assert statistics.requests == 2 * 12
     assert statistics.sampled_tokens == sum(int(t.loss_mask.sum()) for group in groups for t in group)
+
+
+class RecordingEngine(SGLangEngine):
+    """Ends every request at once, and remembers it with the functions that lead to it from the trajectory's task."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.requests, self.callers = [], []
+
+    def client(self, base_url):
+        engine = self
+
+        class Client(SGLangClient):
+            async def generate(self, request, **options):
+                engine.requests.append(request)
+                # Below the task stands the event loop, which the test runs in.
+                names = [frame.function for frame in inspect.stack(0)[1:]]
+                engine.callers.append(names[: names.index("run_forever") - 2])
+                return GenerateResult([7], [-0.5], [1], "length")
+
+        return Client(base_url)
+
+
+def recorded(tokenizer, config, *arguments) -> RecordingEngine:
+    async def scenario():
+        engine = RecordingEngine(config)
+        async with RolloutManager(config, tokenizer, ["http://e"], ScriptedTools(), engine=engine) as manager:
+            await manager.generate_groups(PROMPTS[:1], *arguments)
+        return engine
+
+    return asyncio.run(scenario())
+
+
+def test_few_calls_lie_between_a_trajectory_and_its_engine(tokenizer):
+    for callers in recorded(tokenizer, make_config(), TWO).callers:
+        assert callers[0] == "generate" and len(callers) <= 4, callers
+
+
+@pytest.mark.parametrize(("purpose", "exact", "measured"), [("train", True, 2), ("validation", False, 0)])
+def test_what_trajectories_are_for_decides_how_they_are_sampled(tokenizer, purpose, exact, measured):
+    config = make_config("rollout.branching.enable=true", "rollout.branching.initial_rollouts=2")
+    requests = recorded(tokenizer, config, SamplingConfig(n=3), purpose).requests
+    assert {request.filtered_log_probs for request in requests} == {exact}
+    # Branching measures the entropy of the first tokens.
+    assert sum(request.top_log_probs > 0 for request in requests) == measured

@@ -13,7 +13,7 @@ from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.loop import AgentLoop, TrajectoryState
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
-from sglang_rollout.engine.client import GenerateResult
+from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.abortable_engine import AbortableEngine
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_UNKNOWN, WORD

@@ -12,7 +12,7 @@ from megatron_retool.config import BranchingConfig
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.agent.branching import BRANCH_KEY, EntropyBranching, entropy, shared_token_ids
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.client import GenerateResult
+from sglang_rollout.engine.base import GenerateResult
 
 
 def uniform(count: int) -> list[float]:

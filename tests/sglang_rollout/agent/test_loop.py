@@ -9,7 +9,7 @@ from megatron_retool.config import MultiTurnConfig, RewardConfig
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
-from sglang_rollout.engine.client import GenerateResult
+from sglang_rollout.engine.base import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import (
     ANSWER,
     CALL,

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from megatron_retool.config import SamplingConfig
-from sglang_rollout.engine.client import (
-    EngineClient,
+from sglang_rollout.engine.base import (
     EngineFailed,
     EngineRejected,
     EngineTimeout,
@@ -19,6 +18,7 @@ from sglang_rollout.engine.client import (
     GenerateRequest,
     StopConditions,
 )
+from sglang_rollout.engine.client import SGLangClient
 
 
 def answer(ids=(7, 8), log_probs=(-0.1, -0.2), reason="stop", **meta):
@@ -68,7 +68,7 @@ class Server:
 def generate(behaviour, *, retries=3, timeout=5.0, request=None, **kwargs):
     async def scenario():
         server = Server(behaviour)
-        async with server.running() as url, EngineClient(url, retries=retries, timeout_seconds=timeout) as client:
+        async with server.running() as url, SGLangClient(url, retries=retries, timeout_seconds=timeout) as client:
             try:
                 result = await client.generate(request or GenerateRequest([1, 2], 5, SamplingConfig()), **kwargs)
             except Exception as error:
@@ -121,7 +121,7 @@ def test_a_server_that_stays_away_is_unavailable_and_named():
 
 def test_nobody_listening():
     async def scenario():
-        async with EngineClient("http://127.0.0.1:9", retries=1) as client:
+        async with SGLangClient("http://127.0.0.1:9", retries=1) as client:
             await client.weight_version()
 
     with pytest.raises(EngineUnavailable, match="127.0.0.1:9"):
@@ -146,7 +146,7 @@ def test_cancellation_aborts_the_request():
             return web.json_response(answer())
 
         server = Server(behaviour)
-        async with server.running() as url, EngineClient(url) as client:
+        async with server.running() as url, SGLangClient(url) as client:
             task = asyncio.create_task(client.generate(GenerateRequest([1], 5, SamplingConfig())))
             await asyncio.sleep(0.1)
             task.cancel()
@@ -165,6 +165,14 @@ def test_http_errors_are_typed_and_quoted(status, kind):
     server, error = generate(behaviour)
     assert type(error) is kind and "input is too long" in str(error)
     assert len(server.bodies) == 1
+
+
+def test_an_answer_that_says_no_success_is_a_refusal():
+    async def behaviour(count, request):
+        return web.json_response({"success": False, "message": "the group is unknown"})
+
+    _, error = generate(behaviour)
+    assert isinstance(error, EngineRejected) and error.reason == "the group is unknown"
 
 
 @pytest.mark.parametrize(

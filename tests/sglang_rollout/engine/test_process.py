@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.config import EngineConfig
+from sglang_rollout.engine import process as engine_module
+from sglang_rollout.engine import process_guard
+from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
-from sglang_rollout.engine.process import CPU_SHIMS, EngineProcess, EngineStartError, process_guard, resolve_device
-from sglang_rollout.engine.process import process as engine_module
+from sglang_rollout.engine.process import CPU_SHIMS, SGLangServer, resolve_device
 from tests.sglang_rollout.agent import markov_policy
 
 
@@ -25,12 +27,12 @@ def model_directory(tmp_path_factory, tokenizer):
     )
 
 
-def make_engine(model_directory, tmp_path, device="cpu", **kwargs) -> EngineProcess:
+def make_engine(model_directory, tmp_path, device="cpu", **kwargs) -> SGLangServer:
     config = kwargs.pop("config", None) or EngineConfig(device=device, **kwargs.pop("settings", {}))
-    return EngineProcess(config, model_path=model_directory, log_file=tmp_path / "engine.log", **kwargs)
+    return SGLangServer(config, model_path=model_directory, log_file=tmp_path / "engine.log", **kwargs)
 
 
-def flag(engine: EngineProcess, name: str) -> str | None:
+def flag(engine: SGLangServer, name: str) -> str | None:
     command = engine.command()
     return command[command.index(name) + 1] if name in command else None
 
@@ -123,7 +125,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(model_directory, tmp_p
     assert not engine.is_alive()
 
 
-class FakeServer(EngineProcess):
+class FakeServer(SGLangServer):
     """Runs another command in place of SGLang."""
 
     script = ""
@@ -255,7 +257,7 @@ def test_a_thread_that_ends_does_not_take_the_engine_with_it(model_directory, tm
 
 
 def test_a_command_that_does_not_exist(model_directory, tmp_path):
-    class Missing(EngineProcess):
+    class Missing(SGLangServer):
         def command(self):
             return ["/no/such/program"]
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.engine.client import EngineClient
+from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.router import GROUP_AFFINITY_SLACK, NoEngineAvailable, Router
 
 
 def make_router(engines: int = 2, max_trajectories: int = 8, max_tokens: int | None = None) -> Router:
-    return Router([EngineClient(f"http://e{index}") for index in range(engines)], max_trajectories, max_tokens)
+    return Router([SGLangClient(f"http://e{index}") for index in range(engines)], max_trajectories, max_tokens)
 
 
 def urls(leases) -> list[str]:
@@ -83,7 +83,7 @@ def test_a_dead_engine_gets_nothing_and_a_replaced_one_serves_those_who_wait():
         waiting = asyncio.create_task(router.acquire(9, 1))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        router.replace("http://e0", EngineClient("http://e2"))
+        router.replace("http://e0", SGLangClient("http://e2"))
         return (await waiting).engine.url, [engine.url for engine in router.engines]
 
     assert asyncio.run(scenario()) == ("http://e2", ["http://e1", "http://e2"])

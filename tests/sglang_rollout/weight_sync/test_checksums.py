@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sglang_rollout.engine.process import CPU_SHIMS
-from sglang_rollout.weight_sync.base import WeightSyncError
-from sglang_rollout.weight_sync.base import checksums as engine_checksums
+from sglang_rollout.weight_sync import checksums as engine_checksums
 from sglang_rollout.weight_sync.checksums import ChecksumError, ExpectedChecksums, gpu_tensor_hash
+from sglang_rollout.weight_sync.errors import WeightSyncError
 
 URL = "http://e0"
 

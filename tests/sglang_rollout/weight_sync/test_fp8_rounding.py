@@ -1,13 +1,16 @@
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, load_config
-from sglang_rollout.weight_sync.base import make_weight_sync
+from sglang_rollout.weight_sync.push import make_weight_sync
 
 
-def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype():
-    config = load_config(None, ["weight_sync.method=tensor", "weight_sync.round_to_fp8=true"])
+def test_linear_weights_alone_are_rounded_and_travel_in_the_engines_dtype(tmp_path):
+    Qwen2Config(hidden_size=160, num_attention_heads=12, head_dim=16, num_key_value_heads=4).save_pretrained(tmp_path)
+    overrides = ["weight_sync.method=tensor", "weight_sync.round_to_fp8=true", f"model.path={tmp_path}"]
+    config = load_config(None, overrides)
     generator = torch.Generator().manual_seed(0)
     sent = {
         "model.layers.0.self_attn.q_proj.weight": torch.randn(192, 160, generator=generator),

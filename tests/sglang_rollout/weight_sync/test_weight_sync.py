@@ -12,17 +12,16 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2Config
 
-from megatron_retool.config import load_config
-from sglang_rollout.weight_sync.base import (
-    DiskWeightSync,
-    DistributedWeightSync,
-    TensorWeightSync,
-    WeightSyncError,
-    make_weight_sync,
-    quantize_bucket,
-)
-from sglang_rollout.weight_sync.base import base as weight_sync
+from megatron_retool.config import ModelConfig, load_config
+from sglang_rollout.weight_sync.base import is_local
+from sglang_rollout.weight_sync.disk import DiskWeightSync
+from sglang_rollout.weight_sync.distributed import DistributedWeightSync
+from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.weight_sync.fp8 import Fp8
+from sglang_rollout.weight_sync.push import make_weight_sync
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
 BUCKETS = [[("a.weight", torch.ones(4, 4)), ("b.bias", torch.zeros(3))], [("c.weight", torch.ones(2))]]
 
@@ -199,17 +198,19 @@ def test_tensor_sync_needs_the_same_host():
             sync._probe()
 
 
-def test_blocks_are_quantised_where_fp8_serving_does():
-    def quantize(weight):
-        return weight.to(torch.float8_e4m3fn), torch.ones(1, 1)
-
-    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
-    bucket = [(name, torch.ones(4, 4)) for name in names] + [("model.layers.0.self_attn.q_proj.bias", torch.ones(4))]
-    quantized = dict(quantize_bucket(bucket, quantize))
-    assert quantized["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
-    assert "model.layers.0.self_attn.q_proj.weight_scale_inv" in quantized
+def test_blocks_are_quantised_where_an_fp8_checkpoint_has_them(tmp_path):
+    """The rule of conversion.model.block_fp8: matrices of 128 x 128 blocks, the others stay as they are."""
+    sizes = {"hidden_size": 256, "intermediate_size": 200, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2Config(**sizes, head_dim=128, num_hidden_layers=1).save_pretrained(tmp_path)
+    fp8 = Fp8(ModelConfig(path=str(tmp_path)))
+    layer = "model.layers.0"
+    names = ["model.embed_tokens.weight", f"{layer}.self_attn.q_proj.weight", f"{layer}.mlp.up_proj.weight"]
+    bucket = [(name, torch.ones(256, 256)) for name in names] + [(f"{layer}.self_attn.q_proj.bias", torch.ones(256))]
+    quantized = dict(fp8(bucket))
+    assert quantized[f"{layer}.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    assert quantized[f"{layer}.self_attn.q_proj.weight_scale_inv"].shape == (2, 2)
     assert len(quantized) == 5
-    assert quantized["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+    assert quantized[f"{layer}.mlp.up_proj.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,6 @@ def test_an_engine_on_any_of_this_hosts_addresses_is_local():
     }
     assert "127.0.0.1" in addresses
     for address in addresses | {"localhost"}:
-        assert weight_sync._is_local(f"http://{address}:30000")
-    assert not weight_sync._is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
-    assert not weight_sync._is_local("http://no-such-host.invalid:30000")
+        assert is_local(f"http://{address}:30000")
+    assert not is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
+    assert not is_local("http://no-such-host.invalid:30000")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
-from sglang_rollout.weight_sync.base import TensorWeightSync
-from sglang_rollout.weight_sync.base import base as weight_sync
+from sglang_rollout.weight_sync import distributed, tensor
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
 
 def test_ipc_handles_name_the_device_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,15 +23,15 @@ def test_ipc_handles_name_the_device_by_uuid(monkeypatch: pytest.MonkeyPatch) ->
     arguments[parameters.index("storage_device")] = 3
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, tuple(arguments)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-of-{device}"))
-    rebuild, sent = weight_sync._reduce_cuda_tensor(torch.ones(1))
+    rebuild, sent = tensor._reduce_cuda_tensor(torch.ones(1))
     named = inspect.signature(rebuild).bind(*sent).arguments
     assert named.pop("storage_device") == "uuid-of-3"
     assert all(value == f"<{name}>" for name, value in named.items())
 
 
 def test_other_picklers_of_the_process_keep_their_reducer() -> None:
-    weight_sync._pickled({"flattened_tensor": SimpleNamespace(is_cuda=True)})
-    assert ForkingPickler._extra_reducers.get(torch.Tensor) is not weight_sync._reduce_cuda_tensor
+    tensor._pickled({"flattened_tensor": SimpleNamespace(is_cuda=True)})
+    assert ForkingPickler._extra_reducers.get(torch.Tensor) is not tensor._reduce_cuda_tensor
 
 
 def test_a_bucket_on_a_gpu_never_overwrites_one_that_an_engine_may_be_reading(
@@ -75,7 +75,7 @@ def test_the_learners_own_wait_ends_before_nccls_watchdog_ends_the_process(
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda *arguments, **options: made.update(store=options))
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: name)
-    weight_sync._join_group(backend, "127.0.0.1", 1, 9, "sync", timedelta(seconds=300))
+    distributed._join_group(backend, "127.0.0.1", 1, 9, "sync", timedelta(seconds=300))
     assert (made["group_size"], made["group_rank"], made["group_name"]) == (9, 0, "sync")
     assert made["timeout"] == timedelta(seconds=seconds)
 
@@ -87,5 +87,5 @@ def test_a_group_whose_collective_failed_is_not_waited_for(
     left: list[tuple[str, str]] = []
     monkeypatch.setattr(c10d, "_abort_process_group", lambda group: left.append(("abort", group)))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: left.append(("destroy", group)))
-    weight_sync._leave("group", backend)
+    distributed._leave("group", backend)
     assert left == [(way, "group")]

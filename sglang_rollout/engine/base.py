@@ -1,0 +1,348 @@
+"""What an engine is, whatever it is made of: ``rollout.engine.backend`` names a class that follows ``Engine``.
+
+An engine is met in three processes, and ``Engine`` is the one object that makes its part for each of them:
+
+| part | process | does |
+|---|---|---|
+| ``EngineServer`` | a Ray actor on its node | owns what is started and ended: ``start``, ``stop`` |
+| ``EngineClient`` | the driver, in its event loop | ``generate``, ``abort``, ``healthy``, ``sleep``, ``wake`` |
+| ``WeightSync`` | the learner's rank 0, without an event loop | ``push``: new weights into all engines |
+
+The three know each other by the server's ``base_url``, a string that only the engine itself reads. Making a part does
+nothing else: it starts, opens and loads nothing. Everything above (router, rollout manager, branching, GPU phases,
+deployment) speaks to these protocols.
+
+Every failure of a request is one of four exceptions, so that a caller can tell an engine that is gone
+(``EngineUnavailable``) from one that is slow (``EngineTimeout``), from a request it refuses (``EngineRejected``) and
+from an engine that broke while it worked (``EngineFailed``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.registry import ExtensionError, Registry
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineError(RuntimeError):
+    """An engine cannot be started or reached. The message says which, why and what to do."""
+
+
+class EngineStartError(EngineError):
+    """The engine ended or stayed silent while it was starting."""
+
+
+class EngineClientError(RuntimeError):
+    """A request to an engine failed.
+
+    Attributes:
+        engine: its base URL.
+        reason: the message without the engine and the call.
+    """
+
+    def __init__(self, engine: str, reason: str, call: str = "") -> None:
+        super().__init__(f"engine {engine}: {call + ': ' if call else ''}{reason}")
+        self.engine = engine
+        self.reason = reason
+
+
+class EngineUnavailable(EngineClientError):
+    """Nobody answers at the engine's address, also after the retries."""
+
+
+class EngineTimeout(EngineClientError):
+    """The engine did not answer in time."""
+
+
+class EngineRejected(EngineClientError):
+    """The engine refused the request: the request is wrong, and a retry would be too."""
+
+
+class EngineFailed(EngineClientError):
+    """The engine answered with an error of its own or with something that is no answer."""
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """What one request sampled. The lists have one entry for each output token.
+
+    ``log_probs`` are natural logarithms of the probability after the temperature, and before top_p, top_k and min_p
+    cut the distribution unless ``filtered_log_probs`` was asked for. ``weight_versions`` has the version that sampled
+    each token: they differ within one call where weights were swapped while the request was held.
+    """
+
+    output_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    matched_stop: int | str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    top_log_probs: list[list[float]] | None = None
+    """Log-probs of the most likely tokens at each position, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """When the engine ends a turn: on a token id, or on a string (needs the tokenizer in the engine)."""
+
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One request: what to continue, how to sample, when to stop. A temperature of 0 takes the most likely token."""
+
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingConfig
+    stop: StopConditions = field(default_factory=StopConditions)
+    seed: int | None = None
+    """Of the draws; the engine mixes the token's position into it."""
+    top_log_probs: int = 0
+    filtered_log_probs: bool = False
+    """Take the probabilities after top_p, top_k and min_p: the distribution that was sampled from."""
+
+    @property
+    def wants_filtered(self) -> bool:
+        """Whether that distribution is asked for and differs from the one before the filters."""
+        sampling = self.sampling
+        filtered = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        return self.filtered_log_probs and filtered and sampling.temperature > 0.0
+
+
+class Memory(StrEnum):
+    """What an engine holds on its GPUs, for ``EngineClient.sleep`` and ``wake``."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class EngineServer(Protocol):
+    """Owns what runs on the engine's node. Its methods may block; one owner calls them, one after another."""
+
+    @property
+    def base_url(self) -> str:
+        """Where clients and weight syncs find the engine; known once it has started."""
+
+    def start(self) -> None:
+        """Return when the engine can generate. After ``stop`` it may be called again.
+
+        Raises:
+            EngineStartError: nothing is left running.
+        """
+
+    def stop(self) -> None:
+        """End everything that was started. Safe to call at any time."""
+
+
+class EngineClient(Protocol):
+    """Speaks to one engine, from one event loop. An asynchronous context manager that closes it."""
+
+    base_url: str
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        on_start: Callable[[str], None] | None = None,
+        deadline_seconds: float | None = None,
+    ) -> GenerateResult:
+        """Sample until a stop condition, the length limit, or an abort (then the result is partial).
+
+        Args:
+            on_start: called with the id of every attempt at the request; ``abort`` takes it.
+            deadline_seconds: after that time the request is aborted and what it has so far is returned.
+
+        Raises:
+            EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End one request, which returns what it has with finish_reason "abort". An unknown id is no error."""
+
+    async def weight_version(self) -> int:
+        """Version of the weights that the next token is sampled with; 0 are those it was started with."""
+
+    async def healthy(self, timeout_seconds: float = 10.0) -> bool:
+        """Whether the engine generates."""
+
+    async def sleep(self, memory: Sequence[Memory]) -> None:
+        """Give up GPU memory, once requests that were aborted have ended. Weights need not survive."""
+
+    async def wake(self, memory: Sequence[Memory]) -> None:
+        """Take back what ``sleep`` gave up; weights are undefined until the next push."""
+
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> EngineClient: ...
+
+    async def __aexit__(self, *exception: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one push did."""
+
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+    verified_tensors: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "weight_sync/seconds": self.seconds,
+            "weight_sync/gigabytes": self.bytes / 1e9,
+            "weight_sync/gigabytes_per_second": self.bytes / 1e9 / max(self.seconds, 1e-9),
+            "weight_sync/verified_tensors": float(self.verified_tensors),
+        }
+
+
+class WeightSync(Protocol):
+    """One way of new weights into a fixed set of engines. It runs in the learner's rank 0."""
+
+    engines: list[str]
+    """Base URLs."""
+
+    def push(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> SyncReport:
+        """Send ``buckets`` of (Hugging Face name, full tensor) to every engine as weight version ``version``.
+
+        Every parameter must be in exactly one bucket. When this returns, every engine samples with ``version``, and
+        requests in flight go on with it.
+
+        Raises:
+            WeightSyncError: naming the engines at fault, which are then started anew.
+        """
+
+    def close(self) -> None:
+        """Give up connections and shared memory."""
+
+
+class Engine(Protocol):
+    """Makes the parts of the run's engines, in whichever process: called with the Config and backend_kwargs."""
+
+    def server(
+        self,
+        index: int,
+        *,
+        model_path: str,
+        host: str,
+        log_file: Path,
+        tokenizer: bool,
+        weights_from_sync: bool,
+        gpu_ids: Sequence[str] | None,
+    ) -> EngineServer:
+        """The server of engine ``index`` of rollout.engine.count, not started yet.
+
+        Args:
+            model_path: Hugging Face directory.
+            host: address of this node that the others reach.
+            log_file: for what it prints; a restart appends.
+            tokenizer: requests have stop strings.
+            weights_from_sync: a push comes before the first request.
+            gpu_ids: CUDA devices that it may use, its own first; None leaves the environment as it is.
+        """
+
+    def client(self, base_url: str) -> EngineClient:
+        """A client of the engine at ``base_url``, not connected yet."""
+
+    def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
+        """A way of new weights from the learner into the engines at ``base_urls``, not connected yet."""
+
+
+ENGINES: Registry[Callable[..., Any]] = Registry(
+    "rollout.engine.backend",
+    takes=("config",),
+    built_in={
+        "sglang": "sglang_rollout.backends.sglang_engine:SGLangEngine",
+        "transformers": "sglang_rollout.backends.transformers_engine:TransformersEngine",
+    },
+)
+
+
+def make_engine(config: Config) -> Engine:
+    """The configured engine.
+
+    Raises:
+        ExtensionError: rollout.engine.backend names nothing that makes an engine with rollout.engine.backend_kwargs.
+    """
+    settings = config.rollout.engine
+    bound = ENGINES.bind(settings.backend, settings.backend_kwargs)
+    try:
+        engine = bound(config)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ExtensionError(f"{bound.label} raised {type(error).__name__} when it was made: {error}") from error
+    _check_parts(bound.label, engine, Engine)
+    found: Engine = engine
+    return found
+
+
+def check_engine(config: Config) -> None:
+    """Refuse an engine that does not follow the protocols, before any process starts.
+
+    Raises:
+        ExtensionError: as ``make_engine``; or a part lacks a method, or one has other parameters than its protocol.
+    """
+    engine, label = make_engine(config), f"rollout.engine.backend={config.rollout.engine.backend}"
+    log_file = config.run_dir / "logs" / "engine_0.log"
+    made = "http://127.0.0.1:9"
+    server: dict[str, Any] = {"model_path": config.model.path, "host": "127.0.0.1", "log_file": log_file}
+    server |= {"tokenizer": False, "weights_from_sync": True, "gpu_ids": None}
+    parts: list[tuple[str, type, Callable[[], object]]] = [
+        ("server", EngineServer, lambda: engine.server(0, **server)),
+        ("client", EngineClient, lambda: engine.client(made)),
+        ("weight_sync", WeightSync, lambda: engine.weight_sync([made])),
+    ]
+    for name, protocol, make in parts:
+        try:
+            part = make()
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ExtensionError(f"{label}: its {name}(…) raised {type(error).__name__}: {error}") from error
+        _check_parts(f"{label}: what its {name}(…) returned", part, protocol)
+
+
+def _check_parts(label: str, found: object, protocol: type) -> None:
+    """Raise ExtensionError where ``found`` has not the methods of ``protocol``, to be called in the same way."""
+    kind = type(found).__name__
+    for name, member in {**dict.fromkeys(protocol.__annotations__), **vars(protocol)}.items():
+        if name.startswith("_") and name not in ("__aenter__", "__aexit__"):
+            continue
+        # A property may need what only start() gives it: look at the class.
+        if not hasattr(type(found), name) and name not in getattr(found, "__dict__", {}):
+            raise ExtensionError(
+                f"{label}: {kind} has no {name!r}: define what sglang_rollout.engine.base.{protocol.__name__} lists"
+            )
+        if not inspect.isfunction(member):
+            continue
+        own = getattr(found, name)
+        if not callable(own):
+            raise ExtensionError(f"{label}: {kind}.{name} is no method")
+        wanted = list(inspect.signature(member).parameters.values())[1:]
+        positions = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
+        keywords = [each.name for each in wanted if each.kind is each.KEYWORD_ONLY]
+        try:
+            inspect.signature(own).bind(*positions, **dict.fromkeys(keywords))
+        except TypeError as error:
+            raise ExtensionError(
+                f"{label}: {kind}.{name}{inspect.signature(own)} cannot be called as {name}"
+                f"{inspect.signature(member)}: {error}"
+            ) from error
+        except ValueError:
+            continue
+        if inspect.iscoroutinefunction(member) and not inspect.iscoroutinefunction(own):
+            raise ExtensionError(f"{label}: {kind}.{name} must be a coroutine (async def)")

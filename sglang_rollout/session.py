@@ -1,0 +1,155 @@
+"""One trajectory's dealings with engines: keeps its place while it lives, moves when the engine fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_retool.config import SamplingConfig
+from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.engine.base import (
+    EngineClientError,
+    EngineRejected,
+    GenerateRequest,
+    GenerateResult,
+    StopConditions,
+)
+from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.router import Lease, RoutedEngine
+from sglang_rollout.rollout_statistics import RolloutStatistics
+
+MAX_ENGINE_FAILURES = 8
+"""Requests of one trajectory that may fail on live engines before the run is told."""
+
+
+class RolloutError(RuntimeError):
+    """Rollout cannot go on: an engine refuses a request, or fails again and again. The message names both."""
+
+
+@dataclass
+class RequestSettings:
+    """How a stream's requests are made.
+
+    Attributes:
+        filtered_log_probs: of ``GenerateRequest``.
+    """
+
+    sampling: SamplingConfig
+    stop: StopConditions
+    filtered_log_probs: bool
+
+
+@dataclass
+class InFlight:
+    """What a stream has at the engines, and where it is counted.
+
+    Attributes:
+        statistics: requests and tokens.
+        requests: engine of each request, by request id.
+        tasks: one for each trajectory.
+        pausing: nothing new is to begin.
+    """
+
+    statistics: RolloutStatistics
+    requests: dict[str, RoutedEngine] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    pausing: bool = False
+
+
+class Session:
+    """Samples for one trajectory, on whichever engine can; ``close`` gives its place back.
+
+    Args:
+        engines: where.
+        settings: how.
+        in_flight: of the trajectory's stream.
+    """
+
+    def __init__(self, engines: EnginePool, settings: RequestSettings, in_flight: InFlight) -> None:
+        self._engines = engines
+        self._settings = settings
+        self._in_flight = in_flight
+        self._lease: Lease | None = None
+        self._request_id: str | None = None
+        self._failures = 0
+
+    async def generate(
+        self,
+        state: TrajectoryState,
+        max_new_tokens: int,
+        deadline: float,
+        extra_ids: Sequence[int] = (),
+        top_log_probs: int = 0,
+    ) -> GenerateResult:
+        """Sample what follows the state's ids and ``extra_ids``.
+
+        Raises:
+            RolloutError: an engine refuses the request, or requests fail again and again.
+            NoEngineAvailable: all are dead.
+        """
+        router = self._engines.router
+        request = GenerateRequest(
+            input_ids=[*state.prompt_ids, *state.response_ids, *extra_ids],
+            max_new_tokens=max_new_tokens,
+            sampling=self._settings.sampling,
+            stop=self._settings.stop,
+            seed=state.seed,
+            top_log_probs=top_log_probs,
+            filtered_log_probs=self._settings.filtered_log_probs,
+        )
+        avoid: RoutedEngine | None = None
+        while True:
+            if self._lease is None:
+                self._lease = await router.acquire(state.group_id, state.length, avoid)
+                if self._in_flight.pausing:
+                    return GenerateResult([], [], [], "abort")
+            router.grow(self._lease, state.length)
+            engine = self._lease.engine
+            try:
+                try:
+                    result = await engine.client.generate(request, on_start=self._begun, deadline_seconds=deadline)
+                finally:
+                    self._begun(None)
+            except EngineRejected as error:
+                raise RolloutError(
+                    f"trajectory {state.group_id}/{state.index} ({len(state.prompt_ids)} prompt and "
+                    f"{len(state.response_ids)} response tokens): {error}"
+                ) from error
+            except EngineClientError as error:
+                self.close()
+                avoid = engine
+                await self._judge(engine, state, error)
+                continue
+            statistics = self._in_flight.statistics
+            statistics.requests += 1
+            statistics.sampled_tokens += len(result.output_ids)
+            statistics.prompt_tokens += result.prompt_tokens
+            statistics.cached_tokens += result.cached_tokens
+            return result
+
+    def close(self) -> None:
+        """Give the place at the engine back."""
+        if self._lease is not None:
+            self._engines.router.release(self._lease)
+            self._lease = None
+
+    def _begun(self, request_id: str | None) -> None:
+        """The engine knows the trajectory's request under this id now; None: under none."""
+        requests = self._in_flight.requests
+        if self._request_id is not None:
+            requests.pop(self._request_id, None)
+        self._request_id = request_id
+        if request_id is not None and self._lease is not None:
+            requests[request_id] = self._lease.engine
+
+    async def _judge(self, engine: RoutedEngine, state: TrajectoryState, error: EngineClientError) -> None:
+        """Decide whether a failure means that the engine is gone; raise where failing has become a habit."""
+        if not await self._engines.still_alive(engine, error):
+            return
+        self._failures += 1
+        if self._failures > MAX_ENGINE_FAILURES:
+            raise RolloutError(
+                f"trajectory {state.group_id}/{state.index} failed {self._failures} times on engines that are healthy; "
+                f"the last failure: {error}"
+            ) from error

@@ -1,0 +1,137 @@
+"""Weights as handles of memory that the engines map."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
+from sglang_rollout.weight_sync.errors import WeightSyncError
+
+
+class TensorWeightSync(ServerWeightSync):
+    """Handles of memory that the engines map: shared memory on CPU, CUDA IPC on GPU.
+
+    Engines must run on the learner's host (and, on GPU, see its devices). Each bucket is copied once into a flat
+    buffer: one handle for each reader, whatever the number of tensors.
+    """
+
+    def __init__(self, engines: Sequence[str], **common: Any) -> None:
+        super().__init__(engines, **common)
+        self._buffer: torch.Tensor | None = None
+
+    def _probe(self) -> None:
+        super()._probe()
+        foreign = [url for url in self.engines if not is_local(url)]
+        if foreign:
+            raise WeightSyncError(
+                f"weight_sync.method=tensor shares memory, but {', '.join(foreign)} is on another host: use "
+                "weight_sync.method=distributed",
+                foreign,
+            )
+
+    def _send(self, bucket: Bucket) -> None:
+        device = bucket[0][1].device
+        flat = self._flat(sum(tensor.nbytes for _, tensor in bucket), device)
+        metadata, offset = [], 0
+        for name, tensor in bucket:
+            end = offset + tensor.nbytes
+            flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            metadata.append(
+                SimpleNamespace(
+                    name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=offset, end_idx=end, numel=end - offset
+                )
+            )
+            offset = end
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        value = {"flattened_tensor": flat, "metadata": metadata}
+        bodies: dict[str, dict[str, Any] | None] = {
+            url: {
+                # Every tensor-parallel rank of every engine maps the same memory and takes its own part. Each needs a
+                # handle of its own: a handle is one count on the memory, and the rank that opens it takes it down.
+                "serialized_named_tensors": [_pickled(value) for _ in range(int(self._infos[url].get("tp_size") or 1))],
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            for url in self.engines
+        }
+        path = "/update_weights_from_tensor"
+        self._await_all(self._start_all(path, bodies), path)
+
+    def _end(self, version: int) -> None:
+        super()._end(version)
+        self._free()
+
+    def _give_up(self) -> None:
+        super()._give_up()
+        self._free()
+
+    def _flat(self, size: int, device: torch.device) -> torch.Tensor:
+        """Memory for a bucket of ``size`` bytes."""
+        if device.type == "cuda":
+            # Never the one before: an engine answers when its first rank is done, while others may be reading still.
+            # torch gives memory back when every reader has closed it, and not earlier.
+            torch.cuda.ipc_collect()
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+            _share_through_file_system(self._buffer)
+        return self._buffer[:size]
+
+    def close(self) -> None:
+        super().close()
+        self._buffer = None
+
+    def _free(self) -> None:
+        # A segment of shared memory has a name, and outlives a process that is killed: between two syncs, where a run
+        # spends its time and ends, there is none.
+        self._buffer = None
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # every rank has closed its handles: the memory is the learner's again
+
+
+def _share_through_file_system(tensor: torch.Tensor) -> None:
+    # The default strategy passes a file descriptor through a socket that only child processes may open.
+    import torch.multiprocessing as multiprocessing
+
+    previous = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensor.share_memory_()
+    finally:
+        multiprocessing.set_sharing_strategy(previous)
+
+
+def _pickled(value: dict[str, Any]) -> str:
+    """``value`` as SGLang's deserialiser takes it: ForkingPickler, which sends handles of shared tensors, in base64."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing as multiprocessing
+
+    previous = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        pickler = ForkingPickler(buffer)
+        if value["flattened_tensor"].is_cuda:
+            pickler.dispatch_table[torch.Tensor] = _reduce_cuda_tensor
+        pickler.dump(value)
+    finally:
+        multiprocessing.set_sharing_strategy(previous)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _reduce_cuda_tensor(tensor: torch.Tensor) -> Any:
+    """CUDA IPC handle that names the device by UUID: learner and engine may number their devices differently."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    rebuild, arguments = reduce_tensor(tensor)
+    device_position = 6
+    uuid = str(torch.cuda.get_device_properties(arguments[device_position]).uuid)
+    return rebuild, (*arguments[:device_position], uuid, *arguments[device_position + 1 :])

@@ -1,0 +1,253 @@
+"""The second engine against the protocol; that it agrees with SGLang on shared weights is test_real_engine's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_retool.config import ConfigError, SamplingConfig, load_config
+from megatron_retool.trajectory import FinishReason
+from sglang_rollout.backends.transformers_engine import TransformersEngine
+from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions, check_engine
+from sglang_rollout.rollout_manager import RolloutManager
+from tests.sglang_rollout.agent import markov_policy
+from tests.sglang_rollout.agent.markov_policy import ANSWER, CODE, CODE_END, ENDLESS_POLICY, TOOL_POLICY, single
+from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+
+SERVER = {"host": "127.0.0.1", "log_file": None, "tokenizer": True, "weights_from_sync": True, "gpu_ids": None}
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory, tokenizer):
+    directory = tmp_path_factory.mktemp("transformers") / "model"
+    return markov_policy.save(markov_policy.random_model(tokenizer, seed=1), tokenizer, directory)
+
+
+@pytest.fixture
+def engine(model_directory, tmp_path):
+    return make_engine(model_directory, tmp_path)
+
+
+def make_engine(model_directory, tmp_path, *overrides) -> TransformersEngine:
+    common = [f"model.path={model_directory}", f"trainer.runs_dir={tmp_path}", "rollout.engine.dtype=float32"]
+    return TransformersEngine(load_config(None, [*common, "rollout.engine.device=cpu", *overrides]))
+
+
+def started(engine: TransformersEngine) -> str:
+    server = engine.server(0, model_path=engine.config.model.path, **SERVER)
+    server.start()
+    return server.base_url
+
+
+def push(engine: TransformersEngine, url: str, model, version: int):
+    return engine.weight_sync([url]).push(markov_policy.buckets(model), version)
+
+
+async def tokens(client, ids: list[str], count: int) -> None:
+    """Wait until ``count`` tokens are sampled for the request whose id will be in ``ids``."""
+    while not ids or len(client._sequences[ids[0]].versions) < count:
+        await asyncio.sleep(0.005)
+
+
+def log_probs_of(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1)
+
+
+def test_log_probs_are_the_models_whoever_shares_the_batch(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    prompts = [[5, 6, 7, 8], list(range(3, 203)), [9] * 40]
+
+    async def scenario():
+        client = engine.client(started(engine))
+        requests = [GenerateRequest(p, 20 + 9 * i, SamplingConfig(), top_log_probs=3) for i, p in enumerate(prompts)]
+        return await asyncio.gather(*(client.generate(request) for request in requests))
+
+    for index, (prompt, result) in enumerate(zip(prompts, asyncio.run(scenario()), strict=True)):
+        assert (len(result.output_ids), result.finish_reason) == (20 + 9 * index, "length")
+        assert set(result.weight_versions) == {0} and result.prompt_tokens == len(prompt)
+        expected = log_probs_of(model, prompt, result.output_ids)
+        own = expected.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(result.log_probs, own, atol=2e-5)
+        np.testing.assert_allclose(result.top_log_probs, expected.topk(3).values, atol=2e-5)
+
+
+def test_filters_cut_the_distribution_and_the_log_probs_say_so_on_demand(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    sampling = SamplingConfig(top_p=0.5, top_k=20, min_p=0.02)
+
+    async def scenario():
+        client = engine.client(started(engine))
+        return await asyncio.gather(
+            *(
+                client.generate(GenerateRequest([5, 6], 24, sampling, seed=3, filtered_log_probs=filtered))
+                for filtered in (False, True)
+            )
+        )
+
+    plain, filtered = asyncio.run(scenario())
+    assert plain.output_ids == filtered.output_ids
+    probabilities, order = log_probs_of(model, [5, 6], plain.output_ids).exp().sort(descending=True)
+    for row, (token, before, after) in enumerate(
+        zip(plain.output_ids, plain.log_probs, filtered.log_probs, strict=True)
+    ):
+        p = probabilities[row]
+        kept = (p.cumsum(0) - p <= 0.5) & (torch.arange(len(p)) < 20) & (p >= 0.02 * p[0])
+        place = order[row].tolist().index(token)
+        assert kept[place]
+        assert before == pytest.approx(p[place].log().item(), abs=2e-5)
+        assert after == pytest.approx((p[place] / p[kept].sum()).log().item(), abs=1e-4)
+
+
+def test_a_seed_and_the_position_decide_what_is_sampled(engine):
+    async def scenario():
+        client = engine.client(started(engine))
+
+        async def sampled(ids, count, seed):
+            return (await client.generate(GenerateRequest(ids, count, SamplingConfig(), seed=seed))).output_ids
+
+        whole = await sampled([5, 6], 12, 1)
+        others = await asyncio.gather(sampled([5, 6, *whole[:5]], 7, 1), sampled([5, 6], 12, 2))
+        return whole, *others
+
+    whole, rest, other = asyncio.run(scenario())
+    assert rest == whole[5:] and other != whole
+
+
+def test_frequencies_are_the_probabilities(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, seed=1)
+
+    async def scenario():
+        client = engine.client(started(engine))
+        requests = [GenerateRequest([5, 6], 1, SamplingConfig(temperature=0.5, top_k=4)) for _ in range(2000)]
+        return [r.output_ids[0] for r in await asyncio.gather(*(client.generate(request) for request in requests))]
+
+    tokens = asyncio.run(scenario())
+    with torch.no_grad():
+        logits, likely = (model(torch.tensor([[5, 6]])).logits[0, -1] / 0.5).topk(4)
+    for token, probability in zip(likely.tolist(), logits.softmax(-1).tolist(), strict=True):
+        assert tokens.count(token) / len(tokens) == pytest.approx(probability, abs=0.05)
+
+
+def test_turns_end_at_ids_and_strings(engine, tokenizer):
+    url = started(engine)
+    push(engine, url, markov_policy.table_model(tokenizer, {"word": {CODE: 1.0}, CODE: {CODE_END: 1.0}}), 1)
+    start, end = [single(tokenizer, "word")], single(tokenizer, CODE)
+
+    async def scenario():
+        client = engine.client(url)
+        return [
+            await client.generate(GenerateRequest(start, 8, SamplingConfig(), stop))
+            for stop in (StopConditions((end,)), StopConditions((), ("</code>",)))
+        ]
+
+    by_id, by_string = asyncio.run(scenario())
+    assert (by_id.output_ids, by_id.finish_reason, by_id.matched_stop) == ([end], "stop", end)
+    assert by_string.output_ids == [end, single(tokenizer, CODE_END)] and by_string.matched_stop == "</code>"
+
+
+def test_weights_change_under_a_request_which_says_which_token_had_which(engine, tokenizer):
+    url = started(engine)
+    models = [markov_policy.table_model(tokenizer, ENDLESS_POLICY), markov_policy.random_model(tokenizer, 5)]
+    assert push(engine, url, models[0], 3).tensors == len(models[0].state_dict())
+    prompt = [single(tokenizer, "word")]
+
+    async def scenario():
+        client = engine.client(url)
+        assert await client.weight_version() == 3
+        ids: list[str] = []
+        request = GenerateRequest(prompt, 3000, SamplingConfig())
+        call = asyncio.create_task(client.generate(request, on_start=ids.append))
+        await tokens(client, ids, 5)
+        await asyncio.to_thread(push, engine, url, models[1], 4)
+        assert await client.weight_version() == 4
+        while 4 not in client._sequences[ids[0]].versions:
+            await asyncio.sleep(0.01)
+        await client.abort(ids[0])
+        return await call
+
+    result = asyncio.run(scenario())
+    assert result.finish_reason == "abort" and sorted(set(result.weight_versions)) == [3, 4]
+    assert result.weight_versions == sorted(result.weight_versions)
+    versions = np.array(result.weight_versions)
+    for version, model in zip((3, 4), models, strict=True):
+        expected = log_probs_of(model, prompt, result.output_ids)
+        own = expected.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(np.array(result.log_probs)[versions == version], own[versions == version], atol=5e-5)
+
+
+def test_a_deadline_and_an_abort_give_back_what_there_is(engine, tokenizer):
+    url = started(engine)
+    push(engine, url, markov_policy.table_model(tokenizer, ENDLESS_POLICY), 1)
+
+    async def scenario():
+        client, ids = engine.client(url), []
+        request = GenerateRequest([single(tokenizer, "word")], 3000, SamplingConfig())
+        assert await client.healthy(60)  # the model is loaded
+        limited = await client.generate(request, deadline_seconds=0.5)
+        call = asyncio.create_task(client.generate(request, on_start=ids.append))
+        await tokens(client, ids, 1)
+        await client.abort(ids[0])
+        cancelled = asyncio.create_task(client.generate(request))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        return limited, await call, await client.healthy(60)
+
+    limited, aborted, healthy = asyncio.run(scenario())
+    for result in (limited, aborted):
+        assert result.finish_reason == "abort" and 0 < len(result.output_ids) == len(result.log_probs) < 3000
+    assert healthy
+
+
+def test_what_does_not_fit_is_refused_and_what_grows_out_of_it_ends(model_directory, tmp_path):
+    engine = make_engine(model_directory, tmp_path, "rollout.engine.context_length=32")
+
+    async def scenario():
+        client = engine.client(started(engine))
+        with pytest.raises(EngineRejected, match="the input of 40 tokens fills the context of 32"):
+            await client.generate(GenerateRequest([5] * 40, 4, SamplingConfig()))
+        return await client.generate(GenerateRequest([5] * 30, 4, SamplingConfig()))
+
+    result = asyncio.run(scenario())
+    assert (len(result.output_ids), result.finish_reason) == (2, "length")
+
+
+@pytest.mark.parametrize("setting", ["quantization=fp8", "tensor_parallel_size=2", "extra_args=[--x]"])
+def test_what_it_cannot_do_is_said(model_directory, tmp_path, setting):
+    with pytest.raises(ConfigError, match=f"rollout.engine.{setting.split('=')[0]}.*backend=transformers"):
+        make_engine(model_directory, tmp_path, f"rollout.engine.{setting}")
+
+
+def test_the_rollout_manager_speaks_to_it_as_to_any_engine(model_directory, tmp_path, tokenizer):
+    """Turns, tools and branching, with exact log-probs, over an engine that has no HTTP."""
+    overrides = [
+        "rollout.engine.backend=transformers", "rollout.branching.enable=true", "rollout.branching.initial_rollouts=2",
+        "rollout.branching.entropy_tokens=3", "rollout.train.n=4", "rollout.engine.random_seed=7",
+        "data.max_response_length=300", "rollout.multi_turn.max_tool_response_tokens=48",
+    ]  # fmt: skip
+    engine = make_engine(model_directory, tmp_path, *overrides)
+    check_engine(engine.config)
+    url, model = started(engine), markov_policy.table_model(tokenizer, TOOL_POLICY)
+    push(engine, url, model, 2)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "6*7?"}], tokenize=False, add_generation_prompt=1)
+    prompts = [Prompt(tokenizer.encode(text, add_special_tokens=False), group) for group in range(3)]
+
+    async def scenario():
+        async with RolloutManager(engine.config, tokenizer, [url], ScriptedTools(), engine=engine) as manager:
+            return await manager.generate_groups(prompts, SamplingConfig(n=4))
+
+    trajectories = [trajectory for group in asyncio.run(scenario()) for trajectory in group]
+    assert [(t.group_id, t.index) for t in trajectories] == [(g, i) for g in range(3) for i in range(4)]
+    assert {t.finish_reason for t in trajectories} <= {FinishReason.STOP, FinishReason.TOOL_LIMIT, FinishReason.LENGTH}
+    assert any(t.tool_calls for t in trajectories) and any(
+        ANSWER in tokenizer.decode(t.response_ids) for t in trajectories
+    )
+    for t in trajectories:
+        assert set(t.weight_versions[t.loss_mask]) == {2}
+        ids = torch.tensor(t.response_ids.astype(np.int64))
+        own = log_probs_of(model, t.prompt_ids.tolist(), ids.tolist()).gather(-1, ids[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(t.rollout_log_probs[t.loss_mask], own[t.loss_mask], atol=5e-5)
