@@ -83,6 +83,7 @@ class BatchedModel:
         self._batch: list[SampledSequence] = []
         self._steps = 0
         self._cache: Any = None
+        self._cache_of: tuple[Path, int] | None = None
         self._mask = torch.empty(0)
         self._serving: asyncio.Task[None] | None = None
         self._random = torch.Generator()
@@ -134,15 +135,14 @@ class BatchedModel:
                 else:
                     sequence.done.set_result(None)
 
-    def _refresh(self) -> bool:
-        """Whether other weights are there than before."""
+    def _refresh(self) -> None:
         newest = self._weights.newest()
         if newest is None and self._loaded is not None:
-            return False
+            return
         version, path = newest or (0, self.path)
         found = (path, path.stat().st_mtime_ns)
         if found == self._loaded:
-            return False
+            return
         settings = self.config.rollout.engine
         self._model, info = _load(path, settings.dtype, self._attention)
         if info["missing_keys"]:
@@ -152,13 +152,12 @@ class BatchedModel:
         ends = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset([ends] if isinstance(ends, int) else ends or ())
         self._context = settings.context_length or self._model.config.max_position_embeddings
-        return True
 
     @torch.inference_mode()
     def _step(self, joining: list[SampledSequence]) -> list[SampledSequence]:
         """Sample one token for every sequence of the batch, after ``joining`` have joined it; those that ended."""
         with self._lock:
-            changed = self._refresh() or bool(joining)
+            self._refresh()
             for sequence in joining:
                 if len(sequence.ids) >= self._context:
                     length = len(sequence.ids)
@@ -169,7 +168,10 @@ class BatchedModel:
             rows = [row for row, sequence in enumerate(batch) if sequence.finish_reason is None]
             self._batch = [batch[row] for row in rows]
             if self._batch:
-                logits = self._prefill() if changed else self._decode(rows)
+                # Keys and values of other weights would give log-probs that no weights have.
+                continues = not joining and self._cache_of == self._loaded
+                logits = self._decode(rows) if continues else self._prefill()
+                self._cache_of = self._loaded
                 for sequence, token in zip(self._batch, self._draw(logits.float().cpu()), strict=True):
                     self._append(sequence, token)
                 ended += [sequence for sequence in self._batch if sequence.finish_reason is not None]

@@ -64,7 +64,9 @@ def test_log_probs_are_the_models_whoever_shares_the_batch(engine, tokenizer):
 
     async def scenario():
         client = engine.client(started(engine))
-        requests = [GenerateRequest(p, 20 + 9 * i, SamplingConfig(), top_log_probs=3) for i, p in enumerate(prompts)]
+        requests = [
+            GenerateRequest(p, 20 + 9 * i, SamplingConfig(), seed=1 + i, top_log_probs=3) for i, p in enumerate(prompts)
+        ]
         return await asyncio.gather(*(client.generate(request) for request in requests))
 
     for index, (prompt, result) in enumerate(zip(prompts, asyncio.run(scenario()), strict=True)):
