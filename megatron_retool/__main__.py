@@ -72,6 +72,10 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
     config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
     config = load_config(config_file, options.overrides)
+    if options.command in ("pipeline", "train", "evaluate"):
+        from megatron_retool.loop.checks import check_extensions
+
+        check_extensions(config)
     with LeaveRequest() as leave:
         if options.command == "make-demo":
             from megatron_retool.data.demo import make_demo

@@ -32,7 +32,7 @@ from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
-from megatron_retool.rewards.manager import RewardManager
+from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
@@ -90,9 +90,6 @@ class Deployment:
             check_weight_sync(config, placement)
         tokenizer = load_tokenizer(config.model)
         self._tokenizer = tokenizer
-        self.rewards = self._stack.enter_context(
-            RewardManager(config.reward, tokenizer, config.data.max_response_length)
-        )
         client = await self._sandbox_client(placement)
         self.tools = ToolRegistry.from_config(config.tools, config.rollout.multi_turn.tools, code_interpreter=client)
         # An engine that has to find texts in what it samples needs the tokenizer.
@@ -102,6 +99,10 @@ class Deployment:
             self.prompts = PromptSource(config.data, tokenizer, self.tools, config.trainer.seed)
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
+        check_reward(config.reward, next(iter(self.validation_prompts), None))
+        self.rewards = self._stack.enter_context(
+            RewardManager(config.reward, tokenizer, config.data.max_response_length)
+        )
         await self._start_tools(placement, client)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARTS = ("weights", "optimizer", "gradients")
-
 
 class HostOffload:
     """Where the parts of a learner are: on their device, or in (pinned) host memory.

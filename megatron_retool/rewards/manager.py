@@ -203,7 +203,9 @@ class RewardManager:
 
 
 def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> None:
-    """Load the reward function in a process of its own, and score one answer to ``prompt``: its ground truth in a box.
+    """Load a function of one's own in a process of its own, and score one answer to ``prompt``: its truth in a box.
+
+    Of a built-in function the keyword arguments are checked alone.
 
     Raises:
         ConfigError: the function cannot be loaded or called with reward.function_kwargs, raises, ends its process,
@@ -212,7 +214,6 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
     try:
         if config.function in reward_functions.names:
             reward_functions.bind(config.function, config.function_kwargs)
-        if config.function == "math":
             return
         worker = _Worker(config)
     except ExtensionError as error:
