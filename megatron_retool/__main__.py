@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     parser.add_argument("--config", help="YAML file (default: configs/demo_cpu.yaml)")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value, or the run's directory for report")
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(soft_wrap=not sys.stdout.isatty(), emoji=False)  # a path such as own.py:Notes is no emoji
     try:
         if arguments[:1] == ["plan"]:
             from megatron_retool.planning.cli import main as plan

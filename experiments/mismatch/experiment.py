@@ -118,7 +118,7 @@ def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, help=f"take the fine-tuned model of this run of {experiment.config.name}")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value for every run")
     options = parser.parse_intermixed_args(arguments)
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(soft_wrap=not sys.stdout.isatty(), emoji=False)
     try:
         run_experiment(
             experiment,

@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("overrides", nargs="*", help="dotted.key=value")
     options = parser.parse_intermixed_args(arguments)
-    console = Console(soft_wrap=True, highlight=False, stderr=options.keys is not None)
+    console = Console(soft_wrap=True, highlight=False, emoji=False, stderr=options.keys is not None)
     try:
         config = load_config(options.config, options.overrides)
         nodes = config.cluster.nodes if options.nodes is None else options.nodes

@@ -46,7 +46,7 @@ class Run:
         self.config = config
         self.leave = leave
         self.rank = int(os.environ.get("RANK", "0"))
-        self.console = console or Console(quiet=self.rank != 0, soft_wrap=not sys.stdout.isatty())
+        self.console = console or Console(quiet=self.rank != 0, soft_wrap=not sys.stdout.isatty(), emoji=False)
 
     def run(self) -> bool:
         """Train; whether all stages are done."""

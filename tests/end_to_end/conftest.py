@@ -64,12 +64,14 @@ class CommandLine:
     """Runs commands of this project as a user would, marked so that their processes can be found afterwards."""
 
     config: Path
+    directory: Path = ROOT
+    """Where the commands are started."""
 
     def start(self, command: str, *overrides: str) -> tuple[subprocess.Popen[str], str]:
         marker = uuid.uuid4().hex
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_retool", command, "--config", str(self.config), *overrides],
-            cwd=ROOT,
+            cwd=self.directory,
             env={**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

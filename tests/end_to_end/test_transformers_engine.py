@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_retool.monitor.logger import read_metrics
+from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 from tests.end_to_end.conftest import FinishedRun
 

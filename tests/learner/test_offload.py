@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
-from megatron_retool.learner.offload import PARTS, HostOffload
+from megatron_retool.learner.offload import HostOffload
 from tests.learner.tiny_models import hf_model, random_batch, save_model
+
+PARTS = ("weights", "optimizer", "gradients")
 
 LENGTHS = [(5, 20), (9, 3), (4, 12)]
 
