@@ -1,4 +1,4 @@
-"""Rollout throughput on this machine, and what the turn loop costs over bare /generate requests.
+"""Rollout throughput on this machine, and what the agent loop costs over bare /generate requests.
 
     python benchmarks/rollout_throughput.py [--trajectories 128] [--rounds 5]
 

@@ -62,13 +62,9 @@ class Experience:
 
     def _started(self, step: int) -> asyncio.Task[Collected]:
         if step not in self._tasks:
-            self._tasks[step] = asyncio.create_task(self._collect(step, self._tasks.get(step - 1)))
+            collecting = collect_groups(self._run, self._state, step, after=self._tasks.get(step - 1))
+            self._tasks[step] = asyncio.create_task(collecting)
         return self._tasks[step]
-
-    async def _collect(self, step: int, previous: asyncio.Task[Collected] | None) -> Collected:
-        if previous is not None:
-            await previous
-        return await collect_groups(self._run, self._state, step)
 
     async def __aenter__(self) -> Experience:
         return self
@@ -79,11 +75,15 @@ class Experience:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
-async def collect_groups(run: Deployment, state: TrainerState, step: int) -> Collected:
+async def collect_groups(
+    run: Deployment, state: TrainerState, step: int, after: asyncio.Task[Collected] | None = None
+) -> Collected:
     """Generate until train_batch_size informative groups are there, or max_generation_rounds are spent (DAPO, 3.2).
 
-    Nothing is kept where not one group is informative.
+    Nothing is kept where not one group is informative. It begins when ``after`` has ended.
     """
+    if after is not None:
+        await after
     config = run.config
     wanted, dynamic = config.data.train_batch_size, config.algorithm.dynamic_sampling
     groups: list[list[Trajectory]] = []

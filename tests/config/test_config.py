@@ -6,7 +6,7 @@ import pytest
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, ConfigError, load_config, save_config
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_override_reaches_nested_key():
