@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ def make_tool(config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInt
         kwargs = {"config": with_settings(section, entry.kwargs, f"{key}.kwargs")}
         if "client" in inspect.signature(found).parameters:
             kwargs["client"] = client
-    if inspect.isclass(found):
+    if inspect.isclass(found) or _makes_a_tool(found):
         make: Callable[[], Any] = registry.bind(entry.tool, kwargs)
     else:
         takes = argument_names(found) if inspect.isfunction(found) else ()
@@ -88,12 +89,22 @@ def make_tool(config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInt
     except ConfigError:
         raise
     except Exception as error:
-        raise ExtensionError(f"{label}: making the tool failed: {type(error).__name__}: {error}") from error
+        also = " A function that makes a tool says so: -> Tool" if inspect.isfunction(found) else ""
+        raise ExtensionError(f"{label}: making the tool failed: {type(error).__name__}: {error}.{also}") from error
     if not isinstance(tool, Tool):
         raise ExtensionError(
             f"{label}: {type(tool).__name__} is no tool: derive the class from tools.tool.Tool, or name a function"
         )
     return named_tool(tool, entry.name, label)
+
+
+def _makes_a_tool(found: Any) -> bool:
+    """Whether it is a function that is annotated to return a tool, and not one that is a tool itself."""
+    try:
+        returned = typing.get_type_hints(found).get("return")
+    except (TypeError, NameError):
+        return False
+    return inspect.isclass(returned) and issubclass(returned, Tool)
 
 
 def named_tool(tool: Tool, name: str | None = None, label: str = "the tool") -> NamedTool:

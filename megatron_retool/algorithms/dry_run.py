@@ -111,7 +111,7 @@ _COLUMNS = {Need.CRITIC: "values", Need.REFERENCE: "ref_log_probs", Need.ENTROPY
 def _with_hint(error: ExtensionError, needs: frozenset[Need], possible: tuple[Need, ...]) -> ExtensionError:
     """An undeclared need shows as None where a column is meant."""
     missing = [need for need in possible if need not in needs]
-    if "None" not in str(error) or not missing:
+    if " raised " not in str(error) or "None" not in str(error) or not missing:
         return error
     hints = ", ".join(f"{_COLUMNS[need]} (@needs({need.value!r}))" for need in missing)
     return ExtensionError(f"{error}. None without a declared need: {hints}, with needs of megatron_retool.registry")

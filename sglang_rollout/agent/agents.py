@@ -49,21 +49,27 @@ def _checked(made: Any, label: str) -> Agent:
         raise ExtensionError(
             f"{label}: {kind}.stop must be StopConditions ({StopConditions.__module__}): where the engine ends a turn"
         )
-    run = getattr(made, "run", None)
-    form = "define async def run(self, state, generate, paused) -> bool"
-    if not inspect.iscoroutinefunction(run):
-        raise ExtensionError(f"{label}: {kind} has no asynchronous method run: {form}")
-    try:
-        inspect.signature(run).bind("state", "generate", "paused")
-    except TypeError as error:
-        raise ExtensionError(f"{label}: {kind}.run cannot be called with three arguments ({error}): {form}") from error
+    _check_run(kind, getattr(made, "run", None), label)
     agent: Agent = made
     return agent
 
 
+def _check_run(kind: str, run: Any, label: str, *bound: str) -> None:
+    """``bound``: ("self",) where ``run`` is a class's."""
+    form = "define async def run(self, state, generate, paused) -> bool"
+    if not inspect.iscoroutinefunction(run):
+        raise ExtensionError(f"{label}: {kind} has no asynchronous method run: {form}")
+    try:
+        inspect.signature(run).bind(*bound, "state", "generate", "paused")
+    except TypeError as error:
+        raise ExtensionError(f"{label}: {kind}.run cannot be called with three arguments ({error}): {form}") from error
+
+
 def check_agent(config: Config) -> None:
-    """Raise ExtensionError where the run's agent cannot be loaded, or called with its keyword arguments.
+    """Raise ExtensionError where the run's agent cannot be loaded, made with its keyword arguments, or run.
 
     The rest is checked where it is made, for which a tokenizer is needed.
     """
-    agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
+    extension = agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
+    if inspect.isclass(extension.object):
+        _check_run(extension.object.__name__, getattr(extension.object, "run", None), extension.label, "self")

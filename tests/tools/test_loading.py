@@ -41,6 +41,9 @@ async def lookup(query: str, language: str = 'en', *, top_k: int = 3):
     '''
     return f'{{query}} {{language}} {{top_k}}'
 
+def tripling(*, factor: int = 3) -> Own:
+    return Own(factor=factor)
+
 def blocking(x: float) -> str:
     '''Half of it.
 
@@ -76,6 +79,12 @@ def test_a_class_in_a_file_gets_its_settings_and_another_name(own: str) -> None:
     assert ask(registry, "own", {"n": 5}).text == "10"
     assert ask(registry, "triple", {"n": 5}).text == "15"
     assert "'n' is a required property" in ask(registry, "triple", {}).text
+
+
+def test_a_function_that_says_so_makes_the_tool(own: str) -> None:
+    for kwargs, said in (({}, "12"), ({"factor": 5}, "20")):
+        registry = make({"tool": f"{own}:tripling", "kwargs": kwargs})
+        assert ask(registry, "own", {"n": 4}).text == said
 
 
 def test_a_function_is_a_tool_whose_keyword_only_parameters_are_settings(own: str) -> None:
