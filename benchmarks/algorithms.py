@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 
@@ -127,7 +128,7 @@ def padded_step(data: dict[str, Any], args: argparse.Namespace) -> float:
     return loss.item()
 
 
-def measure(name: str, args: argparse.Namespace, queue: Any) -> None:
+def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(args.threads)
@@ -140,7 +141,7 @@ def measure(name: str, args: argparse.Namespace, queue: Any) -> None:
     loss = step(data, args)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    queue.put({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mib": (peak - before) / 1024, "loss": loss})
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mib": (peak - before) / 1024, "loss": loss}
 
 
 def main() -> None:
@@ -158,11 +159,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results = {}
     for name in ("flat", "padded"):
-        queue = context.Queue()
-        process = context.Process(target=measure, args=(name, args, queue))
-        process.start()
-        results[name] = queue.get(timeout=1800)
-        process.join()
+        with ProcessPoolExecutor(1, mp_context=context) as pool:  # each side in a process of its own
+            results[name] = pool.submit(measure, name, args).result()
     flat, padded = results["flat"], results["padded"]
     tokens = int(lengths_of(args).sum())
     ratios = {key: flat[key] / max(padded[key], 1e-9) for key in ("seconds", "cpu_seconds", "peak_mib")}

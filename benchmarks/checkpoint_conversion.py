@@ -1,7 +1,6 @@
-# ruff: noqa: E402
 """Peak memory and speed of the converters on a generated model, against a plain copy of the same files.
 
-    python benchmarks/conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1] [--directory DIR]
+    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1] [--directory D]
 
 Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory of
 all processes together beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer).
@@ -26,8 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 
-# Run as a script, this file hides the package of the same name.
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conversion.files.hf_checkpoint import TensorSpec, plan_files, write_file, write_index
 from conversion.model.architecture import Architecture
