@@ -1,6 +1,7 @@
 """Peak memory and speed of the converters on a generated model, against a plain copy of the same files.
 
-    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1] [--directory D]
+    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1]
+                                               [--directory DIR]
 
 Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory of
 all processes together beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer).
