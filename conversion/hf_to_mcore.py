@@ -30,13 +30,13 @@ from conversion.files.hf_checkpoint import (
     StoredTensor,
     check_tokenizer,
     copy_companions,
-    write_text,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 from conversion.model.architecture import Architecture
 from conversion.model.layout import cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
+from megatron_retool.runs.files import write_text
 
 REPORT_NAME = "conversion.json"
 

@@ -33,13 +33,13 @@ from conversion.files.hf_checkpoint import (
     plan_files,
     write_file,
     write_index,
-    write_text,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 from conversion.hf_to_mcore import DTYPES, add_family_option, print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config, is_quantized, quantize_named, quantized_names
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
+from megatron_retool.runs.files import write_text
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a safetensors file, as the hub recommends it."""

@@ -27,7 +27,7 @@ from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.reports.run import write_report
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
 
@@ -201,8 +201,7 @@ class Stages:
         code = work()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.file) as handle:
-            handle.write(json.dumps(self.state, indent=1).encode())
+        write_text(self.file, json.dumps(self.state, indent=1))
         return code
 
 

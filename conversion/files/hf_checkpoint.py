@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.files import write_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -331,12 +331,6 @@ def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]
     total = sum(spec.nbytes for _, specs in files for spec in specs)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     write_text(directory / INDEX_NAME, text + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, in UTF-8."""
-    with atomic_write(path) as stream:
-        stream.write(text.encode())
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from omegaconf import OmegaConf
 
 from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
 from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 
@@ -174,10 +174,10 @@ def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> Path:
     target = run_dir / "report"
     target.mkdir(exist_ok=True)
     rows = mismatch_statistics(sample)
-    _write(target / "mismatch.json", json.dumps(rows, indent=1, ensure_ascii=False))
+    write_text(target / "mismatch.json", json.dumps(rows, indent=1, ensure_ascii=False))
     pictures = _draw(sample, rows, read_metrics(run_dir / "metrics.jsonl"), target)
     page = target / "mismatch.html"
-    _write(page, _page(run_dir.name, pictures, rows))
+    write_text(page, _page(run_dir.name, pictures, rows))
     return page
 
 
@@ -293,9 +293,3 @@ td, th {{ padding: 0 1rem 0 0; text-align: left; font-variant-numeric: tabular-n
 </table>
 </body></html>
 """
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 
 _DRAWN_PHASES = (
@@ -145,7 +146,7 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
         plt.close(canvas)
         pictures.append(figure)
     page = target / "index.html"
-    page.write_text(_page(title or run_dir.name, notes, pictures, rows[-1]), encoding="utf-8")
+    write_text(page, _page(title or run_dir.name, notes, pictures, rows[-1]))
     return page
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from conversion.files.directory import COMPLETE_NAME, publish
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.files import atomic_write, write_text
 from megatron_retool.runs.metrics_file import read_metrics
 
 PAUSED_GROUPS = "paused_groups.parquet"
@@ -174,8 +174,7 @@ def commit_checkpoint(workspace: Path, step: int, files: Mapping[str, Mapping[st
     An earlier attempt at the same step, taken again after a resume, is replaced.
     """
     for name, content in files.items():
-        with atomic_write(workspace / name) as handle:
-            handle.write(json.dumps(content, indent=1).encode())
+        write_text(workspace / name, json.dumps(content, indent=1))
     with atomic_write(workspace / COMPLETE_NAME):
         pass
     final = workspace.with_name(f"global_step_{step}")

@@ -27,3 +27,9 @@ def atomic_write(path: str | Path) -> Iterator[Any]:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """``atomic_write`` of a text, in UTF-8."""
+    with atomic_write(path) as handle:
+        handle.write(text.encode())

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from conversion.files.directory import COMPANIONS, COMPLETE_NAME, check_free_space, publish
-from conversion.files.hf_checkpoint import copy_companions, write_text
+from conversion.files.hf_checkpoint import copy_companions
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
@@ -45,7 +45,7 @@ from megatron_retool.learner.checkpoint.state import (
     sharding_metadata,
 )
 from megatron_retool.runs.checkpoints import SaveError
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.files import atomic_write, write_text
 
 _groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 
