@@ -150,7 +150,8 @@ class SGLangServer:
                 return
             except EngineStartError:
                 # Somebody may take a free port between our probe and the server's bind.
-                if attempt + 1 == attempts or "address already in use" not in self.log_tail().lower():
+                # SGLang prints more behind that line than the tail of a message holds.
+                if attempt + 1 == attempts or "address already in use" not in self.log_tail(lines=1000).lower():
                     raise
 
     def launch(self) -> None:
@@ -196,7 +197,7 @@ class SGLangServer:
                 tail = self.log_tail()
                 raise EngineStartError(
                     f"the SGLang server for {self.model_path} ended with exit code {self._process.returncode} while "
-                    f"it was starting.{_advice(tail)} Its log is {self.log_file}, which ends with:\n{tail}"
+                    f"it was starting.{_advice(self.log_tail(lines=1000))} Its log is {self.log_file}, which ends with:\n{tail}"
                 )
             if time.monotonic() > deadline:
                 self.stop()

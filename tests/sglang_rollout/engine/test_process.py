@@ -134,6 +134,17 @@ class FakeServer(SGLangServer):
         return [sys.executable, "-c", self.script]
 
 
+def test_a_port_that_is_lost_while_the_server_starts_is_replaced(model_directory, tmp_path):
+    """SGLang prints a hundred lines behind the one that says so."""
+    engine = FakeServer(EngineConfig(device="cpu"), model_path=model_directory, log_file=tmp_path / "engine.log")
+    engine.script = (
+        "print('[Errno 98] address already in use'); [print('more') for _ in range(100)]; raise SystemExit(3)"
+    )
+    with pytest.raises(EngineStartError, match="A port it needs is in use"):
+        engine.start()
+    assert engine.log_file.read_text().count("Errno 98") == 3
+
+
 def fake(model_directory, tmp_path, script, **settings) -> FakeServer:
     engine = FakeServer(
         EngineConfig(device="cpu", **settings), model_path=model_directory, log_file=tmp_path / "engine.log"
