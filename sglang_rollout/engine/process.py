@@ -194,10 +194,10 @@ class SGLangServer:
         while True:
             assert self._process is not None, "launch() comes first"
             if self._process.poll() is not None:
-                tail = self.log_tail()
+                advice = _advice(self.log_tail(lines=1000))
                 raise EngineStartError(
                     f"the SGLang server for {self.model_path} ended with exit code {self._process.returncode} while "
-                    f"it was starting.{_advice(self.log_tail(lines=1000))} Its log is {self.log_file}, which ends with:\n{tail}"
+                    f"it was starting.{advice} Its log is {self.log_file}, which ends with:\n{self.log_tail()}"
                 )
             if time.monotonic() > deadline:
                 self.stop()
