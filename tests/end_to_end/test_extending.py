@@ -34,6 +34,7 @@ def test_the_snippets_of_the_page_train(demo_run: FinishedRun, tmp_path: Path) -
         "trainer.save_freq=0",
         f"demo.directory={demo_run.run_dir / 'data'}",
         f"model.path={demo_run.run_dir / 'sft_hf'}",
+        "learner.mini_batch_size=32",  # one update a step
         "data.max_prompt_length=1200",
         "data.max_response_length=120",
         "rollout.engine.context_length=1400",
