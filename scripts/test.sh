@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then linting, type checks and the tests (about a quarter of an hour on two cores).
+# Installs what is missing, then linting, type checks and the tests (under 20 minutes on two cores).
 #   bash scripts/test.sh [pytest arguments]      for example: -m slow, -m real_weights, tests/learner -k parity
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
