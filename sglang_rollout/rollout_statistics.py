@@ -22,6 +22,3 @@ class RolloutStatistics:
     paused_trajectories: int = 0
     dropped_trajectories: int = 0
     forked_trajectories: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        return {f"rollout/{name}": float(value) for name, value in vars(self).items()}

@@ -21,7 +21,7 @@ from typing import Any
 
 from conversion.files.directory import COMPLETE_NAME, publish
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.runs.files import atomic_write, write_text
+from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 
 PAUSED_GROUPS = "paused_groups.parquet"
@@ -175,8 +175,7 @@ def commit_checkpoint(workspace: Path, step: int, files: Mapping[str, Mapping[st
     """
     for name, content in files.items():
         write_text(workspace / name, json.dumps(content, indent=1))
-    with atomic_write(workspace / COMPLETE_NAME):
-        pass
+    write_text(workspace / COMPLETE_NAME, "")
     final = workspace.with_name(f"global_step_{step}")
     publish(workspace, final)
     return Checkpoint(final, step)

@@ -28,7 +28,7 @@ from megatron_retool.runs.checkpoints import (
     set_aside_later,
     workspace_path,
 )
-from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.sft.stage import Stage, Window
 
@@ -86,8 +86,7 @@ class Run:
                     return False
             self._barrier()
             if self.rank == 0:
-                with atomic_write(config.run_dir / COMPLETE_NAME):
-                    pass
+                write_text(config.run_dir / COMPLETE_NAME, "")
             self._print_summary()
             return True
         finally:

@@ -18,6 +18,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from megatron_retool.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "ip", "unshare")
 
 _SLURM_CONF = """\
@@ -145,8 +147,8 @@ class VirtualCluster:
                 controller_host=socket.gethostname(),
                 controller_address=controller,
                 directory=self.directory,
-                port=_free_port(),
-                slurmd_port=_free_port(),
+                port=free_port(),
+                slurmd_port=free_port(),
                 nodes=names,
             ),
         )
@@ -289,12 +291,6 @@ def _children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _tail(path: str | Path, lines: int = 60) -> str:

@@ -45,7 +45,7 @@ from megatron_retool.learner.checkpoint.state import (
     sharding_metadata,
 )
 from megatron_retool.runs.checkpoints import SaveError
-from megatron_retool.runs.files import atomic_write, write_text
+from megatron_retool.runs.files import write_text
 
 _groups: dict[str, tuple[Any, dist.ProcessGroup]] = {}
 
@@ -213,8 +213,7 @@ def _write_companions(learner: Checkpointable, target: Path) -> None:
 
 
 def _complete(temporary: Path, directory: Path) -> None:
-    with atomic_write(temporary / COMPLETE_NAME):
-        pass
+    write_text(temporary / COMPLETE_NAME, "")
     descriptor = os.open(temporary, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
