@@ -1,8 +1,9 @@
 """From nothing to a trained model: what `bash scripts/train_dapo_megatron.sh` runs.
 
-Where ``demo.enable`` is off this is training alone. Where it is on:
-
     make-demo → evaluate the random model → SFT → mcore_to_hf → hf_to_mcore → DAPO → mcore_to_hf → report
+
+The stages before DAPO belong to the demo (``demo.enable``), and are left out where an earlier run made what they would
+make (``demo.base``). What follows DAPO is ``trainer.at_end``, in every run.
 
 Each stage is the command a user would type, and leaves a result that appears complete or not at all; a stage whose
 result is there is not run again, so a pipeline that was stopped goes on where it stopped. One that is asked to leave
@@ -11,7 +12,6 @@ hands that on to its stage: training checkpoints and leaves, the other stages ar
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -21,26 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.reports.run import write_report
+from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
+from megatron_retool.runs.demo_base import (
+    STATE_FILE,
+    DemoBase,
+    base_settings,
+    difference,
+    find_base,
+    missing_base,
+    read_state,
+)
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
+Train = Callable[[Config, Console, LeaveRequest], int]
 
 
 def run_pipeline(
-    config: Config,
-    config_file: str,
-    overrides: list[str],
-    console: Console,
-    train: Callable[[Config, Console, LeaveRequest], int],
-    leave: LeaveRequest,
+    config: Config, config_file: str, overrides: list[str], console: Console, train: Train, leave: LeaveRequest
 ) -> int:
     """Run what is left to do. ``train`` runs the RL loop of a configuration in this process.
 
@@ -55,114 +60,174 @@ def run_pipeline(
         moved = set_aside(config.run_dir)
         if moved is not None:
             console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
-    if not config.demo.enable:
-        return train(config, console, leave)
-    stages = Stages(config.run_dir, config, console, leave)
+    stages = Stages(config.run_dir, console, leave)
     try:
-        return _run_stages(config, config_file, overrides, stages, train)
+        if config.demo.enable:
+            config = _prepare_demo(config, config_file, overrides, stages)
+        return run_training(config, stages, train)
     except LeaveAsked:
         console.print("asked to leave: the next start goes on with the stage that is not complete")
         return REQUEUE
 
 
-def _run_stages(
-    config: Config,
-    config_file: str,
-    overrides: list[str],
-    stages: Stages,
-    train: Callable[[Config, Console, LeaveRequest], int],
-) -> int:
-    run_dir, console = config.run_dir, stages.console
-    command = [sys.executable, "-m", "megatron_retool"]
-    common = ["--config", config_file, *overrides]
-    model = Path(config.model.path)
+def run_training(config: Config, stages: Stages, train: Train) -> int:
+    """The RL loop, and what ``trainer.at_end`` names once its last step is reached.
 
-    stages.run("make-demo", [*command, "make-demo", *common], done=model)
-    stages.run(
-        "evaluate-untrained",
-        [
-            *command,
-            "evaluate",
-            *common,
-            *_names(config, "untrained"),
-            "rollout.val.n=1",
-            "trainer.log_val_generations=0",
-        ],
-        done=run_dir / "untrained" / "metrics.jsonl",
-    )
-    sft_hf, sft_mcore = fine_tune(config, stages, common)
-    rl_config = load_config(config_file, [*overrides, f"model.path={sft_hf}", f"model.mcore_path={sft_mcore}"])
-    code = stages.call("rl", lambda: train(rl_config, console, stages.leave))
+    Returns:
+        0, or the exit code of ``train``.
+
+    Raises:
+        LeaveAsked: before a stage that would begin after the request.
+        RuntimeError: the export failed.
+    """
+    code = stages.call("rl", lambda: train(config, stages.console, stages.leave))
     if code:
         return code
-    export = run_dir / "export"
-    newest = complete_checkpoints(run_dir)[-1]
-    stages.run("export", [*_mcore_to_hf(config, newest, export), "--overwrite"], done=export, step=newest.step)
-    summary = demo_summary(run_dir)
-    page = write_report(run_dir, notes=summary_text(summary, stages.seconds))
-    _print_summary(console, summary, stages.seconds)
-    console.print(f"model {export}\nreport {page}")
+    run_dir, wanted, left = config.run_dir, config.trainer.at_end, []
+    checkpoints = complete_checkpoints(run_dir)
+    if "export" in wanted and checkpoints:
+        export = run_dir / "export"
+        command = [*_mcore_to_hf(config, checkpoints[-1], export), "--overwrite"]
+        stages.run("export", command, done=export, step=checkpoints[-1].step)
+        left.append(f"model {export}")
+    base = DemoBase(Path(stages.state.get("base", run_dir)))
+    summary = summarise(run_dir, base.run_dir / "untrained" / "metrics.jsonl", stages.seconds)
+    if "report" in wanted and read_metrics(run_dir / "metrics.jsonl"):
+        left.append(f"report {write_report(run_dir, notes=summary.text())}")
+    if "summary" in wanted:
+        summary.print(stages.console)
+    for line in left:
+        stages.console.print(line, highlight=False)
     return 0
 
 
-def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> tuple[Path, Path]:
+def with_demo_base(config: Config, reload: Callable[[list[str]], Config]) -> Config:
+    """The configuration of a single command of the demo, with what the run starts from.
+
+    A run of its own has ``demo.directory``; any other takes the base of ``demo.base``: its data, and its fine-tuned
+    model where no other is named.
+
+    Args:
+        reload: reads the same configuration with overrides that the command line's own come after.
+
+    Raises:
+        ConfigError: the settings ask for files of ``demo.directory``, which is not there, and there is no base.
+    """
+    directory = Path(config.demo.directory)
+    if not config.demo.enable or directory.exists():
+        return config
+    own_model = Path(config.model.path or "") == directory / "model"
+    files = [*config.data.train_files, *config.data.val_files]
+    if not own_model and not any(directory in Path(file).parents for file in files):
+        return config
+    base = find_base(config)
+    if base is None:
+        raise ConfigError(missing_base(config))
+    return reload([*base.data_overrides, *(base.model_overrides if own_model else [])])
+
+
+def _prepare_demo(config: Config, config_file: str, overrides: list[str], stages: Stages) -> Config:
+    """Data and a fine-tuned model, made here or by an earlier run; the configuration that RL starts with."""
+    base = find_base(config)
+    if base is not None:
+        stages.start_from(base)
+        data = base.data_overrides
+    else:
+        stages.claim(base_settings(config))
+        base = _make_base(config, config_file, overrides, stages)
+        data = []
+    return load_config(config_file, [*data, *overrides, *base.model_overrides])
+
+
+def _make_base(config: Config, config_file: str, overrides: list[str], stages: Stages) -> DemoBase:
+    command = [sys.executable, "-m", "megatron_retool"]
+    common = ["--config", config_file, *overrides]
+    stages.run("make-demo", [*command, "make-demo", *common], done=Path(config.model.path))
+    evaluate = [*command, "evaluate", *common, *_names(config, "untrained")]
+    stages.run(
+        "evaluate-untrained",
+        [*evaluate, "rollout.val.n=1", "trainer.log_val_generations=0"],
+        done=config.run_dir / "untrained" / "metrics.jsonl",
+    )
+    return fine_tune(config, stages, common)
+
+
+def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:
     """The stages from the demo's random model to the one that RL starts from.
 
     ``arguments`` are the command line's: --config, file, overrides.
-
-    Returns:
-        Its Hugging Face directory and its Megatron-Core one.
     """
+    base = DemoBase(config.run_dir)
     sft = config.run_dir / "sft"
-    sft_hf, sft_mcore = config.run_dir / "sft_hf", config.run_dir / "sft_mcore"
     stages.run(
         "sft",
         [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
         done=sft / COMPLETE_NAME,
     )
-    stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], sft_hf), done=sft_hf)
+    stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], base.sft_hf), done=base.sft_hf)
     stages.run(
         "hf_to_mcore",
         [
             sys.executable,
             str(ROOT / "conversion" / "hf_to_mcore.py"),
             "--hf-dir",
-            str(sft_hf),
+            str(base.sft_hf),
             "--mcore-dir",
-            str(sft_mcore),
+            str(base.sft_mcore),
             "--verify",
             *_families(config),
         ],
-        done=sft_mcore,
+        done=base.sft_mcore,
     )
-    return sft_hf, sft_mcore
+    return base
 
 
 class Stages:
     """Runs stages in order, remembers how long each took, and refuses to mix results of different settings.
 
+    Attributes:
+        state: pipeline.json: settings of the base, seconds by stage, training steps of results.
+
     Raises:
         LeaveAsked: from ``run`` and ``call``, in place of a stage that would begin after ``leave`` was set.
     """
 
-    def __init__(self, run_dir: Path, config: Config, console: Console, leave: LeaveRequest | None = None) -> None:
+    def __init__(self, run_dir: Path, console: Console, leave: LeaveRequest | None = None) -> None:
+        self.run_dir = run_dir
         self.console = console
         self.leave = leave or LeaveRequest()
-        self.file = run_dir / "pipeline.json"
-        settings = _settings(config)
-        state: dict[str, Any] = {"settings": settings, "seconds": {}, "steps": {}}
-        if self.file.exists():
-            state |= json.loads(self.file.read_text(encoding="utf-8"))
-            # A key that is new since then has its default in both.
-            changed = [key for key, value in state["settings"].items() if settings.get(key) != value]
-            if changed:
-                raise ConfigError(
-                    f"{run_dir} was made with other settings ({changed[0]}={state['settings'][changed[0]]!r}, now "
-                    f"{settings.get(changed[0])!r}): choose another trainer.experiment_name, or start over with "
-                    "trainer.resume_mode=disable"
-                )
-        self.state = state
-        self.seconds: dict[str, float] = state["seconds"]
+        self.state: dict[str, Any] = {"seconds": {}, "steps": {}, **read_state(run_dir)}
+        self.seconds: dict[str, float] = self.state["seconds"]
+
+    def claim(self, settings: dict[str, Any]) -> None:
+        """Note the settings under which the run makes its base.
+
+        Raises:
+            ConfigError: it was begun under others.
+        """
+        if changed := difference(self.state.get("settings", {}), settings):
+            raise ConfigError(
+                f"{self.run_dir} was made with other settings ({changed}): choose another trainer.experiment_name, or "
+                "start over with trainer.resume_mode=disable"
+            )
+        self.state["settings"] = settings
+
+    def start_from(self, base: DemoBase) -> None:
+        """Note that the run starts from another's base.
+
+        Raises:
+            ConfigError: it started from a different one.
+        """
+        earlier = self.state.get("base")
+        if earlier is not None and Path(earlier).resolve() != base.run_dir.resolve():
+            raise ConfigError(
+                f"{self.run_dir} started from the base of {earlier}, not of {base.run_dir}: choose another "
+                "trainer.experiment_name, or start over with trainer.resume_mode=disable"
+            )
+        self.state["base"] = str(base.run_dir)
+        self.console.print(
+            f"data and fine-tuned model are those of {base.run_dir} (demo.base=none makes new ones)", highlight=False
+        )
 
     def run(self, name: str, command: list[str], done: Path, step: int | None = None) -> None:
         """Run a command unless its result ``done`` exists, and was made of training step ``step`` where that is given.
@@ -174,7 +239,7 @@ class Stages:
             return
 
         def execute() -> int:
-            process = subprocess.Popen(command, cwd=ROOT)
+            process = subprocess.Popen(command)
             try:
                 with passed_on(self.leave, lambda: [process.pid]):
                     code = process.wait()
@@ -200,51 +265,9 @@ class Stages:
         start = time.perf_counter()
         code = work()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.file, json.dumps(self.state, indent=1))
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_text(self.run_dir / STATE_FILE, json.dumps(self.state, indent=1))
         return code
-
-
-def demo_summary(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Held-out figures of the three models: untrained, after SFT, after RL."""
-    rl = read_metrics(run_dir / "metrics.jsonl")
-    validated = [row for row in rl if "val-aux/tool/use_rate" in row]
-    rows = {
-        "untrained": read_metrics(run_dir / "untrained" / "metrics.jsonl")[-1],
-        "after SFT": validated[0],
-        "after RL": validated[-1],
-    }
-    summary = {}
-    for name, row in rows.items():
-        accuracy = next(value for key, value in row.items() if key.startswith("val-core/all/acc/mean@"))
-        summary[name] = {
-            "accuracy": accuracy,
-            "tool use": row["val-aux/tool/use_rate"],
-            "tool success": row["val-aux/tool/success_rate"],
-            "turns": row["val-aux/num_turns/mean"],
-        }
-    return summary
-
-
-def summary_text(summary: dict[str, dict[str, float]], seconds: dict[str, float]) -> str:
-    lines = [f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in row.items()) for name, row in summary.items()]
-    return "\n".join([*lines, "seconds by stage: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items())])
-
-
-def _print_summary(console: Console, summary: dict[str, dict[str, float]], seconds: dict[str, float]) -> None:
-    table = Table(title="held-out problems")
-    table.add_column("model")
-    for key in next(iter(summary.values())):
-        table.add_column(key, justify="right")
-    for name, row in summary.items():
-        table.add_row(name, *(f"{value:.3f}" for value in row.values()))
-    console.print(table)
-    times = Table(title="time by stage")
-    times.add_column("stage")
-    times.add_column("seconds", justify="right")
-    for name, value in {**seconds, "all": sum(seconds.values())}.items():
-        times.add_row(name, f"{value:.0f}")
-    console.print(times)
 
 
 def _names(config: Config, stage: str) -> list[str]:
@@ -264,22 +287,3 @@ def _mcore_to_hf(config: Config, checkpoint: Checkpoint, hf_dir: Path) -> list[s
 
 def _families(config: Config) -> list[str]:
     return [argument for target in config.model.families for argument in ("--family", target)]
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """The settings that results of stages before RL depend on, by dotted key."""
-    flat: dict[str, Any] = {"trainer.seed": config.trainer.seed}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                add(f"{prefix}.{key}", inner)
-        elif isinstance(value, list):
-            for index, inner in enumerate(value):
-                add(f"{prefix}[{index}]", inner)
-        else:
-            flat[prefix] = value
-
-    add("demo", dataclasses.asdict(config.demo))
-    add("sft", dataclasses.asdict(config.sft))
-    return flat

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -12,14 +13,18 @@ from rich.console import Console
 
 from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.pipeline import Stages, run_pipeline
+from megatron_retool.pipeline import Stages, run_pipeline, run_training, with_demo_base
+from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint, workspace_path
+from megatron_retool.runs.demo_base import base_settings
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
 
 
 def stages(tmp_path, *overrides, leave=None):
     config = load_config(None, ["demo.enable=true", f"trainer.runs_dir={tmp_path}", *overrides])
-    return Stages(config.run_dir, config, Console(quiet=True), leave)
+    found = Stages(config.run_dir, Console(quiet=True), leave)
+    found.claim(base_settings(config))
+    return found
 
 
 def test_results_of_other_settings_are_not_mixed(tmp_path):
@@ -66,17 +71,20 @@ class FakeCommands:
     }
 
     def __init__(self, run_dir):
-        self.run_dir, self.ran = run_dir, []
+        self.run_dir, self.ran, self.commands = run_dir, [], []
 
     def checkpoint(self, run_dir, step):
         (checkpoint_workspace(run_dir, step) / "learner").mkdir()
         commit_checkpoint(workspace_path(run_dir, step), step, {})
 
-    def start(self, command, cwd):
+    def start(self, command):
+        self.commands.append(command)
         name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "evaluate", "sft"))
         self.ran.append(Path(name).name)
         if name == "evaluate":
             self.log("untrained", 0)
+        elif name == "make-demo":
+            (self.run_dir / "data" / "model").mkdir(parents=True)
         elif name == "sft":
             self.checkpoint(self.run_dir / "sft", 1)
             (self.run_dir / "sft" / "COMPLETE").touch()
@@ -120,6 +128,97 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
     assert run(3) == []
     assert run(5) == ["mcore_to_hf.py"]
     assert run(5) == []
+
+
+def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
+    """One override, a new name: data, fine-tuned model and its conversion are those of the first run."""
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(
+        "demo: {enable: true, directory: '${trainer.runs_dir}/${trainer.experiment_name}/data'}\n"
+        "model: {path: '${demo.directory}/model'}\ndata: {train_files: ['${demo.directory}/train.parquet']}\n"
+        f"trainer: {{runs_dir: {tmp_path}, total_steps: 2, at_end: [export, summary]}}\n"
+    )
+
+    def run(name):
+        overrides = [f"trainer.experiment_name={name}"]
+        commands = FakeCommands(tmp_path / name)
+        trained = []
+
+        def train(config, *_):
+            trained.append(config)
+            return commands.train(config)
+
+        monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+        config = load_config(config_file, overrides)
+        assert run_pipeline(config, str(config_file), overrides, Console(quiet=True), train, LeaveRequest()) == 0
+        return commands.ran, trained[0]
+
+    first, _ = run("first")
+    assert first == ["make-demo", "evaluate", "sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
+    for _ in range(2):  # once more: what it started from is what it goes on with
+        second, config = run("second")
+        assert config.model.path == str(tmp_path / "first" / "sft_hf")
+        assert config.model.mcore_path == str(tmp_path / "first" / "sft_mcore")
+        assert config.data.train_files == [str(tmp_path / "first" / "data" / "train.parquet")]
+        assert config.run_dir == tmp_path / "second"
+        assert second in (["mcore_to_hf.py"], [])
+    with pytest.raises(ConfigError, match=r"second started from the base of .*first, not of .*other"):
+        shutil.copytree(tmp_path / "first", tmp_path / "other")
+        overrides = ["trainer.experiment_name=second", f"demo.base={tmp_path}/other"]
+        run_pipeline(
+            load_config(config_file, overrides), str(config_file), overrides, Console(quiet=True), None, LeaveRequest()
+        )
+
+
+def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
+    """A run that is not the demo's too: export, report and summary, each of them or none."""
+    made = []
+    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: made.append("report"))
+    monkeypatch.setattr(Summary, "print", lambda *_: made.append("summary"))
+    for name, wanted in (("all", "[export,report,summary]"), ("none", "[]"), ("report", "[report]")):
+        commands = FakeCommands(tmp_path / name)
+        monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+        config = load_config(
+            None,
+            [f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name={name}", f"trainer.at_end={wanted}",
+             "trainer.total_steps=1"],
+        )  # fmt: skip
+        made.clear()
+        assert run_training(config, Stages(config.run_dir, Console(quiet=True)), commands.train) == 0
+        assert commands.ran + made == {
+            "all": ["mcore_to_hf.py", "report", "summary"], "none": [], "report": ["report"]
+        }[name]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"trainer\.at_end: 'exprot' is not one of export, report, summary"):
+        load_config(None, ["trainer.at_end=[exprot]"])
+
+
+def test_single_commands_of_the_demo_find_the_base_too(tmp_path):
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(
+        "demo: {enable: true, directory: '${trainer.runs_dir}/${trainer.experiment_name}/data'}\n"
+        "model: {path: '${demo.directory}/model'}\ndata: {val_files: ['${demo.directory}/val.parquet']}\n"
+        f"trainer: {{runs_dir: {tmp_path}, experiment_name: second}}\n"
+    )
+
+    def resolve(*overrides):
+        return with_demo_base(
+            load_config(config_file, overrides), lambda base: load_config(config_file, [*base, *overrides])
+        )
+
+    with pytest.raises(ConfigError, match=r"second/data does not exist.*no run in .* has one.*demo\.base=runs/"):
+        resolve()
+    for part in ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore"):
+        (tmp_path / "first" / part).mkdir(parents=True)
+    settings = base_settings(load_config(config_file))
+    (tmp_path / "first" / "pipeline.json").write_text(json.dumps({"settings": settings}))
+    config = resolve()
+    assert config.model.path == str(tmp_path / "first" / "sft_hf")
+    assert config.data.val_files == [str(tmp_path / "first" / "data" / "val.parquet")]
+    config = resolve("model.path=elsewhere")
+    assert (config.model.path, config.model.mcore_path) == ("elsewhere", None)
+    assert config.data.val_files == [str(tmp_path / "first" / "data" / "val.parquet")]
+    config = resolve("model.path=elsewhere", "data.val_files=[mine.parquet]")
+    assert config.demo.directory == str(tmp_path / "second" / "data"), "nothing of the demo is asked for"
 
 
 LISTENS_LATE = """

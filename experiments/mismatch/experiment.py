@@ -27,6 +27,7 @@ from megatron_retool.config import ConfigError, load_config
 from megatron_retool.pipeline import Stages, fine_tune
 from megatron_retool.reports.mismatch import write_mismatch_report
 from megatron_retool.runs.checkpoints import complete_checkpoints
+from megatron_retool.runs.demo_base import DemoBase, base_settings
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.runs.metrics_file import read_metrics
 
@@ -96,15 +97,6 @@ class Experiment:
     config: Path = CONFIG
     steps: int = 60
     seeds: int = 3
-
-
-@dataclass(frozen=True)
-class Base:
-    """The model that every run starts from, and its data."""
-
-    hf: Path
-    mcore: Path
-    data: Path
 
 
 def main(experiment: Experiment, arguments: Sequence[str] | None = None) -> int:
@@ -188,7 +180,7 @@ def run_name(arm: str, seed: int) -> str:
 
 
 def run_arm(
-    run_dir: Path, config: Path, seed: int, steps: int, model: Base, overrides: Sequence[str], console: Console
+    run_dir: Path, config: Path, seed: int, steps: int, model: DemoBase, overrides: Sequence[str], console: Console
 ) -> None:
     """One run, or the rest of it.
 
@@ -205,7 +197,7 @@ def run_arm(
         f"trainer.runs_dir={run_dir.parent}", f"trainer.experiment_name={run_dir.name}", f"trainer.seed={seed}",
         f"trainer.total_steps={steps}", f"trainer.test_freq={every}", f"trainer.save_freq={every}",
         "trainer.keep_checkpoints=1", "trainer.log_val_generations=0", "demo.enable=false",
-        f"demo.directory={model.data}", f"model.path={model.hf}", f"model.mcore_path={model.mcore}", *overrides,
+        "trainer.at_end=[]", *model.data_overrides, *model.model_overrides, *overrides,
     ]  # fmt: skip
     code = _call(["train", "--config", str(config), *settings])
     if code:
@@ -224,23 +216,22 @@ def _call(arguments: list[str]) -> int:
     return code
 
 
-def find_base(run_dir: Path, variant: str) -> Base:
-    """The fine-tuned model of a demo run.
+def find_base(run_dir: Path, variant: str) -> DemoBase:
+    """The fine-tuned model of a demo run, which every run of an experiment starts from, and its data.
 
     Raises:
         ConfigError: the run has none, or is of another demo.variant.
     """
-    base = Base(run_dir / "sft_hf", run_dir / "sft_mcore", run_dir / "data")
-    for path in (base.hf, base.mcore, base.data):
-        if not path.exists():
-            raise ConfigError(f"--base {run_dir}: {path} does not exist; give a demo run whose fine-tuning is done")
+    base = DemoBase(run_dir.absolute())
+    if base.missing is not None:
+        raise ConfigError(f"--base {run_dir}: {base.missing} does not exist; give a demo run whose fine-tuning is done")
     made = json.loads((base.data / "manifest.json").read_text(encoding="utf-8"))["demo"].get("variant", "one_tool")
     if made != variant:
         raise ConfigError(f"--base {run_dir} was made with demo.variant={made}; this experiment needs {variant}")
-    return Base(*(path.absolute() for path in (base.hf, base.mcore, base.data)))
+    return base
 
 
-def make_base(output: Path, config_file: Path, quick: bool, console: Console) -> Base:
+def make_base(output: Path, config_file: Path, quick: bool, console: Console) -> DemoBase:
     """The demo's data and fine-tuned model under ``output``, unless they are there; each variant has its own."""
     name = "base" if config_file == CONFIG else "base_two_tools"
     overrides = [f"trainer.runs_dir={output.absolute()}", f"trainer.experiment_name={name}"]
@@ -250,7 +241,8 @@ def make_base(output: Path, config_file: Path, quick: bool, console: Console) ->
         overrides += [*_QUICK_BASE, f"sft.stages={json.dumps(quick_stages)}"]
         config = load_config(config_file, overrides)
     arguments = ["--config", str(config_file), *overrides]
-    stages = Stages(config.run_dir, config, console)
+    stages = Stages(config.run_dir, console)
+    stages.claim(base_settings(config))
     stages.run(
         "make-demo", [sys.executable, "-m", "megatron_retool", "make-demo", *arguments], done=Path(config.model.path)
     )

@@ -16,6 +16,9 @@ class DemoConfig:
     variant: str = choice("one_tool", "two_tools")
     """two_tools: half of the problems need a search in a corpus, made too, before or in place of Python."""
     directory: str = "runs/demo_data"
+    base: str = "auto"
+    """Whose data and fine-tuned model a run starts from: auto (a run in trainer.runs_dir with the same demo, sft and
+    trainer.seed settings, else its own), none (its own), or a run's directory (whatever its settings)."""
     hidden_size: int = 128
     num_layers: int = 3
     num_attention_heads: int = 4

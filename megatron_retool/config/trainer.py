@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, choice
 
+AT_END = ("export", "report", "summary")
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -54,6 +56,9 @@ class TrainerConfig:
     slow file systems take long to load."""
     hang_action: str = choice("dump", "abort")
     """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""
+    at_end: list[str] = field(default_factory=lambda: ["export", "report", "summary"])
+    """What a run does that has reached its last step: export (the last checkpoint as a Hugging Face one, in export/),
+    report (the curves as a page), summary (a table)."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
 
     def check(self) -> None:
@@ -63,6 +68,8 @@ class TrainerConfig:
                 parse_stages(self.test_schedule)
             except ValueError as error:
                 raise ConfigError(f"trainer.test_schedule: {error}") from error
+        if unknown := [name for name in self.at_end if name not in AT_END]:
+            raise ConfigError(f"trainer.at_end: {unknown[0]!r} is not one of {', '.join(AT_END)}")
         if self.keep_best and not self.best_metric:
             raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
         if self.resume_mode == "resume_path" and not self.resume_from_path:

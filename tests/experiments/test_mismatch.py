@@ -12,6 +12,8 @@ from megatron_retool.config import ConfigError, load_config
 
 EXPERIMENTS = [module.EXPERIMENT for module in (collapse_and_cure, where_it_lives, top_p, dapo_ablation, ppo_and_arpo)]
 
+BASE_PARTS = ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore")
+
 
 @pytest.mark.parametrize("chosen", EXPERIMENTS, ids=lambda e: e.name)
 def test_arms_are_valid_and_differ(chosen):
@@ -55,7 +57,7 @@ def test_branching_is_the_papers():
 
 def test_runs_are_of_the_experiments_own_demo(tmp_path, monkeypatch):
     base = tmp_path / "base"
-    for name in ("sft_hf", "sft_mcore", "data"):
+    for name in BASE_PARTS:
         (base / name).mkdir(parents=True)
     (base / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
     commands = []
@@ -78,15 +80,15 @@ def test_the_quick_forms_base_is_made_of_less(chosen, tmp_path, monkeypatch):
     def fine_tune(config, stages, arguments):
         made["config"] = load_config(arguments[1], arguments[2:])
         data = Path(config.demo.directory)
-        for path in (data, config.run_dir / "sft_hf", config.run_dir / "sft_mcore"):
-            path.mkdir(parents=True)
+        for name in BASE_PARTS:
+            (config.run_dir / name).mkdir(parents=True)
         (data / "manifest.json").write_text(json.dumps({"demo": {"variant": config.demo.variant}}))
 
     monkeypatch.setattr(experiment, "fine_tune", fine_tune)
     monkeypatch.setattr(experiment.Stages, "run", lambda *_, **__: None)
     base = experiment.make_base(tmp_path, chosen.config, True, Console())
     config, whole = made["config"], load_config(chosen.config)
-    assert base.hf == config.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
+    assert base.sft_hf == config.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
     for stage, full in zip(config.sft.stages, whole.sft.stages, strict=True):
         assert stage.steps < full.steps and stage.optimizer == full.optimizer
         assert all(Path(file).parent == base.data for file in stage.train_files)
@@ -128,10 +130,10 @@ def test_mistakes_are_named(tmp_path):
 
     with pytest.raises(ConfigError, match="'geo'; known are .*geometric_mis"):
         run(arms=["geo"])
-    with pytest.raises(ConfigError, match="sft_hf does not exist"):
+    with pytest.raises(ConfigError, match="data/model does not exist"):
         run(base=tmp_path)
-    for name in ("sft_hf", "sft_mcore", "data"):
-        (tmp_path / name).mkdir()
+    for name in BASE_PARTS:
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
     with pytest.raises(ConfigError, match="made with demo.variant=two_tools; this experiment needs one_tool"):
         run(base=tmp_path)

@@ -100,7 +100,7 @@ def _check(config: Config) -> None:
 
 def _manifest(config: Config) -> dict[str, Any]:
     demo = dataclasses.asdict(config.demo)
-    del demo["directory"]
+    del demo["directory"], demo["base"]
     search = dataclasses.asdict(config.tools.search)
     del search["corpus"]
     return {
