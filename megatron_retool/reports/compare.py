@@ -1,0 +1,83 @@
+"""Two or more runs side by side: the settings in which they differ, and what each came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_retool.reports.summary import Summary, summarise
+from megatron_retool.runs.metrics_file import read_metrics
+
+ABSENT = "–"
+
+
+def compare_runs(run_dirs: Sequence[Path], console: Console) -> None:
+    """Print the settings that differ and the figures of runs.
+
+    Raises:
+        FileNotFoundError: a directory is no run: it has no config.yaml or no rows in metrics.jsonl.
+    """
+    names = _names(run_dirs)
+    settings = [_settings(run_dir) for run_dir in run_dirs]
+    for run_dir in run_dirs:
+        if not read_metrics(run_dir / "metrics.jsonl"):
+            raise FileNotFoundError(f"{run_dir / 'metrics.jsonl'} is not there or has no rows: nothing to compare")
+    console.print(_table("settings that differ", "setting", names, differing_settings(settings)))
+    console.print(_table("figures", "figure", names, figures([summarise(run_dir) for run_dir in run_dirs])))
+
+
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Value of each run by dotted key, of the keys whose values are not all equal. A run's own name is left out."""
+    keys = dict.fromkeys(key for run in settings for key in run)
+    rows = {key: [run.get(key, ABSENT) for run in settings] for key in keys if key != "trainer.experiment_name"}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def figures(summaries: Sequence[Summary]) -> dict[str, list[str]]:
+    """The last validation and the training figures of each run, by name."""
+    last = [list(summary.validations.items())[-1:] for summary in summaries]
+    rows: dict[str, list[str]] = {}
+    if any(last):
+        rows["last validation"] = [found[0][0].split(",")[0] if found else ABSENT for found in last]
+    for name in dict.fromkeys(key for found in last for _, values in found for key in values):
+        rows[name] = [f"{found[0][1][name]:.3f}" if found and name in found[0][1] else ABSENT for found in last]
+    for name in dict.fromkeys(key for summary in summaries for key in summary.training):
+        rows[name] = [summary.training.get(name, ABSENT) for summary in summaries]
+    return rows
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
+
+
+def _settings(run_dir: Path) -> dict[str, str]:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give directories of runs, as runs/demo")
+    flat: dict[str, str] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                add(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            flat[prefix] = str(value)
+
+    add("", OmegaConf.to_container(OmegaConf.load(path)))
+    return flat
+
+
+def _table(title: str, heading: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for name in (heading, *names):
+        table.add_column(name, overflow="fold")
+    for key, values in rows.items():
+        table.add_row(key, *values)
+    return table
