@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_retool.commands import find_command
 from megatron_retool.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -184,9 +185,11 @@ def test_module_exists(page: str, module: str) -> None:
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
-@pytest.mark.parametrize(("page", "command"), named(r"python -m megatron_retool ([a-z-]+)"))
+@pytest.mark.parametrize(
+    ("page", "command"), named(r"(?:python -m megatron_retool|megatron-retool) ([a-z-]+(?: [a-z-]+)?)")
+)
 def test_command_exists(page: str, command: str) -> None:
-    assert f'"{command}"' in (ROOT / "megatron_retool" / "__main__.py").read_text(encoding="utf-8")
+    assert find_command(command.split())[0]
 
 
 @pytest.mark.parametrize(("page", "option"), named(r"(?<![\w-])(--[a-z][a-z-]+)"))

@@ -1,8 +1,4 @@
-"""python -m megatron_retool plan --config FILE --gpus H100x16 [--simulate] [dotted.key=value ...]
-
-Says how much memory each part of a run takes on each GPU, how long a step and the run take, what does not fit and which
-knob would make it fit, and which layouts would be faster. Needs no GPU and no model files.
-"""
+"""The plan command: configuration and options in, tables out. commands/plan.py has its arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ from megatron_retool.planning.workload import Workload, workload_of
 DEFAULT_STEPS = 100
 
 
-def main(arguments: list[str], console: Console) -> int:
-    """The plan command. ``arguments`` are those after "plan".
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plan what ``options`` (commands/plan.py) ask for.
 
     Returns:
         0 where the configuration fits, 1 where it does not.
@@ -39,7 +35,6 @@ def main(arguments: list[str], console: Console) -> int:
     Raises:
         ConfigError: the configuration, an option or a measured run is unusable; the message says why.
     """
-    options = _parse(arguments)
     config, measured = _configuration(options)
     name, architecture = resolve_architecture(config, options.model)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
@@ -64,10 +59,16 @@ def main(arguments: list[str], console: Console) -> int:
         else:
             console.print(f"[bold red]no layout of {name} fits on {machines}[/]")
     if options.simulate:
-        for gpus in [machines.count] if machines.accelerator.is_cpu else options.sizes:
+        for gpus in [machines.count] if machines.accelerator.is_cpu else options.sizes or SIZES:
             started = time.perf_counter()
             scenario = scenario_of(
-                config, architecture, layout, machines, workload, gpus, max_responses=options.max_responses
+                config,
+                architecture,
+                layout,
+                machines,
+                workload,
+                gpus,
+                max_responses=options.max_responses or MAX_RESPONSES,
             )
             outcomes = compare(scenario, _strategies(config), seed=options.seed)
             console.print(report.outcome_table(scenario, outcomes))
@@ -82,45 +83,6 @@ def _strategies(config: Config) -> tuple[Strategy, ...]:
     return (
         standard_strategies(partial.over_sampling_factor, partial.max_age) if partial.enable else standard_strategies()
     )
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_retool plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", help="YAML file (default: that of --run, or the defaults)")
-    parser.add_argument(
-        "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
-    )
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--model", help="known model or directory with config.json (default: model.path)")
-    parser.add_argument("--steps", type=int, help="length of the run (default: trainer.total_steps)")
-    parser.add_argument("--suggestions", type=int, default=5, help="layouts to suggest; 0: none")
-    workload = parser.add_argument_group("workload (default: that of the published run, scaled to the limits)")
-    workload.add_argument("--run", help="runs/<name>: take the workload from its metrics.jsonl and compare the times")
-    workload.add_argument("--response-mean", type=float, help="response_length/mean")
-    workload.add_argument("--clip-ratio", type=float, help="response_length/clip_ratio")
-    workload.add_argument("--prompt-mean", type=float, help="prompt_length/mean")
-    workload.add_argument("--tool-calls", type=float, help="tool/calls of a response")
-    workload.add_argument("--tool-seconds", type=float, help="tool/seconds_mean")
-    workload.add_argument("--kept-groups", type=float, help="share of groups that dynamic sampling keeps")
-    workload.add_argument("--val-prompts", type=int, default=0, help="prompts of the validation files")
-    simulation = parser.add_argument_group("simulation")
-    simulation.add_argument("--simulate", action="store_true", help="compare strategies against the long tail")
-    simulation.add_argument("--sizes", type=_sizes, default=list(SIZES), help="numbers of GPUs, such as 8,64,512,4096")
-    simulation.add_argument("--max-responses", type=int, default=MAX_RESPONSES, help="the batch grows up to here")
-    simulation.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", help="dotted.key=value")
-    return parser.parse_intermixed_args(arguments)
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [int(part) for part in text.split(",")]
-    if any(size < 1 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers")
-    return sizes
 
 
 def _configuration(options: argparse.Namespace) -> tuple[Config, dict[str, float] | None]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_retool.commands.command_line import parse
 from megatron_retool.config import ConfigError, load_config, save_config
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning import scenarios
-from megatron_retool.planning.cli import main, read_measurements
+from megatron_retool.planning.cli import read_measurements
 from megatron_retool.planning.hardware import parse_machines
 from megatron_retool.planning.models import MODELS, preset, resolve_architecture
 
@@ -23,8 +24,8 @@ DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"
 
 def run(*arguments: str) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=200)
-    code = main(list(arguments), console)
-    return code, console.file.getvalue()  # type: ignore[attr-defined]
+    plan, options = parse(["plan", *arguments])
+    return plan(options, console), console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_plan_says_memory_time_and_layouts() -> None:

@@ -1,0 +1,57 @@
+"""The commands of `megatron-retool`: a line in COMMANDS and a module each.
+
+The module's docstring is the text of ``megatron-retool NAME --help``, after the usage line. It has
+
+    add_arguments(parser)           the command's own arguments; ``settings.add_config`` adds --config and overrides
+    run(options, console) -> int    does the work and returns the exit status
+    SETTINGS = ("trainer", …)       optional: sections or keys of the configuration that it reads, for its help
+    EXIT_STATUS = {85: "…"}         optional: what exit statuses mean beside those that all commands have
+
+Only the module of the command that was asked for is imported, also for its help: what is slow to import (torch, Ray)
+belongs into ``run``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """
+    Attributes:
+        name: one word, or two where several commands share the first.
+        summary: its line in the list of commands.
+        module: dotted name.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        "pipeline",
+        "train; for the demo, from data to report",
+        "megatron_retool.commands.pipeline",
+    ),
+    Command("train", "the RL loop", "megatron_retool.commands.train"),
+    Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
+    Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),
+    Command("make-demo", "the demo's model, tokenizer and data", "megatron_retool.commands.make_demo"),
+    Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
+    Command("report", "plots of a run", "megatron_retool.commands.report"),
+    Command(
+        "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"
+    ),
+)
+
+
+def find_command(words: list[str]) -> tuple[Command | None, list[str]]:
+    """The command that ``words`` begin with, the longest name first, and the words after its name."""
+    for length in (2, 1):
+        for command in COMMANDS:
+            if len(words) >= length and command.name.split() == words[:length]:
+                return command, words[length:]
+    return None, words

@@ -1,0 +1,40 @@
+"""Validation of model.path alone: engines and tools without a learner.
+
+Answers every prompt of data.val_files rollout.val.n times. Leaves metrics.jsonl
+(step 0) and validation/ in runs/<trainer.experiment_name>.
+
+examples:
+  megatron-retool evaluate model.path=runs/demo/export trainer.experiment_name=check
+  megatron-retool evaluate --config my.yaml rollout.val.n=30 rollout.val.temperature=0.6
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from megatron_retool.commands.running import run_async
+from megatron_retool.commands.settings import add_config, load
+from megatron_retool.runs.leave import LeaveRequest
+
+SETTINGS = (
+    "trainer.experiment_name", "trainer.runs_dir", "trainer.seed", "trainer.log_val_generations", "trainer.loggers",
+    "model", "data.val_files", "data.max_prompt_length", "data.max_response_length", "rollout.val",
+    "rollout.multi_turn", "rollout.engine", "tools", "reward", "cluster",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    config = load(options)
+    from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.loop.validation import evaluate_model
+
+    check_extensions(config)
+    with LeaveRequest():
+        run_async(evaluate_model(config, console))
+    return 0

@@ -1,0 +1,29 @@
+"""The demo's random model, its tokenizer, and made-up conversations and problems, in demo.directory.
+
+examples:
+  megatron-retool make-demo
+  megatron-retool make-demo demo.directory=/tmp/demo demo.variant=two_tools
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from megatron_retool.commands.settings import add_config, load
+
+SETTINGS = ("trainer.seed", "demo")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    config = load(options)
+    from megatron_retool.data.demo import make_demo
+
+    make_demo(config)
+    console.print(f"wrote {config.demo.directory}")
+    return 0

@@ -1,0 +1,22 @@
+"""Where the engine's and the learner's probabilities differ: a page in the run's directory, from its rollouts/.
+
+example:
+  megatron-retool report mismatch runs/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    from megatron_retool.reports.mismatch import write_mismatch_report
+
+    console.print(f"wrote {write_mismatch_report(options.run_dir)}")
+    return 0

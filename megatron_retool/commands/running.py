@@ -1,0 +1,47 @@
+"""Coroutines of a command, run to their end or stopped by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+
+from megatron_retool.config import Config
+from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+
+Result = TypeVar("Result")
+
+LEFT = {REQUEUE: "asked to leave by SIGUSR1, or it hung: the same command goes on from the last checkpoint"}
+"""Exit status of commands that train."""
+
+
+def train(config: Config, console: Console, leave: LeaveRequest) -> int:
+    """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
+    from megatron_retool.cluster.hang_watchdog import RunHung
+    from megatron_retool.loop.train import train as loop
+
+    try:
+        return 0 if run_async(loop(config, console, leave)) else REQUEUE
+    except RunHung as error:
+        console.print("[bold red]error:[/]", escape(str(error)), highlight=False)
+        return REQUEUE
+
+
+def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end. SIGINT and SIGTERM cancel the coroutine, whose clean-up stops every process."""
+
+    async def guarded() -> Result:
+        task = asyncio.ensure_future(coroutine)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    return asyncio.run(guarded())

@@ -1,0 +1,58 @@
+"""--config and overrides as arguments, and the part of a command's help that lists what it reads of them."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_retool.config import Config, load_config
+from megatron_retool.config.tree import walk
+
+DEMO_CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+_WIDTH = 80
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """--config and overrides; ``load`` reads them."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file (default: configs/demo_cpu.yaml)")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
+
+
+def load(options: argparse.Namespace) -> Config:
+    """The configuration that the command line names.
+
+    Raises:
+        ConfigError: the file or an override is wrong.
+    """
+    return load_config(config_file(options), options.overrides)
+
+
+def config_file(options: argparse.Namespace) -> str:
+    return options.config or str(DEMO_CONFIG)
+
+
+def settings_text(names: Sequence[str]) -> str:
+    """The keys at and below ``names`` (dotted), by section, as indented lines.
+
+    Raises:
+        ValueError: a name is no setting.
+    """
+    sections: dict[str, list[str]] = {}
+    known = [key for key, _, _ in walk(Config())]
+    parents = {key.rpartition(".")[0] for key in known}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name} is no setting")
+        for key in known:
+            if (key == name or key.startswith(f"{name}.")) and key not in parents:
+                section, _, leaf = key.rpartition(".")
+                leaves = sections.setdefault(section, [])
+                if leaf not in leaves:
+                    leaves.append(leaf)
+    lines = []
+    for section, leaves in sections.items():
+        text = f"{section}: {', '.join(leaves)}"
+        lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    return "\n".join(lines)

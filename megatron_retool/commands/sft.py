@@ -1,0 +1,38 @@
+"""Supervised fine-tuning of model.path on conversations with tool calls: the stages of sft.stages.
+
+Starts learner.world_size processes on this host, or is one of them under
+torchrun or srun. The same command goes on from the last checkpoint.
+conversion/mcore_to_hf.py makes a Hugging Face model of the last one.
+
+examples:
+  megatron-retool sft --config configs/sft_qwen2.5_32b.yaml
+  megatron-retool sft --config my.yaml model.path=models/Qwen2.5-7B
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from megatron_retool.commands.running import LEFT
+from megatron_retool.commands.settings import add_config, load
+from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+
+SETTINGS = (
+    "trainer.experiment_name", "trainer.runs_dir", "trainer.seed", "trainer.resume_mode", "trainer.keep_checkpoints",
+    "trainer.async_save", "trainer.on_failed_save", "trainer.loggers", "model", "sft", "learner", "cluster.nodes",
+)  # fmt: skip
+EXIT_STATUS = LEFT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    config = load(options)
+    from megatron_retool.sft.launch import fine_tune
+
+    with LeaveRequest() as leave:
+        return 0 if fine_tune(config, console, leave) else REQUEUE

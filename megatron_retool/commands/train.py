@@ -1,0 +1,39 @@
+"""The RL loop alone: model.path and the data files have to be there.
+
+Reads model.path (Hugging Face; model.mcore_path: its Megatron-Core weights),
+data.train_files and data.val_files. Leaves runs/<trainer.experiment_name> with
+metrics.jsonl, rollouts/, validation/, checkpoints/ and logs/. The same command
+goes on from the last checkpoint (trainer.resume_mode).
+
+examples:
+  megatron-retool train --config my.yaml
+  megatron-retool train --config my.yaml trainer.total_steps=200 learner.optimizer.lr=1e-6
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from megatron_retool.commands import running
+from megatron_retool.commands.settings import add_config, load
+from megatron_retool.runs.leave import LeaveRequest
+
+SETTINGS = (
+    "trainer", "model", "data", "rollout", "tools", "reward", "algorithm", "learner", "weight_sync", "cluster",
+)  # fmt: skip
+EXIT_STATUS = running.LEFT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    config = load(options)
+    from megatron_retool.loop.checks import check_extensions
+
+    check_extensions(config)
+    with LeaveRequest() as leave:
+        return running.train(config, console, leave)

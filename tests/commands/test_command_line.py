@@ -1,0 +1,122 @@
+"""What `megatron-retool` says of itself, and to a Python that lacks its packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_retool.__main__ import main
+from megatron_retool.commands import COMMANDS, Command
+from megatron_retool.commands.command_line import parser_of
+from megatron_retool.commands.settings import settings_text
+from megatron_retool.config import Config
+from megatron_retool.config.tree import walk
+
+ROOT = Path(__file__).parents[2]
+
+
+def status_of(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_a_help_of_its_own(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*command.name.split(), "--help") == 0
+    text = capsys.readouterr().out
+    module = importlib.import_module(command.module)
+    assert text.startswith(f"usage: megatron-retool {command.name}")
+    assert "example" in text
+    assert "exit status:" in text
+    assert module.__doc__.split("\n")[0] in text
+    assert command.summary[:20] not in text, "the list's words are not all that its help has to say"
+    if "--config" in text:
+        assert "settings that it reads" in text
+
+
+def test_help_lists_every_setting_of_a_section() -> None:
+    text = settings_text([item for item in vars(Config())])
+    for key, _, value in walk(Config()):
+        if not hasattr(value, "__dataclass_fields__"):
+            assert key.rpartition(".")[2] in text
+    assert max(map(len, text.splitlines())) <= 80
+    with pytest.raises(ValueError, match="no setting"):
+        settings_text(["trainer.sed"])
+
+
+def test_settings_that_commands_name_exist() -> None:
+    for command in COMMANDS:
+        module = importlib.import_module(command.module)
+        assert parser_of(command, module).epilog
+
+
+def test_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--help") == 0
+    listed = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command.name} " in listed
+    assert max(map(len, listed.splitlines())) <= 82
+    assert status_of() == 2, "nothing was done"
+    assert capsys.readouterr().out == listed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'; the nearest is 'train'"),
+        (["report"], "the following arguments are required: RUN"),
+        (["report", "mismatch"], "megatron-retool report mismatch: error: the following arguments are required: RUN"),
+        (["train", "--confg", "x"], "unrecognized arguments: --confg"),
+        (["plan", "--sizes", "8,0"], "positive numbers"),
+    ],
+)
+def test_wrong_words_end_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_and_overrides_mix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "trainer.seed=1", "--config", "nowhere.yaml", "trainer.total_steps=2"]) == 1
+    assert "nowhere.yaml does not exist" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_slow() -> None:
+    script = (
+        "import contextlib, sys; from megatron_retool.__main__ import main\n"
+        f"for name in {[command.name for command in COMMANDS]!r}:\n"
+        "    with contextlib.suppress(SystemExit): main([*name.split(), '--help'])\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_console_script_is_there() -> None:
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["megatron-retool"]
+    module, _, name = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["environment made", "no environment"])
+def test_python_without_packages_is_told_where_they_are(tmp_path: Path, made: bool) -> None:
+    venv = tmp_path / "venv"
+    if made:
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").symlink_to(sys.executable)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-m", "megatron_retool", "train"]
+    environment["MEGATRON_RETOOL_VENV"] = str(venv)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert f"lacks the package rich, which megatron-retool needs: `{'source' if made else 'bash'} " in line
+    assert f"source {venv}/bin/activate" in line
