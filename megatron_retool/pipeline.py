@@ -61,28 +61,32 @@ def run_pipeline(
         if moved is not None:
             console.print(f"trainer.resume_mode=disable: the earlier run was moved to {moved}")
     stages = Stages(config.run_dir, console, leave)
-    try:
-        if config.demo.enable:
+    if config.demo.enable:
+        try:
             config = _prepare_demo(config, config_file, overrides, stages)
-        return run_training(config, stages, train)
-    except LeaveAsked:
-        console.print("asked to leave: the next start goes on with the stage that is not complete")
-        return REQUEUE
+        except LeaveAsked:
+            return stages.left()
+    return run_training(config, stages, train)
 
 
 def run_training(config: Config, stages: Stages, train: Train) -> int:
     """The RL loop, and what ``trainer.at_end`` names once its last step is reached.
 
     Returns:
-        0, or the exit code of ``train``.
+        0, or the exit code of ``train``, or REQUEUE where it was asked to leave before the export.
 
     Raises:
-        LeaveAsked: before a stage that would begin after the request.
         RuntimeError: the export failed.
     """
-    code = stages.call("rl", lambda: train(config, stages.console, stages.leave))
-    if code:
-        return code
+    try:
+        code = stages.call("rl", lambda: train(config, stages.console, stages.leave))
+        return code or _finish(config, stages)
+    except LeaveAsked:
+        return stages.left()
+
+
+def _finish(config: Config, stages: Stages) -> int:
+    """What ``trainer.at_end`` names, of a run that reached its last step."""
     run_dir, wanted, left = config.run_dir, config.trainer.at_end, []
     checkpoints = complete_checkpoints(run_dir)
     if "export" in wanted and checkpoints:
@@ -228,6 +232,11 @@ class Stages:
         self.console.print(
             f"data and fine-tuned model are those of {base.run_dir} (demo.base=none makes new ones)", highlight=False
         )
+
+    def left(self) -> int:
+        """Say that the request to leave was followed; the exit status of it."""
+        self.console.print("asked to leave: the next start goes on with the stage that is not complete")
+        return REQUEUE
 
     def run(self, name: str, command: list[str], done: Path, step: int | None = None) -> None:
         """Run a command unless its result ``done`` exists, and was made of training step ``step`` where that is given.

@@ -45,6 +45,7 @@ COMMANDS = (
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"
     ),
+    Command("diff", "runs side by side: settings that differ, figures", "megatron_retool.commands.diff"),
 )
 
 

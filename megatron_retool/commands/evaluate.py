@@ -14,14 +14,15 @@ import argparse
 
 from rich.console import Console
 
-from megatron_retool.commands.running import run_async
-from megatron_retool.commands.settings import add_config, load
+from megatron_retool.commands.running import load_on_base, run_async
+from megatron_retool.commands.settings import add_config
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
     "trainer.experiment_name", "trainer.runs_dir", "trainer.seed", "trainer.log_val_generations", "trainer.loggers",
     "model", "data.val_files", "data.max_prompt_length", "data.max_response_length", "rollout.val",
     "rollout.multi_turn", "rollout.engine", "tools", "reward", "cluster",
+    "demo.enable", "demo.directory", "demo.base",
 )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    config = load(options)
+    config = load_on_base(options)
     from megatron_retool.loop.checks import check_extensions
     from megatron_retool.loop.validation import evaluate_model
 

@@ -2,7 +2,9 @@
 
 Where demo.enable is on, as in configs/demo_cpu.yaml, stages run one after another:
 make-demo, evaluation of the random model, SFT, conversion to Hugging Face and
-back, RL, export, report. A stage whose result is there is not run again.
+back, RL, export, report. A stage whose result is there is not run again, and a
+run under another name starts with RL, from the data and the fine-tuned model of
+an earlier one (demo.base).
 
 A run that was stopped goes on from its last checkpoint when the same command is
 given again (trainer.resume_mode). Everything it leaves is in

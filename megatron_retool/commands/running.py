@@ -1,7 +1,8 @@
-"""Coroutines of a command, run to their end or stopped by a signal."""
+"""What commands that start processes share: their configuration, and coroutines run to the end or stopped by a signal."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 from collections.abc import Coroutine
@@ -10,13 +11,28 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_retool.config import Config
+from megatron_retool.commands.settings import config_file, load
+from megatron_retool.config import Config, load_config
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
 
 LEFT = {REQUEUE: "asked to leave by SIGUSR1, or it hung: the same command goes on from the last checkpoint"}
 """Exit status of commands that train."""
+
+
+def load_on_base(options: argparse.Namespace) -> Config:
+    """The configuration that the command line names; the demo's with the base that the run starts from.
+
+    Raises:
+        ConfigError: the file or an override is wrong, or the demo has no base yet.
+    """
+    from megatron_retool.pipeline import with_demo_base
+
+    def reload(base: list[str]) -> Config:
+        return load_config(config_file(options), [*base, *options.overrides])
+
+    return with_demo_base(load(options), reload)
 
 
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:

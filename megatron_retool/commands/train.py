@@ -1,9 +1,11 @@
 """The RL loop alone: model.path and the data files have to be there.
 
 Reads model.path (Hugging Face; model.mcore_path: its Megatron-Core weights),
-data.train_files and data.val_files. Leaves runs/<trainer.experiment_name> with
-metrics.jsonl, rollouts/, validation/, checkpoints/ and logs/. The same command
-goes on from the last checkpoint (trainer.resume_mode).
+data.train_files and data.val_files; with the demo's configuration the data and
+the fine-tuned model of an earlier run (demo.base). Leaves
+runs/<trainer.experiment_name> with metrics.jsonl, rollouts/, validation/,
+checkpoints/ and logs/, and at the end export/ and report/ (trainer.at_end). The
+same command goes on from the last checkpoint (trainer.resume_mode).
 
 examples:
   megatron-retool train --config my.yaml
@@ -17,11 +19,12 @@ import argparse
 from rich.console import Console
 
 from megatron_retool.commands import running
-from megatron_retool.commands.settings import add_config, load
+from megatron_retool.commands.settings import add_config
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
     "trainer", "model", "data", "rollout", "tools", "reward", "algorithm", "learner", "weight_sync", "cluster",
+    "demo.enable", "demo.directory", "demo.base",
 )  # fmt: skip
 EXIT_STATUS = running.LEFT
 
@@ -31,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    config = load(options)
+    config = running.load_on_base(options)
     from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.pipeline import Stages, run_training
 
     check_extensions(config)
     with LeaveRequest() as leave:
-        return running.train(config, console, leave)
+        return run_training(config, Stages(config.run_dir, console, leave), running.train)

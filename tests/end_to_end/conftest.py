@@ -69,6 +69,8 @@ class CommandLine:
 
     def start(self, command: str, *overrides: str) -> tuple[subprocess.Popen[str], str]:
         marker = uuid.uuid4().hex
+        if command == "train":
+            overrides = ("trainer.at_end=[]", *overrides)
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_retool", command, "--config", str(self.config), *overrides],
             cwd=self.directory,
