@@ -186,7 +186,7 @@ def test_module_exists(page: str, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), named(r"(?:python -m megatron_retool|megatron-retool) ([a-z-]+(?: [a-z-]+)?)")
+    ("page", "command"), named(r"(?:python -m megatron_retool|megatron-retool) ([a-z][a-z-]*(?: [a-z-]+)?)")
 )
 def test_command_exists(page: str, command: str) -> None:
     assert find_command(command.split())[0]

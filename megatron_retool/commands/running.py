@@ -1,4 +1,4 @@
-"""What commands that start processes share: their configuration, and coroutines run to the end or stopped by a signal."""
+"""What commands that start processes share: their configuration, and coroutines that a signal stops."""
 
 from __future__ import annotations
 

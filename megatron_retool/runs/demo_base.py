@@ -115,11 +115,11 @@ def find_base(config: Config) -> DemoBase | None:
     run_dir, wanted = config.run_dir, config.demo.base
     if wanted == "none" or Path(config.demo.directory).exists():
         return None
-    recorded = read_state(run_dir).get("base")
-    if wanted != "auto" or recorded:
-        base = DemoBase(Path(wanted if wanted != "auto" else recorded))
+    named = str(read_state(run_dir).get("base", wanted)) if wanted == "auto" else wanted
+    if named != "auto":
+        base = DemoBase(Path(named))
         if base.missing is not None:
-            origin = f"demo.base={wanted}" if wanted != "auto" else f"{run_dir} started from the base of {recorded}"
+            origin = f"demo.base={named}" if named == wanted else f"{run_dir} started from the base of {named}"
             raise ConfigError(
                 f"{origin}: {base.missing} does not exist; give a demo run whose fine-tuning is done "
                 "(demo.base=runs/…), or demo.base=none to make data and base model anew"
