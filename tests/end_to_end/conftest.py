@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_TEST_RUN"
@@ -107,28 +107,27 @@ class FinishedRun:
         return target
 
 
+def shrink_demo(tree: DictConfig, steps: int) -> None:
+    """Make a demo's configuration one that runs in a minute or two: less of everything, learning little."""
+    tree.trainer.update({"total_steps": steps})
+    tree.demo.update({"pretrain_rows": 1600, "sft_rows": 640, "train_rows": 64, "val_rows": 12, "sft_val_rows": 16})
+    tree.sft.stages[0].steps, tree.sft.stages[1].steps = 80, 60
+    tree.data.train_batch_size = 4
+    OmegaConf.update(tree, "rollout.val.n", 2)
+    OmegaConf.update(tree, "learner.mini_batch_size", 16)
+    # After so little SFT most groups are all wrong; with the filter off every step trains on what there is.
+    OmegaConf.update(tree, "algorithm.dynamic_sampling.enable", False)
+
+
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps."""
     directory = tmp_path_factory.mktemp("demo")
     tree = OmegaConf.load(ROOT / "configs" / "demo_cpu.yaml")
+    shrink_demo(tree, steps=3)
     tree.trainer.update(
-        {
-            "runs_dir": str(directory),
-            "experiment_name": "short",
-            "total_steps": 3,
-            "test_freq": 0,
-            "save_freq": 1,
-            "keep_checkpoints": 5,
-        }
+        {"runs_dir": str(directory), "experiment_name": "short", "test_freq": 0, "save_freq": 1, "keep_checkpoints": 5}
     )
-    tree.demo.update({"pretrain_rows": 1600, "sft_rows": 640, "train_rows": 64, "val_rows": 12, "sft_val_rows": 16})
-    tree.sft.stages[0].steps, tree.sft.stages[1].steps = 80, 60
-    tree.data.train_batch_size = 4
-    tree.rollout.val.n = 2
-    tree.learner.mini_batch_size = 16
-    # After so little SFT most groups are all wrong; with the filter off every step trains on what there is.
-    tree.algorithm.dynamic_sampling.enable = False
     # A reward that varies inside a group whatever the model can do: without it there would be no gradient.
     reward = directory / "reward.py"
     reward.write_text(

@@ -1,0 +1,121 @@
+"""Every command in README and docs/ does what it is written to do, in a copy of the repository as a newcomer has it.
+
+The copy differs in one thing: its demo is small. Commands that need a GPU are refused with one line here; those that
+need a cluster or a container, or take hours, are named below with the test that runs them instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.end_to_end.conftest import ROOT, shrink_demo
+
+PAGES = ("README.md", "docs/first_steps.md", "docs/demo.md")
+
+RUN_ELSEWHERE = {
+    r"^bash scripts/test\.sh": "this test is part of it",
+    r"^docker |^enroot |^apptainer |^export MEGATRON_RETOOL_CONTAINER": "a container cannot be built here",
+    r"scripts/slurm/|^sbatch ": "tests/slurm has a cluster",
+    r"setup\.sh --gpu": "it installs CUDA packages",
+    r"-m experiments\.mismatch": "tests/end_to_end/test_mismatch_experiment.py runs the quick form",
+    r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
+}
+NEEDS_GPUS = r"^bash scripts/train.*--config configs/(retool|sft)_"
+STAYS = r"^tensorboard "
+"""Servers: they have to stay up."""
+SHORTER = {
+    "trainer.total_steps=100": "trainer.total_steps=2",
+    "global_step_80": "global_step_1",
+    "rollout.val.n=8": "rollout.val.n=2",
+}
+
+
+def commands_of(page: Path) -> list[str]:
+    """The lines of the page's bash blocks, continued ones joined, without comments."""
+    blocks = re.findall(r"(?m)^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [command for line in lines if (command := re.sub(r"(^|\s)#.*", "", line).strip())]
+
+
+def documented() -> list[str]:
+    """Commands of all pages, each once, in the order in which a newcomer reads them."""
+    others = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+    pages = dict.fromkeys([*PAGES, *others])
+    return list(dict.fromkeys(command for page in pages for command in commands_of(ROOT / page)))
+
+
+def run_here(commands: list[str]) -> list[str]:
+    return [c for c in commands if not any(re.search(pattern, c) for pattern in RUN_ELSEWHERE)]
+
+
+def test_exceptions_are_needed():
+    commands = documented()
+    for pattern in (*RUN_ELSEWHERE, NEEDS_GPUS, STAYS):
+        assert any(re.search(pattern, command) for command in commands), f"no page has a command like {pattern}"
+    for written in SHORTER:
+        assert any(written in command for command in commands), written
+    assert len(run_here(commands)) > 15
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the repository with a small demo, and the environment of this test as its .venv."""
+    clone = tmp_path_factory.mktemp("clone") / "megatron-retool"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name)
+    for name in ("demo_cpu", "demo_two_tools_cpu"):
+        path = clone / "configs" / f"{name}.yaml"
+        tree = OmegaConf.load(path)
+        shrink_demo(tree, steps=1)
+        OmegaConf.save(tree, path)
+    venv = clone / ".venv"
+    venv.mkdir()
+    for part in Path(sys.prefix).iterdir():
+        if part.name != ".installed":
+            (venv / part.name).symlink_to(part)
+    lists = ["requirements/cpu-torch.txt", "requirements/cpu.txt", "requirements/sglang_only.txt", "pyproject.toml"]
+    digest = subprocess.run(f"cat {' '.join(lists)} | sha256sum | cut -c1-16", shell=True, cwd=clone,
+                            capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    (venv / ".installed").write_text(f"cpu {digest} {clone}\n")
+    return clone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_documented_commands_run_as_written(clone: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    environment.pop("MEGATRON_RETOOL_VENV", None)
+    for command in run_here(documented()):
+        for written, shorter in SHORTER.items():
+            command = command.replace(written, shorter)
+        stays = re.search(STAYS, command)
+        line = f"timeout 10 {command}" if stays else command
+        done = subprocess.run(
+            ["bash", "-c", f"source .venv/bin/activate\n{line}"],
+            cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        output = f"{command}\n{done.stdout}\n{done.stderr}"
+        if re.search(NEEDS_GPUS, command):
+            assert done.returncode == 1 and "error:" in done.stdout + done.stderr, output
+        else:
+            assert done.returncode == (124 if stays else 0), output
+        assert "Traceback" not in output, output
+    assert not (clone / "runs" / "gspo" / "sft").exists(), "a second experiment fine-tunes again"
+    for made in (
+        "demo/report/index.html",
+        "gspo/export/COMPLETE",
+        "check/validation/step_000000.parquet",
+        "demo/step_80",
+    ):
+        assert (clone / "runs" / made).exists(), made
