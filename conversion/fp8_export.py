@@ -1,15 +1,27 @@
-"""FP8 and NVFP4 checkpoints for inference.
+"""Per-tensor FP8 and NVFP4 checkpoints for inference, of a Hugging Face directory.
 
-``mcore_to_hf.py --fp8 blockwise`` makes checkpoints of ``model.block_fp8``'s scheme.  ``export_with_modelopt`` makes
-per-tensor FP8 and NVFP4 checkpoints through nvidia-modelopt, which calibrates activation scales on sample tokens.
+    python conversion/fp8_export.py --hf-dir export --target export-fp8 --scheme per-tensor --calibration samples.txt
+
+nvidia-modelopt quantises, and calibrates activation scales on the samples.  FP8 in 128x128 blocks needs no calibration
+and is made from a Megatron-Core checkpoint: mcore_to_hf.py --fp8 blockwise, which also takes this command's schemes.
+
+Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+
+    require_packages("python conversion/fp8_export.py")
 
 import torch
 
@@ -28,6 +40,8 @@ def quantized_specs(spec: TensorSpec) -> list[TensorSpec]:
     ]
 
 
+MODELOPT_SCHEMES = {"per-tensor": "fp8", "nvfp4": "nvfp4"}
+"""What the commands call a scheme -> what ``export_with_modelopt`` does."""
 MODELOPT_FORMATS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 
 
@@ -108,3 +122,31 @@ def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512
     if not samples:
         raise ValueError(f"calibration file {path} has no text: one sample a line is expected")
     return samples
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
+    parser = argparse.ArgumentParser(
+        prog="fp8_export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf-dir", required=True, type=Path, help="full-precision Hugging Face directory")
+    parser.add_argument("--target", required=True, type=Path, help="directory to make")
+    parser.add_argument("--scheme", required=True, choices=sorted(MODELOPT_SCHEMES))
+    parser.add_argument("--calibration", required=True, help="text file, a sample a line")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+    options = parser.parse_args(arguments)
+    try:
+        if not (options.hf_dir / "config.json").is_file():
+            raise FileNotFoundError(f"{options.hf_dir} is no Hugging Face directory: config.json is missing")
+        samples = read_calibration(options.calibration, options.hf_dir)
+        scheme = MODELOPT_SCHEMES[options.scheme]
+        export_with_modelopt(options.hf_dir, options.target, scheme, samples, overwrite=options.overwrite)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.target}: {options.scheme}, calibrated on {len(samples)} samples")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

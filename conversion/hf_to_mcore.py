@@ -6,6 +6,8 @@ The result loads into any TP/PP/VPP/EP layout.  ``--tp``, ``--pp``, ``--vpp`` an
 to read it: tensors are then cut as its ranks hold them and each rank's parts lie in files of their own, so that no rank
 reads a byte for another.  At most one parameter at a time is in memory per process.  Config, tokenizer and the like are
 kept in ``hf/`` for the way back.
+
+Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+
+    require_packages("python conversion/hf_to_mcore.py")
 
 import torch
 
@@ -272,7 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
-    parser.add_argument("--allow-missing-tokenizer", action="store_true")
+    parser.add_argument(
+        "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
+    )
     options = parser.parse_args(arguments)
     try:
         hf_dir = local_directory(options.hf_dir)

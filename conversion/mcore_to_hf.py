@@ -4,6 +4,8 @@
 
 Reads what ``hf_to_mcore.py`` wrote and what the learner saves while it trains, in any layout.  Tensors keep the dtype
 in which the checkpoint stores them.  One parameter at a time is in memory per process.
+
+Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+
+    require_packages("python conversion/mcore_to_hf.py")
 
 import torch
 from torch import Tensor
@@ -43,7 +51,6 @@ from megatron_retool.runs.files import write_text
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size of a safetensors file, as the hub recommends it."""
-MODELOPT_SCHEMES = {"per-tensor": "fp8", "nvfp4": "nvfp4"}
 
 
 def export(
@@ -263,9 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
-    parser.add_argument("--allow-missing-tokenizer", action="store_true")
+    parser.add_argument(
+        "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
+    )
     options = parser.parse_args(arguments)
-    with_modelopt = options.fp8 in MODELOPT_SCHEMES
+    with_modelopt = options.fp8 in fp8_export.MODELOPT_SCHEMES
     if with_modelopt and (options.calibration is None or options.verify):
         parser.error(f"--fp8 {options.fp8} needs --calibration FILE, and does not go with --verify")
     try:
@@ -297,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 fp8_export.export_with_modelopt(
                     full_precision,
                     options.hf_dir,
-                    MODELOPT_SCHEMES[options.fp8],
+                    fp8_export.MODELOPT_SCHEMES[options.fp8],
                     fp8_export.read_calibration(options.calibration, full_precision),
                     overwrite=options.overwrite,
                 )

@@ -1,15 +1,28 @@
 """Whether a Hugging Face directory and a Megatron-Core checkpoint are the same model: their logits on random tokens.
 
+    python conversion/verify.py --hf-dir Qwen2.5-32B --mcore-dir Qwen2.5-32B-mcore
+
 Both run in float32, one after the other, in a process of their own; each has to fit into memory whole.
+
+Exit status: 0 the same model, 1 another or an error, which one line on standard error says, 2 a wrong command line.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+
+    require_packages("python conversion/verify.py")
 
 import torch
 from torch import Tensor
@@ -189,3 +202,37 @@ def _batch(ids: Tensor) -> Any:
             for number, row in enumerate(ids)
         ]
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0 the same model, 1 with one line on standard error that says why."""
+    parser = argparse.ArgumentParser(
+        prog="verify.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf-dir", required=True, type=Path, help="Hugging Face directory; it may be block FP8")
+    parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="what one of the two was cast to")
+    parser.add_argument("--tolerance", type=float, help="largest difference of the logits that is accepted")
+    parser.add_argument("--family", action="append", default=[], metavar="FILE.py:FAMILY", help="a family of your own")
+    options = parser.parse_args(arguments)
+    learner = options.mcore_dir / "learner"
+    try:
+        architecture = Architecture.from_pretrained(options.hf_dir, options.family)
+        config = json.loads((options.hf_dir / "config.json").read_text(encoding="utf-8"))
+        difference = verify_logits(
+            architecture,
+            options.hf_dir,
+            learner if learner.is_dir() else options.mcore_dir,
+            options.dtype and getattr(torch, options.dtype),
+            options.tolerance,
+            fp8="quantization_config" in config,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"the same model: the logits differ by at most {difference:.3e}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

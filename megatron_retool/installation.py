@@ -30,7 +30,7 @@ def require_packages(program: str) -> None:
         cure = f"`{activate}` first, then `{program}`"
     else:
         cure = f"`bash {_shown(_ROOT / 'scripts' / 'setup.sh')}` installs them into {_shown(venv)}; then `{activate}`"
-    sys.exit(f"error: {sys.executable} lacks the package {missing}, which {program} needs: {cure}")
+    sys.exit(f"error: {sys.executable} lacks the package {missing}, which `{program}` needs: {cure}")
 
 
 def _shown(path: Path) -> str:

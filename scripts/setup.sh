@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
 # Makes .venv with everything pinned in requirements/. Does nothing when it is already there and up to date.
-#   bash scripts/setup.sh [--gpu]      without --gpu: what the environment was made for; a new one, what this host has
+#
+#   bash scripts/setup.sh [--gpu]
+#
+#   --gpu    with CUDA, Transformer Engine and SGLang's kernels. Without it: what the environment was made for before, or
+#            for a new one what this host has
+#
+# MEGATRON_RETOOL_VENV is another place for the environment. Afterwards `source .venv/bin/activate` puts python,
+# megatron-retool and tensorboard on PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/usage.sh
 
 venv="${MEGATRON_RETOOL_VENV:-.venv}"
 stamp="$venv/.installed"
 if [[ $# -gt 0 && "$*" != --gpu ]]; then
-  echo "setup: unknown arguments $*: only --gpu is known" >&2
+  echo "setup: unknown arguments $*: only --gpu is known (setup.sh --help)" >&2
   exit 1
 fi
 flavour=cpu

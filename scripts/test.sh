@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
 # Installs what is missing, then linting, type checks and the tests (under 20 minutes on two cores).
-#   bash scripts/test.sh [pytest arguments]      for example: -m slow, -m real_weights, tests/learner -k parity
+#
+#   bash scripts/test.sh [pytest arguments]
+#
+#   bash scripts/test.sh                             everything but slow tests and those with published weights
+#   bash scripts/test.sh -m slow                     tests that take minutes
+#   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
+#
+# `.venv/bin/pytest --help` has pytest's arguments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 if [[ $# -eq 0 ]]; then

@@ -19,7 +19,7 @@ class Checkout:
         self.path = path
         shutil.copytree(ROOT / "requirements", path / "requirements")
         (path / "scripts").mkdir()
-        for name in ("scripts/setup.sh", "pyproject.toml"):
+        for name in ("scripts/setup.sh", "scripts/usage.sh", "pyproject.toml"):
             shutil.copy(ROOT / name, path / name)
         self._program("bin/python3.11", "exit 0")
         self._program(".venv/bin/python", 'echo "$@"')

@@ -31,11 +31,7 @@ class Command:
 
 
 COMMANDS = (
-    Command(
-        "pipeline",
-        "train; for the demo, from data to report",
-        "megatron_retool.commands.pipeline",
-    ),
+    Command("pipeline", "train; for the demo, from data to report", "megatron_retool.commands.pipeline"),
     Command("train", "the RL loop", "megatron_retool.commands.train"),
     Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
     Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),

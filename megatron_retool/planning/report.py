@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -33,6 +34,9 @@ _NAMES = {
 
 
 _UNITS = {"MiB": 2**20, "GiB": GIB}
+
+_HEADING_WIDTH = 9
+"""Of a strategy's column, so that all of them fit into 80 columns."""
 
 PUBLISHED_FACTORS = (1.3, 1.7)
 """Seconds of published RL systems, divided by what this model predicts for them: docs/planning.md."""
@@ -132,11 +136,9 @@ def print_problems(console: Console, plan: MemoryPlan, cures: Sequence[Candidate
 def time_table(time: StepTime, measured: dict[str, float] | None = None) -> Table:
     """Predicted seconds by phase; with ``measured``, those of a run beside them."""
     table = Table(title="a step, predicted")
-    for column in ("phase", "seconds", "share", "what it is made of"):
-        table.add_column(column, justify="right" if column in ("seconds", "share") else "left")
-    if measured:
-        table.add_column("measured", justify="right")
-        table.add_column("error", justify="right")
+    for column in ("phase", "seconds", "share", "what it is made of", *(("measured", "error") if measured else ())):
+        text = column in ("phase", "what it is made of")
+        table.add_column(column, justify="left" if text else "right", no_wrap=column != "what it is made of")
     parts = {
         Phase.GENERATION: f"mean batch {time.generation.mean_batch:.0f} an engine; the last tenth of responses takes "
         f"{time.generation.tail_seconds:.0f} s",
@@ -185,19 +187,19 @@ def print_time(console: Console, time: StepTime, run: RunTime, calibrated: bool)
 
 
 def suggestion_table(candidates: Sequence[Candidate], is_moe: bool) -> Table:
-    table = Table(title="suggested layouts, fastest first")
-    columns = ("", "placement", "learner", "recompute", "engines", "learner GiB", "step s", "tokens/s/GPU")
-    for column in columns:
-        table.add_column(column, justify="right" if column in columns[-3:] else "left")
+    table = Table(title="suggested layouts, fastest first", caption="GiB of the learner; tokens/s and GPU")
+    table.add_column("", no_wrap=True)
+    table.add_column("learner; placement, recomputation, engines")  # what wraps where the terminal is narrow
+    for column in ("GiB", "step s", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     for index, candidate in enumerate(candidates):
         changes = candidate.changes
-        engines = changes["rollout__engine__count"]
+        recompute = changes["learner__recompute__granularity"]
+        engines = f"{changes['rollout__engine__count']} x TP {changes['rollout__engine__tensor_parallel_size']}"
         table.add_row(
             str(index + 1),
-            changes["cluster__placement"],
-            f"{candidate.layout.world_size}: {describe_layout(candidate.layout, is_moe)}",
-            changes["learner__recompute__granularity"] or "none",
-            f"{engines} x TP {changes['rollout__engine__tensor_parallel_size']}",
+            f"{candidate.layout.world_size}: {describe_layout(candidate.layout, is_moe)}\n"
+            f"{changes['cluster__placement']}, {recompute or 'no'} recomputation, {engines}",
             f"{candidate.memory.learner_needed / GIB:.0f}",
             f"{candidate.seconds:.0f}",
             f"{candidate.time.tokens_per_second_per_gpu:,.0f}",
@@ -211,10 +213,12 @@ def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
         title=f"{scenario.gpus} GPUs: {scenario.engines} engines of TP {scenario.engine_gpus}, "
         f"{scenario.workload.responses} responses a step",
         box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("", no_wrap=True)
     for outcome in outcomes:
-        table.add_column(outcome.strategy.name, justify="right", overflow="fold")
+        heading = outcome.strategy.name.replace("asynchronous", "asyn- chronous").replace("over-sample", "over- sample")
+        table.add_column("\n".join(textwrap.wrap(heading, _HEADING_WIDTH)), justify="right", no_wrap=True)
     base = outcomes[0].step_seconds
     rows: dict[str, Callable[[Outcome], str]] = {
         "GPUs": lambda o: str(o.gpus),

@@ -22,6 +22,9 @@
 #     MEGATRON_RETOOL_FRUITLESS_STARTS  starts in a row without a new checkpoint after which a job is not requeued (3)
 #     MEGATRON_RETOOL_REQUEUE_ON_ERROR  1: requeue after an error of the driver too, not only after lost nodes (0)
 
+# shellcheck source=scripts/usage.sh
+[[ "${BASH_SOURCE[0]}" != "$0" ]] || source "$(dirname "$0")/../usage.sh" # read by hand, as in `bash FILE --help`
+
 RAY_STEPS=()   # srun's processes that hold Ray
 LEAVING=""     # the signal that asked this job to leave
 LOST=""        # why nodes of this job count as lost

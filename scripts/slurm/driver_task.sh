@@ -2,6 +2,8 @@
 # The driver of a run, or one rank of a torch.distributed job where MASTER_ADDR is set: driver_task.sh COMMAND…
 # Run by srun, inside the container if there is one. Leaves its process id where common.sh finds it for signals.
 set -euo pipefail
+# shellcheck source=scripts/usage.sh
+[[ "${1:-}" != -* ]] || source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 # shellcheck source=scripts/slurm/node_environment.sh
 source "$MEGATRON_RETOOL_ROOT/scripts/slurm/node_environment.sh" "$MEGATRON_RETOOL_HEAD_ADDRESS"
 REQUEUE_CODE=85 # the driver's "checkpointed as asked, there is more to do"

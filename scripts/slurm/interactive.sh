@@ -8,6 +8,8 @@
 # command runs in place of the shell.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source=scripts/usage.sh
+source "$here/../usage.sh"
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 load_settings "$here/../.."

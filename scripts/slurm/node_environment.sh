@@ -2,6 +2,8 @@
 # What every process of a run needs on its node; sourced by ray_node.sh and driver_task.sh, with the address of the head
 # node as argument. Sets own_address, interface and spare_port.
 # shellcheck disable=SC2034
+# shellcheck source=scripts/usage.sh
+[[ "${BASH_SOURCE[0]}" != "$0" ]] || source "$(dirname "$0")/../usage.sh" # read by hand, as in `bash FILE --help`
 cd "$MEGATRON_RETOOL_ROOT" || exit 1
 export PYTHONPATH="$MEGATRON_RETOOL_ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # shellcheck source=scripts/slurm/nccl.env

@@ -2,6 +2,8 @@
 # Ray on one node of a job: ray_node.sh head | worker | stop. Run by srun on every node, inside the container if there
 # is one; common.sh exports what it reads. `head` and `worker` last as long as Ray does on this node.
 set -euo pipefail
+# shellcheck source=scripts/usage.sh
+[[ "${1:-}" != -* ]] || source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 
 role="$1"
 node="${SLURMD_NODENAME:-$(hostname -s)}"

@@ -11,9 +11,11 @@
 #
 # Every other option goes to sbatch as it is, in the form --option=value: --partition=h100, --time=24:00:00,
 # --signal=B:USR1@5400. The job's output goes to runs/<name>/logs/slurm_<job>.out. Environment variables that choose
-# container, network and limits are listed in scripts/slurm/common.sh.
+# container, network and limits: `bash scripts/slurm/common.sh --help`.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source=scripts/usage.sh
+source "$here/../usage.sh"
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 load_settings "$here/../.."

@@ -118,5 +118,5 @@ def test_python_without_packages_is_told_where_they_are(tmp_path: Path, made: bo
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert f"lacks the package rich, which megatron-retool needs: `{'source' if made else 'bash'} " in line
+    assert f"lacks the package rich, which `megatron-retool` needs: `{'source' if made else 'bash'} " in line
     assert f"source {venv}/bin/activate" in line

@@ -106,7 +106,7 @@ class VirtualCluster:
     def __init__(self, directory: Path, nodes: int = 2) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program, path=_search_path()) is None]
         if missing:
-            raise SlurmUnavailable(f"{', '.join(missing)} not installed (bash .ci/install_slurm.sh)")
+            raise SlurmUnavailable(f"{', '.join(missing)} not installed (bash .ci/install_packages.sh)")
         if os.geteuid() != 0:
             raise SlurmUnavailable("starting slurmctld, slurmd and network namespaces needs root")
         self.directory = directory
