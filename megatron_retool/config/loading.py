@@ -26,20 +26,27 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """
     layers = [] if path is None else _read_file(Path(path), ())
     layers += [(f"override {override!r}", _read_override(override)) for override in overrides]
-    tree = OmegaConf.structured(Config)
-    _unlock(tree)
+    settings: dict[str, Any] = {}
     for source, layer in layers:
-        tree = OmegaConf.merge(tree, fitted(layer, Config, root=Config, source=source))
-    config = _resolved(tree)
+        settings = _merged(settings, fitted(layer, Config, root=Config, source=source))
+    config = _resolved(OmegaConf.structured(Config), settings)
     assert isinstance(config, Config)
     validate(config)
     return config
 
 
-def _resolved(tree: Any) -> Any:
-    """The dataclass of ``tree``, with what ``${…}`` stands for."""
+def _merged(settings: Any, later: Any) -> Any:
+    """``later`` over ``settings``: mappings key by key, everything else as a whole."""
+    if not isinstance(settings, dict) or not isinstance(later, dict):
+        return later
+    return settings | {key: _merged(settings.get(key), value) for key, value in later.items()}
+
+
+def _resolved(tree: Any, settings: Mapping[str, Any]) -> Any:
+    """The dataclass of ``tree`` with ``settings`` in it, and with what ``${…}`` stands for."""
+    _unlock(tree)
     try:
-        return OmegaConf.to_object(tree)
+        return OmegaConf.to_object(OmegaConf.merge(tree, settings))
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "a setting"
         raise ConfigError(f"{key}: {_first_line(error)}") from error
@@ -157,9 +164,7 @@ def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
     for name in settings:
         if name not in known:
             raise ConfigError(f"{key}.{name} is unknown; the settings are {', '.join(known)}")
-    tree = OmegaConf.structured(section)
-    _unlock(tree)
-    found = _resolved(OmegaConf.merge(tree, fitted(settings, type(section), root=Config, prefix=f"{key}.")))
+    found = _resolved(OmegaConf.structured(section), fitted(settings, type(section), root=Config, prefix=f"{key}."))
     check_values(found, f"{key}.")
     return found
 
