@@ -124,6 +124,8 @@ class Registry(Generic[T]):
         takes: names of the arguments that every object is called with by position.
         optional: keyword arguments that the caller gives to objects that have a parameter of that name.
         built_in: name -> "package.module:object", for objects that are imported when they are chosen.
+        declared: what the objects that ``register`` is going to add need of the run, by name, for readers who do not
+            import the module that adds them.
         kwargs_key: dotted key of the keyword arguments, for messages; None: ``<key>_kwargs``.
     """
 
@@ -134,6 +136,7 @@ class Registry(Generic[T]):
         optional: Collection[str] = (),
         built_in: Mapping[str, str] | None = None,
         kwargs_key: str | None = None,
+        declared: Mapping[str, Collection[Need]] | None = None,
     ) -> None:
         self.key = key
         self.kwargs_key = kwargs_key or f"{key}_kwargs"
@@ -141,14 +144,16 @@ class Registry(Generic[T]):
         self.optional = frozenset(optional)
         self._objects: dict[str, T] = {}
         self._built_in = dict(built_in or {})
+        self._declared = dict(declared or {})
 
     def register(self, name: str, *what: Need | str) -> Callable[[T], T]:
-        """Make a built-in of the decorated object, which needs ``what`` of the run."""
+        """Make a built-in of the decorated object, which needs ``what`` of the run besides what is declared for it."""
+        wanted = {*what, *self._declared.get(name, ())}
 
         def add(target: T) -> T:
             if name in self.names:
                 raise ValueError(f"{self.key}: there is a built-in {name!r} already")
-            self._objects[name] = needs(*what)(target) if what else target
+            self._objects[name] = needs(*wanted)(target) if wanted else target
             return target
 
         return add

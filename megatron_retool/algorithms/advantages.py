@@ -38,6 +38,7 @@ from megatron_retool.algorithms.ragged import (
     sequence_min,
     sequence_sum,
 )
+from megatron_retool.algorithms.settings import BUILT_IN
 from megatron_retool.registry import Extension, ExtensionError, Need, Registry
 
 _EPSILON = 1e-6
@@ -98,7 +99,9 @@ class AdvantageInputs:
 AdvantageEstimator = Callable[..., Advantages | tuple[Tensor, Tensor] | Tensor]
 """estimator(batch: AdvantageInputs, *, its own settings), called once a step with all its responses."""
 
-advantage_estimators: Registry[AdvantageEstimator] = Registry("algorithm.advantage", takes=("batch",))
+advantage_estimators: Registry[AdvantageEstimator] = Registry(
+    "algorithm.advantage", takes=("batch",), declared=BUILT_IN["advantage"]
+)
 
 
 def compute_advantages(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs) -> Advantages:
@@ -161,25 +164,25 @@ def _checked(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs, n
     return column.float()
 
 
-@advantage_estimators.register("grpo", Need.GROUPS)
+@advantage_estimators.register("grpo")
 def grpo(batch: AdvantageInputs, *, normalize_by_std: bool = True) -> Advantages:
     """``group_relative`` to the prompt's group."""
     return _of_responses(batch, group_relative(batch.scores, batch.group_ids, normalize_by_std))
 
 
-@advantage_estimators.register("dr_grpo", Need.GROUPS)
+@advantage_estimators.register("dr_grpo")
 def dr_grpo(batch: AdvantageInputs) -> Advantages:
     """``group_relative`` without the standard deviation."""
     return _of_responses(batch, group_relative(batch.scores, batch.group_ids, normalize_by_std=False))
 
 
-@advantage_estimators.register("rloo", Need.GROUPS)
+@advantage_estimators.register("rloo")
 def rloo(batch: AdvantageInputs) -> Advantages:
     """``leave_one_out`` of the prompt's group."""
     return _of_responses(batch, leave_one_out(batch.scores, batch.group_ids))
 
 
-@advantage_estimators.register("reinforce_plus_plus_baseline", Need.GROUPS)
+@advantage_estimators.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(batch: AdvantageInputs) -> Advantages:
     """``dr_grpo``, whitened over the batch's tokens. arXiv:2501.03262."""
     advantages, returns = dr_grpo(batch)
@@ -194,7 +197,7 @@ def reinforce_plus_plus(batch: AdvantageInputs, *, gamma: float = 1.0) -> Advant
     return Advantages(whiten(to_go, batch.loss_mask), to_go)
 
 
-@advantage_estimators.register("gae", Need.CRITIC)
+@advantage_estimators.register("gae")
 def gae(
     batch: AdvantageInputs,
     *,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.ragged import describe, require_matching_shapes, sequence_sum
+from megatron_retool.algorithms.settings import BUILT_IN
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 LossAggregation = Callable[..., Tensor]
@@ -34,7 +35,10 @@ parameter of that name it is also given ``max_response_length``, data.max_respon
 """
 
 loss_aggregations: Registry[LossAggregation] = Registry(
-    "algorithm.loss_aggregation", takes=("counts",), optional=("max_response_length",)
+    "algorithm.loss_aggregation",
+    takes=("counts",),
+    optional=("max_response_length",),
+    declared=BUILT_IN["loss_aggregation"],
 )
 
 

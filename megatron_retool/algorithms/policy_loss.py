@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_retool.algorithms.kl import kl_penalty
 from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
 from megatron_retool.algorithms.rollout_correction import rejection_mask
-from megatron_retool.algorithms.settings import RolloutCorrectionSettings
+from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 _MAX_LOG_RATIO = 20.0
@@ -98,7 +98,9 @@ PolicyLoss = Callable[..., TokenLosses | tuple[Tensor, Mapping[str, Tensor]] | T
 What is common to all losses is done with the result: importance weights, loss weights and rejection, entropy bonus, KL.
 """
 
-policy_losses: Registry[PolicyLoss] = Registry("algorithm.policy_loss", takes=("inputs",))
+policy_losses: Registry[PolicyLoss] = Registry(
+    "algorithm.policy_loss", takes=("inputs",), declared=BUILT_IN["policy_loss"]
+)
 
 
 @policy_losses.register("clip")

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from megatron_retool.fields import choice, fraction, not_negative, number
+from megatron_retool.registry import Need
+
+BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
+    "advantage": {
+        "grpo": (Need.GROUPS,),
+        "dr_grpo": (Need.GROUPS,),
+        "rloo": (Need.GROUPS,),
+        "reinforce_plus_plus": (),
+        "reinforce_plus_plus_baseline": (Need.GROUPS,),
+        "gae": (Need.CRITIC,),
+    },
+    "policy_loss": {"clip": (), "gspo": (), "cispo": (), "policy_gradient": ()},
+    "loss_aggregation": {
+        "token-mean": (),
+        "seq-mean-token-sum": (),
+        "seq-mean-token-mean": (),
+        "seq-mean-token-sum-norm": (),
+    },
+}
+"""Setting of the section algorithm -> names of what is built in -> what that needs of the run."""
 
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 CORRECTION_MODES = ("truncate", "none", "clip", "mask")
@@ -12,28 +35,34 @@ CORRECTION_MODES = ("truncate", "none", "clip", "mask")
 class SamplingSettings:
     """The distribution that an engine samples from: ``sampling``."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
+    temperature: float = not_negative(1.0, maximum=1000)
+    """Logits are divided by it; 0, in validations alone, takes the most probable token."""
+    top_p: float = number(1.0, above=0, maximum=1)
+    """Sample from the most probable tokens that make up this probability."""
+    top_k: int = number(-1, minimum=1, special=-1)
+    """Sample from this many most probable tokens; -1: from all."""
+    min_p: float = fraction(0.0)
+    """Sample from tokens of at least this share of the most probable one's probability."""
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionSettings:
     """Weights and rejection against the mismatch of engine and learner: ``rollout_correction``."""
 
-    level: str = field(default="token", metadata={"choices": CORRECTION_LEVELS})
+    level: str = choice(*CORRECTION_LEVELS)
     """Level of the importance weight."""
-    mode: str = field(default="truncate", metadata={"choices": CORRECTION_MODES})
+    mode: str = choice(*CORRECTION_MODES)
     """What happens to the weight outside its bounds; "none" turns weights off and leaves rejection on."""
-    lower: float = 0.0
-    upper: float = 2.0
+    lower: float = not_negative(0.0)
+    """Lower bound of the weight."""
+    upper: float = number(2.0, above=0)
+    """Upper bound of the weight."""
     rejection: list[str] = field(default_factory=lambda: ["geometric_ratio 0.999 1.001"])
     """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see ``rejection_rules``."""
-    veto_threshold: float | None = 1e-4
-    """Drop a sequence with any token ratio strictly below it."""
-    batch_k3_limit: float | None = None
-    """Skip the update where the batch's k3 KL exceeds it."""
+    veto_threshold: float | None = number(1e-4, above=0, below=1)
+    """Drop a sequence with any token ratio strictly below it; null: none."""
+    batch_k3_limit: float | None = number(None, above=0)
+    """Skip the update where the batch's k3 KL exceeds it; null: never."""
     batch_normalize: bool = False
     """Divide the weights by their mean over the whole global batch."""
     bypass_old_log_probs: bool = False

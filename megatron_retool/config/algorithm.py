@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
-from megatron_retool.algorithms.settings import RolloutCorrectionSettings
+from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
 from megatron_retool.algorithms.stage_schedule import parse_stages
-from megatron_retool.config.base import ConfigError, choice
-from megatron_retool.registry import Extension, ExtensionError, Need
+from megatron_retool.config.base import ConfigError, at_least_one, choice, fraction, not_negative, number, positive
+from megatron_retool.registry import Extension, ExtensionError, Need, load_object
 
 if TYPE_CHECKING:
     from megatron_retool.algorithms.advantages import AdvantageEstimator
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class DynamicSamplingConfig:
     enable: bool = True
     """Must be off where a critic learns (algorithm.advantage=gae): it learns from groups of equal reward too."""
-    max_generation_rounds: int = 10
+    max_generation_rounds: int = not_negative(10)
+    """Times that a step generates to replace what it dropped; 0: no limit."""
     metric: str = choice("reward", "acc")
     """Groups whose members all have the same value of it are dropped and replaced."""
 
@@ -31,14 +33,18 @@ class AdaptiveSamplingConfig:
     """Number of responses by stage of training and by the prompt's own history, in place of rollout.train.n."""
 
     enable: bool = False
+    """Let stages and history choose the number of responses."""
     stages: list[str] = field(default_factory=lambda: ["0 24", "30 16", "80 12"])
     """"<first step> <n>" in ascending order."""
-    easy_accuracy: float = 0.9
-    easy_batches: int = 3
+    easy_accuracy: float = fraction(0.9)
+    """Above it a prompt is easy."""
+    easy_batches: int = not_negative(3)
     """A prompt above easy_accuracy in its last easy_batches groups gets easy_n responses."""
-    easy_n: int = 8
-    hard_accuracy: float = 0.5
-    hard_n: int = 24
+    easy_n: int = at_least_one(8, maximum=1_000_000)
+    """Responses to an easy prompt."""
+    hard_accuracy: float = fraction(0.5)
+    """Below it a prompt is hard."""
+    hard_n: int = at_least_one(24, maximum=1_000_000)
     """A prompt whose last group was below hard_accuracy gets at least this many."""
 
 
@@ -62,8 +68,6 @@ class RolloutCorrectionConfig(RolloutCorrectionSettings):
             raise ConfigError(f"{key}.rejection: {error}") from error
         if self.mode != "none" and not 0 <= self.lower < self.upper:
             raise ConfigError(f"{key}: the bounds must satisfy 0 <= lower={self.lower} < upper={self.upper}")
-        if self.veto_threshold is not None and not 0 < self.veto_threshold < 1:
-            raise ConfigError(f"{key}.veto_threshold={self.veto_threshold} must lie between 0 and 1, or be null")
         if self.bypass_old_log_probs and self.mode != "none":
             raise ConfigError(
                 f"{key}.bypass_old_log_probs=true puts the mismatch into PPO's own ratio: weights on top would count "
@@ -92,35 +96,50 @@ class AlgorithmConfig:
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator; those that it has in common with this section are filled from here."""
     normalize_by_std: bool = True
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
+    """grpo: divide by the standard deviation of the group's rewards."""
+    gamma: float = fraction(1.0)
+    """Discount from one sampled token to the next."""
+    gae_lambda: float = fraction(0.95)
+    """gae: how far advantages look ahead."""
     gae_reward: str = choice("last_token", "spread")
     """Where a response's reward goes: its last sampled token, or equal shares on all sampled tokens."""
     gae_level: str = choice("token", "sequence")
     """sequence: every token gets the mean of its response's token advantages."""
     gae_whiten: bool = True
+    """gae: advantages of a step get mean 0 and standard deviation 1."""
     policy_loss: str = "clip"
     """clip, gspo, cispo, policy_gradient, or one's own: path/to/file.py:function or package.module:function."""
     policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the loss; those that it has in common with this section are filled from here."""
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.28
-    dual_clip: float | None = None
-    """PPO's dual clip constant c (3.0 is usual); None: off."""
+    clip_ratio_low: float = not_negative(0.2)
+    """The probability ratio is clipped below 1 - clip_ratio_low."""
+    clip_ratio_high: float = not_negative(0.28)
+    """The probability ratio is clipped above 1 + clip_ratio_high."""
+    dual_clip: float | None = number(None, above=1)
+    """PPO's dual clip constant c (3.0 is usual); null: off."""
     loss_aggregation: str = "token-mean"
     """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, or one's own:
     path/to/file.py:function or package.module:function."""
     loss_aggregation_kwargs: dict[str, Any] = field(default_factory=dict)
-    entropy_coefficient: float = 0.0
-    kl_in_loss: float = 0.0
-    kl_in_reward: float = 0.0
+    """Keyword arguments of the aggregation; those that it has in common with this section are filled from here."""
+    entropy_coefficient: float = number(0.0)
+    """Times the entropy is taken off the loss."""
+    kl_in_loss: float = not_negative(0.0)
+    """Coefficient of the KL to the initial policy in the loss; 0: off."""
+    kl_in_reward: float = not_negative(0.0)
+    """Coefficient of the KL to the initial policy in each token's reward; 0: off."""
     kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
-    adaptive_kl_target: float | None = None
-    adaptive_kl_horizon: int = 10000
+    """How that KL is estimated from one token."""
+    adaptive_kl_target: float | None = positive(None)
+    """KL that kl_in_reward is adapted to; null: it stays as it is."""
+    adaptive_kl_horizon: int = at_least_one(10000)
     """Responses over which a KL 20 % off its target changes kl_in_reward by 20 %."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """DAPO's filter of groups without a difference."""
     adaptive_sampling: AdaptiveSamplingConfig = field(default_factory=AdaptiveSamplingConfig)
+    """More responses for hard prompts."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """What is done against the mismatch of engine and learner."""
 
     @property
     def estimator(self) -> Extension[AdvantageEstimator]:
@@ -154,13 +173,27 @@ class AlgorithmConfig:
     def needs(self) -> dict[Need, str]:
         """What the run must provide, each with the setting that asks for it, such as ``algorithm.advantage=gae``."""
         asked: dict[Need, str] = {}
-        for extension in (self.estimator, self.objective.loss, self.aggregation):
-            for need in sorted(extension.needs):
-                asked.setdefault(need, extension.label)
+        for name in BUILT_IN:
+            for need in sorted(self._needs_of(name)):
+                asked.setdefault(need, f"algorithm.{name}={getattr(self, name)}")
         for name in ("kl_in_loss", "kl_in_reward"):
             if getattr(self, name):
                 asked.setdefault(Need.REFERENCE, f"algorithm.{name}={getattr(self, name)}")
         return asked
+
+    def _needs_of(self, name: str) -> Collection[Need]:
+        """What the object that setting ``name`` names needs of the run; ExtensionError as ``Registry.bind``.
+
+        A built-in without keyword arguments of its own is known without its module, which imports torch.
+        """
+        target, built_in = getattr(self, name), BUILT_IN[name]
+        if target in built_in and not getattr(self, f"{name}_kwargs"):
+            return built_in[target]
+        if ":" not in target and target not in built_in:
+            load_object(f"algorithm.{name}", target, known=built_in)
+        if name == "advantage":
+            return self.estimator.needs
+        return self.objective.loss.needs if name == "policy_loss" else self.aggregation.needs
 
     def dry_run(self) -> None:
         """Call advantage estimator, loss and aggregation on a small made-up batch, where they are not built in.
@@ -168,6 +201,8 @@ class AlgorithmConfig:
         Raises:
             ConfigError: one raises, or returns what cannot be trained on.
         """
+        if all(getattr(self, name) in built_in for name, built_in in BUILT_IN.items()):
+            return
         from megatron_retool.algorithms.dry_run import check_advantage, check_aggregation, check_policy_loss
 
         try:
@@ -184,17 +219,17 @@ class AlgorithmConfig:
                 "algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0"
             )
         self.rollout_correction.check()
-        if self.adaptive_kl_target is not None and (not self.kl_in_reward or self.adaptive_kl_target <= 0):
-            raise ConfigError("algorithm.adaptive_kl_target must be positive, and needs kl_in_reward as its start")
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ConfigError(f"algorithm.dual_clip={self.dual_clip} must be above 1 (3.0 is usual)")
+        if self.adaptive_kl_target is not None and not self.kl_in_reward:
+            raise ConfigError(
+                f"algorithm.adaptive_kl_target={self.adaptive_kl_target} needs algorithm.kl_in_reward as its start"
+            )
         if self.adaptive_sampling.enable:
             try:
                 parse_stages(self.adaptive_sampling.stages)
             except ValueError as error:
                 raise ConfigError(f"algorithm.adaptive_sampling.stages: {error}") from error
         try:
-            needs, estimator = self.needs, self.estimator
+            needs, before_update = self.needs, self._needs_of("advantage")
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
         if Need.CRITIC in needs and self.dynamic_sampling.enable:
@@ -202,8 +237,8 @@ class AlgorithmConfig:
                 f"{needs[Need.CRITIC]} with algorithm.dynamic_sampling.enable=true would withhold groups of equal "
                 "reward from the critic, which learns from them too: set algorithm.dynamic_sampling.enable=false"
             )
-        if Need.ENTROPY in estimator.needs and self.rollout_correction.bypass_old_log_probs:
+        if Need.ENTROPY in before_update and self.rollout_correction.bypass_old_log_probs:
             raise ConfigError(
-                f"{estimator.label} needs the entropy at each token before the update, which "
+                f"algorithm.advantage={self.advantage} needs the entropy at each token before the update, which "
                 "algorithm.rollout_correction.bypass_old_log_probs=true skips: set it to false"
             )

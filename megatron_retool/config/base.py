@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+from megatron_retool.fields import at_least_one, choice, fraction, not_negative, number, positive
+
+__all__ = ["ConfigError", "choice", "at_least_one", "fraction", "not_negative", "number", "positive"]
 
 
 class ConfigError(ValueError):
     """A setting is unknown, mistyped or inconsistent. The message names the key and says what to do."""
-
-
-def choice(default: str, *others: str) -> Any:
-    """A string field that accepts ``default`` or one of ``others``; anything else is a ConfigError."""
-    return field(default=default, metadata={"choices": (default, *others)})

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_retool.config.base import ConfigError, choice
+from megatron_retool.config.base import at_least_one, choice
 
 
 @dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
+    """Prompts to train on: Parquet, JSONL or JSON files."""
     val_files: list[str] = field(default_factory=list)
-    train_batch_size: int = 32
+    """Prompts of validations; each file's name or data_source is a row of its own in the metrics."""
+    train_batch_size: int = at_least_one(32)
     """Prompts whose groups are trained on in one step."""
-    max_prompt_length: int = 2048
-    max_response_length: int = 16384
+    max_prompt_length: int = at_least_one(2048)
+    """Tokens of a prompt, chat template included."""
+    max_response_length: int = at_least_one(16384)
     """Tokens after the prompt: sampled tokens and tool results together."""
     overlong_prompts: str = choice("filter", "error")
+    """What happens to a prompt of more than max_prompt_length tokens: it is left out, or it ends the run."""
     shuffle: bool = True
+    """Another order of the prompts in every epoch, drawn from trainer.seed."""
     deduplicate: bool = True
     """Keep the first row of each distinct prompt (DAPO-Math-17k ships 1.79 M rows of about 17 k prompts)."""
     prompt_key: str = "prompt"
+    """Column of the prompt: messages, or a question as text."""
     question_instruction: str = "Solve the problem step by step and put your final answer within \\boxed{}."
     """Added below bare questions (AIME's files, reasoning-gym); prompts that are messages stay as they are."""
-    max_val_samples: int | None = None
-
-    def check(self) -> None:
-        """Raise ConfigError where a size is below 1."""
-        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"data.{name}={getattr(self, name)} must be at least 1")
+    max_val_samples: int | None = at_least_one(None)
+    """Validation prompts at most, spread evenly over the files; null: all."""

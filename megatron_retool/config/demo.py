@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_retool.config.base import choice
+from megatron_retool.config.base import at_least_one, choice
 
 
 @dataclass(frozen=True)
@@ -16,20 +16,33 @@ class DemoConfig:
     variant: str = choice("one_tool", "two_tools")
     """two_tools: half of the problems need a search in a corpus, made too, before or in place of Python."""
     directory: str = "runs/demo_data"
+    """Where model and data are written."""
     base: str = "auto"
     """Whose data and fine-tuned model a run starts from: auto (a run in trainer.runs_dir with the same demo, sft and
     trainer.seed settings, else its own), none (its own), or a run's directory (whatever its settings)."""
-    hidden_size: int = 128
-    num_layers: int = 3
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    intermediate_size: int = 384
-    vocab_size: int = 512
-    pretrain_rows: int = 28800
-    sft_rows: int = 6000
-    sft_val_rows: int = 256
-    train_rows: int = 3000
-    val_rows: int = 128
-    entities: int = 400
+    hidden_size: int = at_least_one(128, maximum=65536)
+    """Width of the model; num_attention_heads times an even number."""
+    num_layers: int = at_least_one(3, maximum=1024)
+    """Layers of the model."""
+    num_attention_heads: int = at_least_one(4, maximum=65536)
+    """Heads of its attention."""
+    num_key_value_heads: int = at_least_one(2, maximum=65536)
+    """Heads of its keys and values; they divide num_attention_heads."""
+    intermediate_size: int = at_least_one(384)
+    """Width of its feed-forward layers."""
+    vocab_size: int = at_least_one(512, maximum=1_000_000)
+    """Tokens of its tokenizer: a multiple of 128."""
+    pretrain_rows: int = at_least_one(28800)
+    """Conversations of the first stage of fine-tuning, pretrain.parquet."""
+    sft_rows: int = at_least_one(6000)
+    """Conversations of the second, sft.parquet."""
+    sft_val_rows: int = at_least_one(256)
+    """Held-out conversations, sft_val.parquet."""
+    train_rows: int = at_least_one(3000)
+    """Problems of reinforcement learning, train.parquet."""
+    val_rows: int = at_least_one(128)
+    """Held-out problems, val.parquet."""
+    entities: int = at_least_one(400)
     """two_tools: entities that the corpus knows, besides those of val.parquet."""
-    val_entities: int = 40
+    val_entities: int = at_least_one(40)
+    """two_tools: entities of val.parquet."""

@@ -6,37 +6,58 @@ from dataclasses import dataclass, field
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import LayoutError, ParallelLayout
-from megatron_retool.config.base import ConfigError, choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number, positive
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
+    lr: float = positive(1e-6, maximum=1)
+    """Learning rate of AdamW, after the warm-up."""
+    min_lr: float = not_negative(0.0, maximum=1)
+    """Learning rate at the end of a linear or cosine schedule."""
+    betas: list[float] = number([0.9, 0.95], minimum=0, below=1)
+    """AdamW's two decay rates, of the mean and of the variance."""
+    eps: float = positive(1e-8, maximum=1)
+    """AdamW's term against a division by 0."""
+    weight_decay: float = not_negative(0.0, maximum=100)
+    """AdamW's decoupled weight decay."""
+    clip_grad: float = not_negative(1.0)
+    """Norm to which larger gradients are scaled down; 0: never."""
     schedule: str = choice("constant", "linear", "cosine")
-    warmup_steps: int = 0
+    """How the learning rate goes on after the warm-up."""
+    warmup_steps: int = not_negative(0)
+    """Optimizer steps over which the learning rate rises to lr."""
     cpu_offload: bool = False
+    """Keep the optimizer's state in the host's memory; needs Transformer Engine."""
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError where settings of this section, which ``key`` names, contradict each other."""
+        if len(self.betas) != 2:
+            raise ConfigError(f"{key}.betas={self.betas} must be two numbers, such as [0.9, 0.95]")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"{key}.min_lr={self.min_lr} exceeds {key}.lr={self.lr}, to which it belongs as its end")
 
 
 @dataclass(frozen=True)
 class Fp8Config:
-    recipe: str | None = None
-    """None, or one of delayed, tensorwise, blockwise, mxfp8. Needs Transformer Engine and a GPU that has FP8."""
+    recipe: str | None = choice(None, "delayed", "tensorwise", "blockwise", "mxfp8")
+    """How FP8 values are scaled; null: no FP8. Needs Transformer Engine and a GPU that has FP8."""
     format: str = choice("hybrid", "e4m3")
+    """hybrid: e4m3 forwards, e5m2 for gradients. e4m3: for both."""
     keep_first_last_bf16: bool = True
+    """The first and the last layer stay in bfloat16."""
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    granularity: str | None = None
-    """None, "full" or "selective"."""
-    method: str | None = None
-    num_layers: int | None = None
+    granularity: str | None = choice(None, "full", "selective")
+    """full: whole layers. selective: the parts of a layer that modules names. null: nothing is computed again."""
+    method: str | None = choice(None, "uniform", "block")
+    """full: uniform checkpoints groups of num_layers layers, block the first num_layers of each stage."""
+    num_layers: int | None = at_least_one(None)
+    """full: the number that method speaks of."""
     modules: list[str] = field(default_factory=list)
+    """selective: of core_attn, layernorm, mlp, moe and moe_act; empty: core_attn."""
 
 
 @dataclass(frozen=True)
@@ -44,38 +65,54 @@ class CriticConfig:
     """The value model of algorithm.advantage=gae. It has as many ranks as the learner, in the same layout."""
 
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    value_clip: float = 0.5
+    """The critic's own optimizer."""
+    value_clip: float = positive(0.5)
     """How far a value may move from the one before the update, within one step."""
-    warmup_steps: int = 0
+    warmup_steps: int = not_negative(0)
     """First steps in which the critic alone learns."""
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    world_size: int = 1
+    world_size: int = at_least_one(1, maximum=1_000_000)
     """Learner processes (GPUs). Data parallel size = world_size / (TP x PP x CP)."""
     device: str = choice("auto", "cpu", "cuda")
+    """auto: cuda where there is a GPU."""
     dtype: str = choice("bfloat16", "float32", "float16")
-    tensor_model_parallel_size: int = 1
+    """Of weights and activations; the optimizer's own copy is float32."""
+    tensor_model_parallel_size: int = at_least_one(1, maximum=1024)
+    """TP: ranks that share each weight matrix."""
     sequence_parallel: bool = False
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
+    """TP ranks also share the activations between the matrices; needs TP above 1."""
+    pipeline_model_parallel_size: int = at_least_one(1, maximum=1024)
+    """PP: stages of consecutive layers, each on ranks of its own."""
+    virtual_pipeline_model_parallel_size: int | None = at_least_one(None, maximum=1024)
+    """Chunks of layers on each stage, taken in turns; null: one."""
+    context_parallel_size: int = at_least_one(1, maximum=1024)
+    """CP: ranks that share the tokens of each sequence."""
+    expert_model_parallel_size: int = at_least_one(1, maximum=1024)
+    """EP: ranks that share the experts of a mixture of experts."""
+    expert_tensor_parallel_size: int | None = at_least_one(None, maximum=1024)
+    """TP of the experts; null: as for everything else."""
     use_distributed_optimizer: bool = True
-    mini_batch_size: int = 64
+    """Data parallel ranks share the optimizer's state in place of holding all of it each."""
+    mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
-    max_tokens_per_micro_batch: int = 32768
+    max_tokens_per_micro_batch: int = at_least_one(32768)
     """Token budget of a packed micro-batch, over all context-parallel ranks together."""
-    log_prob_chunk_tokens: int = 1024
+    log_prob_chunk_tokens: int = at_least_one(1024)
     """Tokens whose vocabulary logits exist at one time while log-probs and entropy are computed."""
     fp32_lm_head: bool = False
+    """Compute the vocabulary logits in float32."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
+    """Matrix products in FP8."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """Activations that are computed again in place of being kept."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    threads: int = 1
+    """The value model."""
+    threads: int = at_least_one(1, maximum=1024)
     """CPU threads of each learner process on a host without CUDA."""
 
     def check(self) -> None:
@@ -86,10 +123,8 @@ class LearnerConfig:
                 f"learner.mini_batch_size={self.mini_batch_size} is not divisible by the data parallel size "
                 f"{data_parallel}"
             )
-        if self.max_tokens_per_micro_batch < 1:
-            raise ConfigError(
-                f"learner.max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} must be at least 1"
-            )
+        for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
+            optimizer.check(f"learner.{key}")
 
     def layout(self, architecture: Architecture | None = None) -> ParallelLayout:
         """The parallel layout, of ``architecture`` where it is given.

@@ -3,95 +3,152 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
-from megatron_retool.config.tree import Config, check_choices, validate
+from megatron_retool.config.schema import fitted, type_hints
+from megatron_retool.config.tree import Config, check_values, validate
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, apply ``dotted.key=value`` overrides, check every key and type, validate, freeze.
 
     Raises:
-        ConfigError: the file is missing or no mapping, a key is unknown, a value has the wrong type, or
-            ``validate`` finds a contradiction.
+        ConfigError: the file cannot be read or holds no mapping, a key is unknown, a value has the wrong type or lies
+            outside its range, or ``validate`` finds a contradiction.
     """
     layers = [] if path is None else _read_file(Path(path), ())
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
-        try:
-            layer = OmegaConf.from_dotlist([override])
-        except Exception as error:
-            raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
-        _anchor_files(layer, Path.cwd())
-        layers.append((f"override {override!r}", layer))
-
-    tree = OmegaConf.structured(Config)
-    _unlock(tree)
+    layers += [(f"override {override!r}", _read_override(override)) for override in overrides]
+    settings: dict[str, Any] = {}
     for source, layer in layers:
-        _reject_unknown_keys(OmegaConf.to_container(layer), Config, source)
-        try:
-            tree = OmegaConf.merge(tree, layer)
-        except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "?"
-            raise ConfigError(f"{source}: {key}: {str(error).splitlines()[0]}") from error
-    config = OmegaConf.to_object(tree)
+        settings = _merged(settings, fitted(layer, Config, root=Config, source=source))
+    config = _resolved(OmegaConf.structured(Config), settings)
     assert isinstance(config, Config)
     validate(config)
     return config
 
 
-def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, DictConfig]]:
+def _merged(settings: Any, later: Any) -> Any:
+    """``later`` over ``settings``: mappings key by key, everything else as a whole."""
+    if not isinstance(settings, dict) or not isinstance(later, dict):
+        return later
+    return settings | {key: _merged(settings.get(key), value) for key, value in later.items()}
+
+
+def _resolved(tree: Any, settings: Mapping[str, Any]) -> Any:
+    """The dataclass of ``tree`` with ``settings`` in it, and with what ``${…}`` stands for."""
+    _unlock(tree)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(tree, settings))
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = getattr(error, "full_key", None) or "a setting"
+        raise ConfigError(f"{key}: {_first_line(error)}") from error
+
+
+def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     """The file's settings with its path, after those of the files that it extends."""
     origin = f", which {extended_by[-1]} extends," if extended_by else ""
+    if path.is_dir():
+        raise ConfigError(f"config file {path}{origin} is a directory: name a YAML file")
     if not path.is_file():
         raise ConfigError(f"config file {path}{origin} does not exist")
     try:
         loaded = OmegaConf.load(path)
+    except PermissionError:
+        raise ConfigError(f"config file {path}{origin} may not be read: change its permissions") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file {path} is not text in UTF-8 (byte {error.start}): is it a YAML file? Save it as UTF-8"
+        ) from error
     except Exception as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+        raise ConfigError(f"config file {path} is not valid YAML: {_yaml_problem(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"config file {path} must hold a mapping at its top level")
-    _anchor_files(loaded, path.parent)
-    base = loaded.pop("extends", None)
+    settings = _anchored(OmegaConf.to_container(loaded), path.parent)
+    base = settings.pop("extends", None)
     if base is None:
-        return [(str(path), loaded)]
+        return [(str(path), settings)]
     if not isinstance(base, str):
         raise ConfigError(f"config file {path}: extends must name one file, not {base!r}")
     chain = (*extended_by, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise ConfigError(f"config file {path}: extends: {base} leads back to itself")
-    return [*_read_file(path.parent / base, chain), (str(path), loaded)]
+    return [*_read_file(path.parent / base, chain), (str(path), settings)]
+
+
+_DOTTED_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def _read_override(override: str) -> dict[str, Any]:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+    if "[" in key:
+        raise ConfigError(f"override {override!r}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
+    if not _DOTTED_KEY.fullmatch(key):
+        raise ConfigError(f"override {override!r}: {key!r} is no key; write it as dotted.key=value, without spaces")
+    try:
+        layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except Exception as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_yaml_problem(error)}") from error
+    assert isinstance(layer, dict)
+    if not value and _is_text(key):
+        _put(layer, key, "")
+    return _anchored(layer, Path.cwd())
+
+
+def _is_text(key: str) -> bool:
+    """Whether ``key=`` without a value means empty text, and not null."""
+    schema: Any = Config
+    for name in key.split("."):
+        schema = type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+    return schema is str
+
+
+def _put(layer: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        layer = layer[section]
+    layer[name] = value
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What a YAML parser says, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem is not None:
+        mark = error.problem_mark
+        return error.problem if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 _FILE_AND_OBJECT = re.compile(r"(?P<file>[^:{}$]+\.py):[A-Za-z_][\w.]*")
 
 
-def _anchor_files(node: Any, directory: Path) -> None:
-    """Make targets of the form file.py:object absolute: beside the file that names them, else below the working
-    directory. So they mean the same in every process of the run, and in the configuration that it leaves behind."""
-    for key in range(len(node)) if isinstance(node, ListConfig) else list(node):
-        value = node._get_node(key)
-        if OmegaConf.is_config(value):
-            if not value._is_none() and not value._is_missing() and not value._is_interpolation():
-                _anchor_files(value, directory)
-            continue
-        text = value._value()
-        match = _FILE_AND_OBJECT.fullmatch(text) if isinstance(text, str) else None
-        if match is not None and not Path(match["file"]).is_absolute():
-            places = [base / match["file"] for base in (directory, Path.cwd())]
-            found = next((place for place in places if place.is_file()), None)
-            if found is not None:
-                node[key] = f"{found.resolve()}{text[match.end('file') :]}"
+def _anchored(node: Any, directory: Path) -> Any:
+    """``node`` with targets of the form file.py:object made absolute: beside the file that names them, else below the
+    working directory. So they mean the same in every process of the run, and in the configuration that it leaves
+    behind."""
+    if isinstance(node, dict):
+        return {key: _anchored(value, directory) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_anchored(value, directory) for value in node]
+    match = _FILE_AND_OBJECT.fullmatch(node) if isinstance(node, str) else None
+    if match is not None and not Path(match["file"]).is_absolute():
+        places = [base / match["file"] for base in (directory, Path.cwd())]
+        found = next((place for place in places if place.is_file()), None)
+        if found is not None:
+            return f"{found.resolve()}{node[match.end('file') :]}"
+    return node
 
 
 def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
@@ -101,20 +158,14 @@ def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
         key: dotted key of ``settings``, for messages.
 
     Raises:
-        ConfigError: a name is unknown or a value has the wrong type.
+        ConfigError: a name is unknown, or a value has the wrong type or lies outside its range.
     """
     known = [item.name for item in dataclasses.fields(section)]
     for name in settings:
         if name not in known:
             raise ConfigError(f"{key}.{name} is unknown; the settings are {', '.join(known)}")
-    tree = OmegaConf.structured(section)
-    _unlock(tree)
-    try:
-        found = OmegaConf.to_object(OmegaConf.merge(tree, dict(settings)))
-    except OmegaConfBaseException as error:
-        name = getattr(error, "full_key", None) or "?"
-        raise ConfigError(f"{key}.{name}: {str(error).splitlines()[0]}") from error
-    check_choices(found, f"{key}.")
+    found = _resolved(OmegaConf.structured(section), fitted(settings, type(section), root=Config, prefix=f"{key}."))
+    check_values(found, f"{key}.")
     return found
 
 
@@ -130,41 +181,3 @@ def _unlock(node: Any) -> None:
         child = node._get_node(key)
         if OmegaConf.is_config(child) and not child._is_none():
             _unlock(child)
-
-
-def _reject_unknown_keys(node: Any, schema: type, source: str, prefix: str = "") -> None:
-    if not isinstance(node, dict):
-        raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a mapping")
-    known = {item.name for item in dataclasses.fields(schema)}
-    for key, value in node.items():
-        dotted = f"{prefix}{key}"
-        if key not in known:
-            nearest = difflib.get_close_matches(dotted, _dotted_keys(Config), n=1, cutoff=0.0)
-            raise ConfigError(f"{source}: unknown key {dotted!r}; the nearest known key is {nearest[0]!r}")
-        inner = _dataclass_of(schema, key)
-        if inner is None or value is None or isinstance(value, str):  # a string may be an interpolation
-            continue
-        if isinstance(value, list):
-            for index, element in enumerate(value):
-                _reject_unknown_keys(element, inner, source, f"{dotted}[{index}].")
-        else:
-            _reject_unknown_keys(value, inner, source, f"{dotted}.")
-
-
-def _dataclass_of(schema: type, name: str) -> type | None:
-    """The dataclass that field ``name`` holds (itself or as a list's element), if any."""
-    hint = typing.get_type_hints(schema)[name]
-    for candidate in (hint, *typing.get_args(hint)):
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            return candidate
-    return None
-
-
-def _dotted_keys(schema: type, prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for item in dataclasses.fields(schema):
-        inner = _dataclass_of(schema, item.name)
-        keys.append(prefix + item.name)
-        if inner is not None:
-            keys.extend(_dotted_keys(inner, f"{prefix}{item.name}."))
-    return keys

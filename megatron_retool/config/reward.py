@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_retool.config.base import choice
+from megatron_retool.config.base import at_least_one, choice, not_negative, number, positive
 
 
 @dataclass(frozen=True)
 class OverlongConfig:
     mode: str = choice("none", "soft_punish", "piecewise")
-    buffer_length: int = 4096
-    penalty: float = 1.0
+    """What long responses lose: nothing, DAPO's linear penalty within buffer_length of the limit, or that of pieces."""
+    buffer_length: int = at_least_one(4096)
+    """soft_punish: tokens below data.max_response_length from which on the penalty grows."""
+    penalty: float = not_negative(1.0)
+    """soft_punish: what a response at the limit loses."""
     pieces: list[str] = field(default_factory=lambda: ["8000 0.01", "12000 0.05"])
     """piecewise: "<from tokens> <penalty per further 1000 tokens>" in ascending order."""
     filter: bool = False
@@ -26,11 +29,13 @@ class RewardConfig:
     package.module:function."""
     function_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call (verl's reward_kwargs)."""
-    processes: int = 2
-    timeout_seconds: float = 30.0
+    processes: int = at_least_one(2, maximum=4096)
+    """Processes that score in parallel; the function runs in them where it is not built in."""
+    timeout_seconds: float = positive(30.0)
     """For one response; then the process is killed and replaced."""
-    memory_limit_mb: int = 4096
+    memory_limit_mb: int = at_least_one(4096)
     """Address space of each reward process."""
-    failure_score: float = -1.0
+    failure_score: float = number(-1.0)
     """Score of a response whose function timed out, raised, ran out of memory or returned no number."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """What is taken off the score of long responses."""

@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.algorithms.settings import SamplingSettings
-from megatron_retool.config.base import ConfigError, choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice, fraction, not_negative, number, positive
 
 
 @dataclass(frozen=True)
 class SamplingConfig(SamplingSettings):
-    n: int = 16
+    n: int = at_least_one(16, maximum=1_000_000)
+    """Responses to each prompt."""
 
 
 @dataclass(frozen=True)
 class ValSamplingConfig(SamplingConfig):
-    n: int = 30
-    top_p: float = 0.6
+    n: int = at_least_one(30, maximum=1_000_000)
+    """Responses to each prompt, over which mean, best and majority are taken."""
+    top_p: float = number(0.6, above=0, maximum=1)
+    """Sample from the most probable tokens that make up this probability."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,15 @@ class MultiTurnConfig:
     format: str = "hermes"
     """"hermes", "retool", "arpo", or package.module:Class or path/to/file.py:Class of a ToolCallFormat."""
     format_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_assistant_turns: int = 8
-    max_tool_calls: int = 8
-    max_tool_response_tokens: int = 512
+    """Keyword arguments of that class."""
+    max_assistant_turns: int = at_least_one(8)
+    """Turns of the policy in one response."""
+    max_tool_calls: int = not_negative(8)
+    """Calls in one response; further ones end it."""
+    max_tool_response_tokens: int = at_least_one(512)
     """Longer tool results lose their middle, and say so."""
-    max_wall_seconds: float = 3600.0
+    max_wall_seconds: float = positive(3600.0)
+    """For one response, tools included; then it ends as it is."""
     tools: list[Any] = field(default_factory=lambda: ["code_interpreter"])
     """Built-in names, targets (package.module:object, path/to/file.py:object), or mappings {tool, name, kwargs}."""
 
@@ -84,21 +91,30 @@ class EngineConfig:
     sglang_rollout.engine.base.Engine."""
     backend_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that class."""
-    count: int = 1
+    count: int = at_least_one(1, maximum=100_000)
     """Engines, each with all weights (data parallelism)."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = at_least_one(1, maximum=1024)
+    """GPUs that share the weights of one engine."""
     device: str = choice("auto", "cpu", "cuda")
+    """auto: cuda where there is a GPU."""
     dtype: str = choice("auto", "float32", "bfloat16", "float16")
-    quantization: str | None = None
-    """None or "fp8": with fp8 the weights are block-quantised (128x128, e4m3) at every sync."""
-    mem_fraction_static: float = 0.7
-    max_total_tokens: int | None = None
-    """KV-cache size in tokens; None lets SGLang choose. Set it on CPU."""
-    max_running_requests: int = 256
-    context_length: int | None = None
-    random_seed: int | None = None
-    start_timeout_seconds: float = 600.0
-    health_timeout_seconds: float = 60.0
+    """Of weights and activations; auto: that of model.path."""
+    quantization: str | None = choice(None, "fp8")
+    """With fp8 the weights are block-quantised (128x128, e4m3) at every sync."""
+    mem_fraction_static: float = number(0.7, above=0, below=1)
+    """Share of a GPU's memory for weights and KV cache."""
+    max_total_tokens: int | None = at_least_one(None)
+    """KV-cache size in tokens; null lets SGLang choose. Set it on CPU."""
+    max_running_requests: int = at_least_one(256)
+    """Requests that one engine decodes at the same time."""
+    context_length: int | None = at_least_one(None)
+    """Tokens of prompt and response together; null: the model's own limit."""
+    random_seed: int | None = not_negative(None, maximum=2**31 - 1)
+    """Seed of every response's sampling, and deterministic kernels; null: responses differ from run to run."""
+    start_timeout_seconds: float = positive(600.0)
+    """For an engine to answer after its start."""
+    health_timeout_seconds: float = positive(60.0)
+    """For an engine that does not answer a request to show that it lives; then it is replaced."""
     extra_args: list[str] = field(default_factory=list)
     """Passed to sglang.launch_server as they are."""
 
@@ -106,9 +122,10 @@ class EngineConfig:
 @dataclass(frozen=True)
 class PartialRolloutConfig:
     enable: bool = False
-    over_sampling_factor: float = 1.0
+    """Responses that are not finished when a step has its groups are paused, and go on in the next step."""
+    over_sampling_factor: float = number(1.0, minimum=1, maximum=1000)
     """Groups started for each group needed."""
-    max_age: int = 1
+    max_age: int = not_negative(1)
     """Steps that a paused trajectory may wait before it is dropped."""
     mask_older_tokens: bool = False
     """True: tokens of older weight versions give no loss. False: the rollout correction weighs them."""
@@ -119,34 +136,52 @@ class BranchingConfig:
     """ARPO entropy-guided branching (arXiv:2507.19849, section 3.1)."""
 
     enable: bool = False
-    initial_rollouts: int = 8
-    beam_size: int = 2
-    branch_probability: float = 0.5
-    entropy_weight: float = 0.2
-    threshold: float = 0.5
-    entropy_tokens: int = 20
+    """Fork responses where a tool's result makes the policy less certain."""
+    initial_rollouts: int = at_least_one(8, maximum=1_000_000)
+    """Responses that a group of rollout.train.n starts with; the others are forks."""
+    beam_size: int = at_least_one(2, maximum=1024)
+    """Responses that one becomes at a fork, itself included."""
+    branch_probability: float = fraction(0.5)
+    """Of a fork where the entropy does not change (alpha)."""
+    entropy_weight: float = number(0.2)
+    """What a change of the entropy adds to that probability (beta)."""
+    threshold: float = number(0.5)
+    """after_tool_result: a probability above it forks."""
+    entropy_tokens: int = at_least_one(20)
+    """Tokens at the start of a turn over which the entropy is summed."""
     timing: str = choice("after_tool_result", "before_tool_result")
+    """Whether the turn after a tool's result is measured, as in the paper, or the one before, as in its code."""
     advantage: str = choice("soft", "hard")
+    """hard: tokens that forks share get the mean of their advantages."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     train: SamplingConfig = field(default_factory=SamplingConfig)
+    """Sampling of the responses that are trained on."""
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    """Sampling of validations."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    """Turns, tools and how they are called."""
     agent: str = "tool_calling"
     """What drives a trajectory: "tool_calling", or package.module:Class or path/to/file.py:Class of an Agent."""
     agent_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """The inference engines."""
     partial: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
+    """Pausing long responses."""
     branching: BranchingConfig = field(default_factory=BranchingConfig)
-    max_concurrent_trajectories: int = 512
-    """Per engine."""
-    request_retries: int = 3
-    request_timeout_seconds: float = 3600.0
+    """Entropy-guided forks."""
+    max_concurrent_trajectories: int = at_least_one(512)
+    """Responses that are under way at the same time, for each engine."""
+    request_retries: int = not_negative(3, maximum=1000)
+    """Further attempts at a request that an engine did not answer."""
+    request_timeout_seconds: float = positive(3600.0)
+    """For one request to an engine."""
     replay_dir: str | None = None
     """A run's rollouts/ directory: take the stored trajectories of each step instead of generating."""
-    staleness: int = 0
+    staleness: int = not_negative(0, maximum=1000)
     """Weight updates by which generation may run ahead of training; 0 is strictly on-policy."""
 
     def check(self) -> None:
@@ -156,9 +191,5 @@ class RolloutConfig:
                 f"rollout.train.temperature={self.train.temperature}: greedy decoding has no distribution to learn from"
             )
         tool_entries(self.multi_turn.tools)
-        if self.engine.count < 1:
-            raise ConfigError(f"rollout.engine.count={self.engine.count} must be at least 1")
-        if self.partial.over_sampling_factor < 1:
-            raise ConfigError(f"rollout.partial.over_sampling_factor={self.partial.over_sampling_factor} is below 1")
         if self.branching.enable and self.branching.initial_rollouts > self.train.n:
             raise ConfigError("rollout.branching.initial_rollouts exceeds the budget rollout.train.n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_retool.config.base import choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative
 from megatron_retool.config.learner import OptimizerConfig
 
 
@@ -13,25 +13,43 @@ class SFTStage:
     """One pass of supervised fine-tuning; stages follow one another on the same weights."""
 
     name: str = "sft"
+    """Of the stage, in metrics and messages."""
     train_files: list[str] = field(default_factory=list)
+    """Conversations to learn: Parquet, JSONL or JSON files."""
     val_files: list[str] = field(default_factory=list)
-    batch_size: int = 32
+    """Held-out conversations, whose loss is logged."""
+    batch_size: int = at_least_one(32)
     """Conversations in one optimizer step."""
-    epochs: int = 6
-    steps: int | None = None
-    """None: as many as the epochs need."""
-    max_length: int = 16384
+    epochs: int = at_least_one(6)
+    """Passes over the conversations."""
+    steps: int | None = at_least_one(None)
+    """Optimizer steps; null: as many as the epochs need."""
+    max_length: int = at_least_one(16384)
+    """Tokens of a conversation."""
     overlong: str = choice("drop", "truncate", "error")
     """What happens to a conversation of more than max_length tokens."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+    """Of this stage alone: each begins with a fresh one."""
 
 
 @dataclass(frozen=True)
 class SFTConfig:
     stages: list[SFTStage] = field(default_factory=list)
+    """Passes one after another, each on the weights of the one before."""
     messages_key: str = "messages"
+    """Column of the conversation."""
     tools_key: str = "tools"
-    log_freq: int = 10
-    test_freq: int = 0
+    """Column of the tools' schemas that the conversation was told; rows without it know none."""
+    log_freq: int = not_negative(10)
+    """Steps between rows of metrics.jsonl; 0: at the end of each stage."""
+    test_freq: int = not_negative(0)
     """Steps between validation losses; 0: at the end of each stage."""
-    save_freq: int = 0
+    save_freq: int = not_negative(0)
+    """Steps between checkpoints; 0: only at the end."""
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of a stage contradict each other."""
+        for index, stage in enumerate(self.stages):
+            if not stage.name.strip():
+                raise ConfigError(f"sft.stages[{index}].name is empty: give the stage a name")
+            stage.optimizer.check(f"sft.stages[{index}].optimizer")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
-from megatron_retool.config.base import ConfigError, choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number
+
+_NAME = re.compile(r"\w[\w.=+@,-]{0,127}")
 
 AT_END = ("export", "report", "summary")
 
@@ -13,26 +16,35 @@ AT_END = ("export", "report", "summary")
 @dataclass(frozen=True)
 class TrainerConfig:
     experiment_name: str = "experiment"
+    """Name of the run, and of its directory below runs_dir; team/name makes a directory in a directory."""
     runs_dir: str = "runs"
-    seed: int = 0
-    total_steps: int | None = None
-    """None: total_epochs passes over the prompts."""
-    total_epochs: int = 1
-    test_freq: int = 5
+    """Where the directories of runs are."""
+    seed: int = not_negative(0, maximum=2**31 - 1)
+    """Of the order of prompts and of what else is drawn outside the engines."""
+    total_steps: int | None = at_least_one(None)
+    """Training steps; null: total_epochs passes over the prompts."""
+    total_epochs: int = at_least_one(1)
+    """Passes over the prompts where total_steps is null."""
+    test_freq: int = not_negative(5)
     """Steps between validations; 0: only before and after training."""
     test_schedule: list[str] = field(default_factory=list)
     """In place of test_freq: "<first step> <steps between validations>" in ascending order, as in ["0 10", "50 5"]."""
-    save_freq: int = 30
+    save_freq: int = not_negative(30)
     """Steps between checkpoints; 0: only at the end."""
     val_before_train: bool = True
-    log_val_generations: int = 4
+    """A validation before the first step."""
+    log_val_generations: int = not_negative(4)
+    """Responses that each validation prints."""
     resume_mode: str = choice("auto", "disable", "resume_path")
+    """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start anew.
+    resume_path: go on from resume_from_path."""
     resume_from_path: str | None = None
-    keep_checkpoints: int = 2
+    """A checkpoint, …/global_step_N."""
+    keep_checkpoints: int = not_negative(2)
     """Newest checkpoints that are kept; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: int = not_negative(0)
     """Checkpoints of steps that are multiples of it are kept for good; 0: none."""
-    keep_best: int = 0
+    keep_best: int = not_negative(0)
     """Best checkpoints by best_metric that are kept besides."""
     best_metric: str = ""
     """A validation metric, higher is better, such as val-core/all/acc/mean@30."""
@@ -40,18 +52,18 @@ class TrainerConfig:
     """Write checkpoints while the next step is generated; the learner waits only until its state is copied."""
     on_failed_save: str = choice("continue", "stop")
     """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
-    max_learner_restarts: int = 3
+    max_learner_restarts: int = not_negative(3)
     """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
-    max_skipped_steps: int = 5
+    max_skipped_steps: int = not_negative(5)
     """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
     that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
-    straggler_factor: float = 1.5
+    straggler_factor: float = number(1.5, above=1, special=0)
     """A learner rank whose own part of the updates takes this many times the others' median is named; 0: none is."""
-    straggler_steps: int = 3
+    straggler_steps: int = at_least_one(3)
     """Steps in a row after which it is named, and again after as many more."""
-    hang_timeout_seconds: float = 3600.0
+    hang_timeout_seconds: float = not_negative(3600.0)
     """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
-    start_hang_timeout_seconds: float = 7200.0
+    start_hang_timeout_seconds: float = not_negative(7200.0)
     """The same for the start of engines, sandboxes and learner, and for a learner that is built anew. Large models on
     slow file systems take long to load."""
     hang_action: str = choice("dump", "abort")
@@ -60,9 +72,17 @@ class TrainerConfig:
     """What a run does that has reached its last step: export (the last checkpoint as a Hugging Face one, in export/),
     report (the curves as a page), summary (a table)."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Where metrics go: console, jsonl (metrics.jsonl), tensorboard, wandb."""
 
     def check(self) -> None:
-        """Raise ConfigError where settings of this section contradict each other."""
+        """Raise ConfigError where the run's name is none, or settings of this section contradict each other."""
+        if not all(map(_NAME.fullmatch, self.experiment_name.split("/"))):
+            raise ConfigError(
+                f"trainer.experiment_name={self.experiment_name!r} is no name of a directory below trainer.runs_dir: "
+                "take letters, digits and . _ = + - between them, as in qwen_7b or team/qwen_7b"
+            )
+        if not self.runs_dir.strip():
+            raise ConfigError("trainer.runs_dir is empty: name a directory, such as runs")
         if self.test_schedule:
             try:
                 parse_stages(self.test_schedule)

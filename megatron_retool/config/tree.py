@@ -6,6 +6,7 @@ Rules within a section stand beside it, in its ``check`` method; ``validate`` ca
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +50,12 @@ class Config:
 
 
 def validate(config: Config) -> None:
-    """Check choices, every section's own rules, and the rules between sections that need no model.
+    """Check choices and ranges, every section's own rules, and the rules between sections that need no model.
 
     Raises:
         ConfigError: naming the key or keys and what would satisfy the rule.
     """
-    check_choices(config)
+    check_values(config)
     for item in dataclasses.fields(config):
         section = getattr(config, item.name)
         if hasattr(section, "check"):
@@ -81,12 +82,26 @@ def validate(config: Config) -> None:
         )
 
 
-def check_choices(node: Any, prefix: str = "") -> None:
-    """Raise ConfigError where a setting below ``node`` is none of its choices."""
+def check_values(node: Any, prefix: str = "") -> None:
+    """Raise ConfigError where a setting below ``node`` is none of its choices, or a number outside its range."""
     for key, item, value in walk(node, prefix):
-        choices = item.metadata.get("choices")
+        choices, allowed = item.metadata.get("choices"), item.metadata.get("range")
         if choices is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
+            raise ConfigError(f"{key}={_as_yaml(value)} must be one of {', '.join(map(_as_yaml, choices))}")
+        numbers = value if isinstance(value, list) else [value]
+        if allowed is not None and not all(number is None or number in allowed for number in numbers):
+            raise ConfigError(f"{key}={_as_yaml(value)} must be {allowed}")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (broken := _UNPRINTABLE.search(text)):
+                raise ConfigError(f"{key}={text!r} holds the control character {broken[0]!r}: remove it")
+
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""Characters that no path, name or prompt holds; new lines and tabs are none."""
+
+
+def _as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
