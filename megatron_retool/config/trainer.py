@@ -26,6 +26,9 @@ class TrainerConfig:
     log_val_generations: int = 4
     resume_mode: str = choice("auto", "disable", "resume_path")
     resume_from_path: str | None = None
+    verify_checkpoints: bool = True
+    """Hold the files of a checkpoint, of model.path and of model.mcore_path against their checksums, where they have
+    some, before the learner loads them. Its ranks share the work, which is one reading of the files."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: int = 0
