@@ -30,7 +30,8 @@ if __name__ == "__main__":  # a Python without the packages gets one line in pla
 
 import torch
 
-from conversion.files.directory import COMPANIONS, COMPLETE_NAME, local_directory, new_directory
+from conversion.files.checksums import COMPLETE_NAME, FileRecord, record_files, verify_files
+from conversion.files.directory import COMPANIONS, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
     HFCheckpoint,
@@ -99,6 +100,7 @@ def convert(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
+    checksums: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Convert ``hf_dir`` into ``mcore_dir``, which appears when it is complete.
@@ -110,6 +112,7 @@ def convert(
         processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
+        checksums: hold ``hf_dir`` against its own first, where it has some (``files.checksums``).
         on_progress: called with the source bytes that are converted, and all there are.
 
     Returns:
@@ -117,6 +120,7 @@ def convert(
 
     Raises:
         HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit; nothing is written.
+        DamagedError: a file of ``hf_dir`` is not what it was when it was written.
         ExtensionError: one of ``families`` cannot be used.
         FileExistsError: ``mcore_dir`` exists and ``overwrite`` is not set.
         VerificationError: the logits differ by more than ``tolerance``; nothing is left behind.
@@ -124,6 +128,8 @@ def convert(
     """
     began = time.monotonic()
     hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
+    if checksums:
+        verify_files(hf_dir)
     architecture = Architecture.from_pretrained(hf_dir, families)
     layout = layout or TargetLayout()
     layout.check(architecture)
@@ -137,8 +143,12 @@ def convert(
     if require_tokenizer:
         check_tokenizer(hf_dir)
 
-    with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=_output_bytes(checkpoint, dtype)) as temporary:
-        chunks = _write(checkpoint, weight_map, layout, dtype, temporary, processes, on_progress)
+    needed, records = _output_bytes(checkpoint, dtype), dict[str, FileRecord]()
+    with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=needed, records=records) as temporary:
+        chunks = []
+        for written, files in _write(checkpoint, weight_map, layout, dtype, temporary, processes, on_progress):
+            chunks += written
+            records |= files
         write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
         (temporary / COMPANIONS).mkdir()
         copy_companions(hf_dir, temporary / COMPANIONS)
@@ -185,7 +195,7 @@ def _write(
     directory: Path,
     processes: int | None,
     on_progress: Callable[[int, int], None] | None,
-) -> list[Chunk]:
+) -> list[_Written]:
     mappings = list(weight_map.exported())
     if processes is None:
         processes = default_processes(checkpoint.nbytes)
@@ -193,12 +203,15 @@ def _write(
     report = counted(on_progress, sum(sizes))
     if processes == 1:
         job = _Job(checkpoint.directory, weight_map.architecture, 0, len(mappings), 0, layout, dtype, directory)
-        return _run_job(job, report)
+        return [_run_job(job, report)]
     jobs = [
         _Job(checkpoint.directory, weight_map.architecture, start, stop, number, layout, dtype, directory)
         for number, (start, stop) in enumerate(even_ranges(sizes, processes))
     ]
-    return [chunk for chunks in run_jobs(_run_job, jobs, report) for chunk in chunks]
+    return run_jobs(_run_job, jobs, report)
+
+
+_Written = tuple[list[Chunk], dict[str, FileRecord]]
 
 
 @dataclass(frozen=True)
@@ -215,7 +228,8 @@ class _Job:
     directory: Path
 
 
-def _run_job(job: _Job, report: Callable[[int], None]) -> list[Chunk]:
+def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
+    """What was written: chunks, and the files that they lie in."""
     checkpoint = HFCheckpoint(job.hf_dir)
     mappings = list(WeightMap(job.architecture).exported())[job.start : job.stop]
     writers: dict[int, ChunkWriter] = {}
@@ -241,7 +255,8 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> list[Chunk]:
                         part = part if job.dtype is None else part.to(job.dtype)
                         writers[rank].write(place, mapping.mcore_shape, offsets, part)
             report(sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names))
-    return [chunk for writer in writers.values() for chunk in writer.chunks]
+    chunks = [chunk for writer in writers.values() for chunk in writer.chunks]
+    return chunks, record_files(job.directory, [writer.file for writer in writers.values()])
 
 
 def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int, tuple[int, int] | None]]]]:
@@ -283,6 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
     )
+    add_checksums_option(parser)
     options = parser.parse_args(arguments)
     try:
         hf_dir = local_directory(options.hf_dir)
@@ -298,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tolerance=options.tolerance,
                 overwrite=options.overwrite,
                 require_tokenizer=not options.allow_missing_tokenizer,
+                checksums=not options.no_checksums,
                 on_progress=on_progress,
             )
     except (ValueError, OSError) as error:
@@ -315,6 +332,13 @@ def add_family_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE.py:FAMILY",
         help="a model family of your own, or package.module:FAMILY; may be repeated",
+    )
+
+
+def add_checksums_option(parser: argparse.ArgumentParser) -> None:
+    """--no-checksums."""
+    parser.add_argument(
+        "--no-checksums", action="store_true", help="do not hold the source against its checksums, which reads it once"
     )
 
 

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from conversion import fp8_export
 from conversion.files.byte_ranges import ByteRange
-from conversion.files.directory import COMPANIONS, COMPLETE_NAME, local_directory, new_directory
+from conversion.files.checksums import COMPLETE_NAME, FileRecord, file_record, verify_files
+from conversion.files.directory import COMPANIONS, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
     TensorSpec,
@@ -43,7 +44,7 @@ from conversion.files.hf_checkpoint import (
     write_index,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
-from conversion.hf_to_mcore import DTYPES, add_family_option, print_report
+from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config, is_quantized, quantize_named, quantized_names
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
@@ -67,6 +68,7 @@ def export(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
+    checksums: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the Hugging Face directory ``hf_dir``, which appears when it is complete.
@@ -79,6 +81,7 @@ def export(
             of 128 stay as they are; a model that has no others is a ValueError.
         families: model families beside the built-in ones, see ``model.family``.
         verify: compare the logits of both models on random tokens before the directory appears.
+        checksums: hold ``mcore_dir`` against its own first, where it has some (``files.checksums``).
 
     Returns:
         As ``hf_to_mcore.convert``.
@@ -86,10 +89,13 @@ def export(
     Raises:
         DistCheckpointError: ``mcore_dir`` is no complete checkpoint of the model that config.json describes.
         HFCheckpointError, UnsupportedArchitecture: config.json or the tokenizer is missing or unfit.
+        DamagedError: a file of ``mcore_dir`` is not what it was when it was written.
         ExtensionError, FileExistsError, VerificationError, OSError: as ``hf_to_mcore.convert``.
     """
     began = time.monotonic()
     mcore_dir, hf_dir = checkpoint_directory(mcore_dir), Path(hf_dir)
+    if checksums:
+        verify_files(mcore_dir)
     companions = companion_directory(mcore_dir, hf_config_dir)
     architecture = Architecture.from_pretrained(companions, families)
     if require_tokenizer:
@@ -101,18 +107,20 @@ def export(
     files = plan_files(_specs(checkpoint, weight_map, dtype, fp8), max_file_bytes)
     total = sum(spec.nbytes for _, specs in files for spec in specs)
 
-    with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total) as temporary:
+    records: dict[str, FileRecord] = {}
+    with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total, records=records) as temporary:
         job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, temporary)
         processes = min(default_processes(total) if processes is None else processes, len(files))
         report_bytes = counted(on_progress, total)
         if processes == 1:
-            _run_job(job, report_bytes)
+            records |= _run_job(job, report_bytes)
         else:
             sizes = [sum(spec.nbytes for spec in specs) for _, specs in files]
             jobs = [replace(job, start=start, stop=stop) for start, stop in even_ranges(sizes, processes)]
-            run_jobs(_run_job, jobs, report_bytes)
+            for written in run_jobs(_run_job, jobs, report_bytes):
+                records |= written
         write_index(temporary, files)
-        copy_companions(companions, temporary, keep=lambda name: name != COMPLETE_NAME)
+        copy_companions(companions, temporary)
         _write_config(companions, temporary, weight_map, dtype, fp8)
         report: dict[str, Any] = {
             "family": architecture.family,
@@ -191,12 +199,16 @@ class _Job:
     directory: Path
 
 
-def _run_job(job: _Job, report: Callable[[int], None]) -> None:
+def _run_job(job: _Job, report: Callable[[int], None]) -> dict[str, FileRecord]:
+    """The files that were written."""
     checkpoint = DistCheckpoint(job.mcore_dir)
+    records: dict[str, FileRecord] = {}
     by_name = {name: mapping for mapping in WeightMap(job.architecture).exported() for name in mapping.hf_names}
     for file, specs in job.files[job.start : job.stop]:
         mappings = list(dict.fromkeys(by_name[spec.name] for spec in specs if spec.name in by_name))
         write_file(job.directory / file, specs, _contents(checkpoint, mappings, job, report))
+        records[file] = file_record(job.directory / file)
+    return records
 
 
 def _contents(
@@ -273,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
     )
+    add_checksums_option(parser)
     options = parser.parse_args(arguments)
     with_modelopt = options.fp8 in fp8_export.MODELOPT_SCHEMES
     if with_modelopt and (options.calibration is None or options.verify):
@@ -300,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     tolerance=options.tolerance,
                     overwrite=options.overwrite,
                     require_tokenizer=not options.allow_missing_tokenizer,
+                    checksums=not options.no_checksums,
                     on_progress=on_progress,
                 )
             if with_modelopt:

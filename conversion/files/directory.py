@@ -5,25 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-COMPLETE_NAME = "COMPLETE"
-"""Marker file: written last, so a directory that has it has everything."""
+from conversion.files.checksums import COMPLETE_NAME as COMPLETE_NAME
+from conversion.files.checksums import FileRecord, write_marker
+
 COMPANIONS = "hf"
 """Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
 
 
 @contextmanager
-def new_directory(target: Path, *, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
+def new_directory(
+    target: Path,
+    *,
+    overwrite: bool = False,
+    needed_bytes: int = 0,
+    records: Mapping[str, FileRecord] | None = None,
+) -> Iterator[Path]:
     """A temporary directory beside ``target`` that takes its name when the block ends well, and is removed otherwise.
 
-    The COMPLETE marker and every directory entry are fsynced before the rename.
+    The COMPLETE marker, with the checksums of all files, and every directory entry are fsynced before the rename.
 
     Args:
         overwrite: replace an existing ``target``; it stays intact until the new one is complete.
         needed_bytes: about how much is going to be written.
+        records: of files whose writers make them while the block runs; the other files are read once more for theirs.
 
     Raises:
         FileExistsError: ``target`` exists and is not empty.
@@ -41,7 +49,7 @@ def new_directory(target: Path, *, overwrite: bool = False, needed_bytes: int = 
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)
         yield temporary
-        (temporary / COMPLETE_NAME).touch()
+        write_marker(temporary, records)
         for directory, _, files in os.walk(temporary):
             for file in files:
                 _fsync(Path(directory) / file)

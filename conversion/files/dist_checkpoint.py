@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
+from conversion.files.checksums import what_to_do
 from conversion.model.weight_map import CheckpointPlace
 
 METADATA_NAME = ".metadata"
@@ -183,7 +184,13 @@ class DistCheckpoint:
         for name in (FORMAT_NAME, METADATA_NAME):
             if not (self.directory / name).is_file():
                 raise DistCheckpointError(f"{directory} is no complete distributed checkpoint: {name} is missing")
-        metadata = FileSystemReader(self.directory).read_metadata()
+        try:
+            metadata = FileSystemReader(self.directory).read_metadata()
+        except Exception as error:  # unpickling damaged bytes raises anything
+            what = f"{type(error).__name__}: {error}"
+            raise DistCheckpointError(
+                f"{self.directory / METADATA_NAME} cannot be read ({what}). {what_to_do(self.directory)}"
+            ) from error
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -318,8 +325,17 @@ class DistCheckpoint:
         try:
             with open(path, "rb") as stream:
                 yield stream, record
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise DistCheckpointError(f"{path}: cannot read {key} at byte {record.offset}: {error}") from error
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            end, size = record.offset + record.length, path.stat().st_size if path.exists() else None
+            if size is None:
+                reason = "the file is missing"
+            elif size < end:
+                reason = f"the file is cut short: it has {size} bytes, and this tensor's end at {end}"
+            else:
+                reason = f"the file is damaged ({error or type(error).__name__})"
+            raise DistCheckpointError(
+                f"{path}: cannot read {key} at byte {record.offset}: {reason}. {what_to_do(self.directory)}"
+            ) from error
 
 
 def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
+from conversion.files.checksums import COMPLETE_NAME
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
 from megatron_retool.runs.files import write_text
 
@@ -356,6 +357,8 @@ def copy_companions(source: Path, target: Path, keep: Callable[[str], bool] = la
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name.endswith(WEIGHT_SUFFIXES):
             continue
+        if path.name == COMPLETE_NAME:
+            continue  # of the directory that it lies in, and of no other
         if keep(path.name):
             shutil.copyfile(path, target / path.name)
             copied.append(path.name)

@@ -40,6 +40,9 @@ class TrainerConfig:
     resume_path: go on from resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint, …/global_step_N."""
+    verify_checkpoints: bool = True
+    """Hold the files of a checkpoint, of model.path and of model.mcore_path against their checksums, where they have
+    some, before the learner loads them. Its ranks share the work, which is one reading of the files."""
     keep_checkpoints: int = not_negative(2)
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: int = not_negative(0)

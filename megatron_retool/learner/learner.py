@@ -161,9 +161,12 @@ class Learner:
     ) -> list[PackedModel]:
         chunks = build_model_chunks(self.architecture, self.transformer_config, self.acceleration, model_class)
         own = ("value_head.weight",) if model_class is CriticModel else ()
-        if mcore_dir is not None:
-            from megatron_retool.learner.checkpoint.load import load_model_weights
+        from megatron_retool.learner.checkpoint.load import load_model_weights, verify_together
 
+        source = mcore_dir or hf_dir
+        if source is not None and self.config.trainer.verify_checkpoints:
+            verify_together(source)
+        if mcore_dir is not None:
             load_model_weights(chunks, self.architecture, mcore_dir)
         elif hf_dir is not None:
             load_hf_weights(chunks, self.architecture, hf_dir, except_names=own)

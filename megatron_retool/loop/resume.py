@@ -35,7 +35,7 @@ async def restore(run: Deployment, checkpointer: Checkpointer) -> TrainerState:
     """
     state, resume = TrainerState.first(run.config), checkpointer.newest
     if resume is not None:
-        run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps})")
+        run.console.print(f"resuming from {resume.path} (step {resume.step} of {run.total_steps}){resume.note}")
         await run.gpu_phases.training()
     await checkpointer.load()
     if resume is None:

@@ -2,8 +2,9 @@
 
 A checkpoint is a directory checkpoints/global_step_N with learner/ (Megatron's distributed checkpoint), critic/ where
 PPO has one, prompt_source.json (data position), trainer_state.json (step, KL coefficient, histories of prompts),
-paused_groups.parquet where partial rollout left groups unfinished, and COMPLETE, which is written last. It is built
-under a temporary name and renamed, so a directory without COMPLETE is never taken for one.
+paused_groups.parquet where partial rollout left groups unfinished, and COMPLETE, which is written last and holds the
+checksums of the others. It is built under a temporary name and renamed, so a directory without COMPLETE is never taken
+for one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion.files.directory import COMPLETE_NAME, publish
+from conversion.files.checksums import (
+    CHECKPOINT_NAME,
+    COMPLETE_NAME,
+    find_faults,
+    has_checksums,
+    raise_damaged,
+    write_marker,
+)
+from conversion.files.directory import publish
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 
 PAUSED_GROUPS = "paused_groups.parquet"
 
-_STEP_DIRECTORY = re.compile(r"global_step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\..+")
 
 
@@ -54,12 +62,26 @@ class Checkpoint:
         data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         return data
 
+    def check_quickly(self) -> None:
+        """Hold its own files against their checksums, and those of its models against their sizes.
+
+        Raises:
+            DamagedError: some are not what they were; the message offers the checkpoint before it.
+        """
+        faults = [*find_faults(self.path, nested=False), *find_faults(self.path, contents=False)]
+        raise_damaged(self.path, faults)
+
+    @property
+    def note(self) -> str:
+        """What to say of it beside its name where it is resumed from: that nothing can be checked."""
+        return "" if has_checksums(self.path) else "; it has no checksums, and is taken as it is"
+
 
 def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """All complete checkpoints of a run, oldest first."""
     found = []
     for path in (run_dir / "checkpoints").glob("global_step_*"):
-        match = _STEP_DIRECTORY.fullmatch(path.name)
+        match = CHECKPOINT_NAME.fullmatch(path.name)
         if match and (path / COMPLETE_NAME).exists():
             found.append(Checkpoint(path, int(match[1])))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
@@ -68,9 +90,20 @@ def complete_checkpoints(run_dir: Path) -> list[Checkpoint]:
 def find_resume_point(config: Config) -> Checkpoint | None:
     """The checkpoint to continue from under ``trainer.resume_mode``; None means from the start.
 
+    Its own files are held against their checksums, and the models' against their sizes: the rest of these is the
+    learner's to check, with all its ranks, when it loads them.
+
     Raises:
         ConfigError: resume_path names something that is not a complete checkpoint.
+        DamagedError: a file of the checkpoint is not what it was; the message offers the checkpoint before it.
     """
+    found = _chosen(config)
+    if found is not None and config.trainer.verify_checkpoints:
+        found.check_quickly()
+    return found
+
+
+def _chosen(config: Config) -> Checkpoint | None:
     mode = config.trainer.resume_mode
     if mode == "disable":
         return None
@@ -78,7 +111,7 @@ def find_resume_point(config: Config) -> Checkpoint | None:
         found = complete_checkpoints(config.run_dir)
         return found[-1] if found else None
     path = Path(config.trainer.resume_from_path or "")
-    match = _STEP_DIRECTORY.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     if match is None or not (path / COMPLETE_NAME).exists():
         raise ConfigError(
             f"trainer.resume_from_path={path}: not a complete checkpoint; give a directory global_step_N that holds "
@@ -109,7 +142,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     run_dir = config.run_dir
     if resume is None or config.trainer.resume_mode != "resume_path":
         return None
-    later = _later_paths(run_dir / "checkpoints", _STEP_DIRECTORY, resume.step)
+    later = _later_paths(run_dir / "checkpoints", CHECKPOINT_NAME, resume.step)
     if not later:
         return None
     for folder in ("rollouts", "validation"):
@@ -171,11 +204,13 @@ def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
 def commit_checkpoint(workspace: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
     """Write the JSON ``files`` and COMPLETE into the workspace, fsync, and give it its final name.
 
+    The models' directories have markers of their own: of these alone COMPLETE holds the checksums.
+
     An earlier attempt at the same step, taken again after a resume, is replaced.
     """
     for name, content in files.items():
         write_text(workspace / name, json.dumps(content, indent=1))
-    write_text(workspace / COMPLETE_NAME, "")
+    write_marker(workspace)
     final = workspace.with_name(f"global_step_{step}")
     publish(workspace, final)
     return Checkpoint(final, step)

@@ -79,7 +79,8 @@ class Run:
         self.checkpointer = Checkpointer(config, self.console, lambda: {"learner": InProcess(self.learner)}, resume)
         try:
             if resume is not None:
-                self.console.print(f"resuming from {resume.path} (step {resume.step} of {self.stages[-1].last_step})")
+                of_steps = f"step {resume.step} of {self.stages[-1].last_step}"
+                self.console.print(f"resuming from {resume.path} ({of_steps}){resume.note}")
                 self.learner.load(resume.learner)
             with self._metric_logger(state["step"] + 1) as log:
                 if not self._train(state["step"], state["stage"], log):

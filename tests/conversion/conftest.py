@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
     for path in sorted(directory.glob("*.safetensors")):
         tensors.update(load_file(path))
     return tensors
+
+
+def flip(path: Path, generator: random.Random) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    position = generator.randrange(len(data))
+    data[position] ^= 1 << generator.randrange(8)
+    path.write_bytes(data)
 
 
 def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

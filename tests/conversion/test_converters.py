@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 import conversion
 from conversion import hf_to_mcore, mcore_to_hf
+from conversion.files.checksums import DamagedError, has_checksums
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import HFCheckpointError, copy_companions
 from conversion.files.workers import even_ranges
@@ -21,7 +23,7 @@ from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_mcore
-from tests.conversion.conftest import assert_same_bits, read_all
+from tests.conversion.conftest import assert_same_bits, flip, read_all
 
 SCRIPTS = Path(conversion.__file__).parent
 
@@ -214,9 +216,41 @@ def test_a_truncated_file_of_the_checkpoint(model_directory, tmp_path: Path) -> 
     convert(model_directory("llama"), tmp_path / "mcore", processes=1)
     file = tmp_path / "mcore" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(DistCheckpointError, match=r"__0_0\.distcp: cannot read decoder"):
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp has \d+ bytes, and \d+ were written: it is cut short"):
         export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    said = r"__0_0\.distcp: cannot read decoder\S* at byte \d+: the file is cut short: it has \d+ bytes.* Make .* again"
+    with pytest.raises(DistCheckpointError, match=said):
+        export(tmp_path / "mcore", tmp_path / "hf", processes=1, checksums=False)
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_flipped_bit_anywhere_stops_a_conversion(model_directory, tmp_path: Path) -> None:
+    """In each file of a converted directory; without checksums the index at least is read with care."""
+    generator = random.Random(0)
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    ways = ((export, tmp_path / "mcore"), (convert, tmp_path / "hf"))
+    for work, source in ways:
+        files = [path for path in source.rglob("*") if path.is_file()]
+        assert len(files) >= 6
+        for path in files:
+            before = path.read_bytes()
+            flip(path, generator)
+            with pytest.raises(DamagedError) as error:
+                work(source, tmp_path / "made", processes=1)
+            assert str(error.value).startswith(f"{path} is damaged")
+            path.write_bytes(before)
+        work(source, tmp_path / "made", processes=1, overwrite=True)
+    (tmp_path / "mcore" / ".metadata").write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(DistCheckpointError, match=r"\.metadata cannot be read \("):
+        export(tmp_path / "mcore", tmp_path / "again", checksums=False)
+
+
+def test_a_marker_is_not_carried_into_another_directory(model_directory, tmp_path: Path) -> None:
+    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    convert(tmp_path / "hf", tmp_path / "back", processes=1)
+    assert has_checksums(tmp_path / "back") and not (tmp_path / "back" / "hf" / "COMPLETE").exists()
 
 
 def test_missing_tokenizer(model_directory, tmp_path: Path) -> None:

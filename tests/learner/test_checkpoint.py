@@ -195,6 +195,7 @@ def _weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 def _failures(directory: Path) -> dict[str, str]:
     """World 2. What is said of every save and load that cannot be, on rank 0; the state after each failed save."""
+    from conversion.files.checksums import DamagedError, read_marker
     from conversion.hf_to_mcore import convert
     from megatron_retool.learner.checkpoint.load import CheckpointError
 
@@ -204,7 +205,7 @@ def _failures(directory: Path) -> dict[str, str]:
     def expect(case: str, function: Any, *arguments: Any) -> None:
         try:
             function(*arguments)
-        except (CheckpointError, SaveError) as error:
+        except (CheckpointError, DamagedError, SaveError) as error:
             said[case] = str(error)
 
     learner = _learner(2, {}, directory / DENSE)
@@ -232,6 +233,19 @@ def _failures(directory: Path) -> dict[str, str]:
     said["old one intact"] = str(_distance(after, before) == 0 and bool(weights_then or rank()))
 
     learner.save(target)  # replaces the old one
+    listed = read_marker(target)
+    assert listed is not None
+    said["without a checksum"] = " ".join(sorted({p.name for p in target.rglob("*")} - {Path(n).name for n in listed}))
+    sound = (target / "__1_0.distcp").read_bytes()
+    torch.distributed.barrier()
+    if rank() == 0:
+        (target / "__1_0.distcp").write_bytes(sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:])
+    torch.distributed.barrier()
+    expect("flipped bit", learner.load, target)
+    expect("flipped bit of the first weights", lambda: _learner(2, {}, directory / DENSE, mcore_dir=target))
+    torch.distributed.barrier()
+    if rank() == 0:
+        (target / "__1_0.distcp").write_bytes(sound)
     expect("nothing there", learner.load, directory / "nowhere")
     torch.distributed.barrier()
     if rank() == 0:
@@ -261,6 +275,9 @@ def test_what_goes_wrong_is_said_and_harms_nothing(models: Path) -> None:
     assert "was not written" in said["full while writing"] and "File too large" in said["full while writing"]
     assert said["left behind"] == "learner"
     assert said["old one intact"] == "True"
+    assert said["without a checksum"] == "COMPLETE hf"
+    for case in ("flipped bit", "flipped bit of the first weights"):
+        assert "__1_0.distcp is damaged: its " in said[case], case
     assert "nowhere has no COMPLETE marker" in said["nothing there"]
     assert "has no COMPLETE marker" in said["incomplete"]
     assert "holds weights without optimizer state: give it as model.mcore_path" in said["weights alone"]

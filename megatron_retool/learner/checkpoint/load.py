@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-from conversion.files.directory import COMPLETE_NAME
+from conversion.files.checksums import COMPLETE_NAME, Fault, find_faults, raise_damaged
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.model.architecture import Architecture
 from megatron_retool.learner import cpu
@@ -40,9 +41,12 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
 
     Raises:
         CheckpointError: the directory is incomplete, or lacks a tensor of the model or of its optimizer.
+        DamagedError: a file is not what it was when it was written.
     """
     directory = Path(directory)
     checkpoint = _open(directory)
+    if learner.config.trainer.verify_checkpoints:
+        verify_together(directory)
     _check_same_optimizer(learner, directory)
     cpu.fix_torch_adam()
     state = full_state(learner, is_loading=True)
@@ -58,6 +62,18 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     _load_schedule(learner.scheduler, loaded["scheduler"])
     if "random" in loaded:
         set_random_state(loaded["random"])
+
+
+def verify_together(directory: str | Path) -> None:
+    """Hold a directory's files against its checksums, where it has some; every rank reads its share of them.
+
+    Raises:
+        DamagedError: on every rank, naming the files that are not what they were.
+    """
+    directory, ranks = Path(directory), dist.get_world_size()
+    found: list[list[Fault]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(found, find_faults(directory, part=dist.get_rank(), parts=ranks))
+    raise_damaged(directory, [fault for faults in found for fault in faults])
 
 
 def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:

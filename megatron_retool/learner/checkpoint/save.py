@@ -2,7 +2,8 @@
 
 Files are those of ``megatron.core.dist_checkpointing`` (``torch_dist``; the optimizer state is stored per model tensor,
 "fully reshardable").  A checkpoint is built under a temporary name and renamed when it is complete, so a directory
-without the COMPLETE marker is never one.  In ``hf/`` lie the model's config and tokenizer, for
+without the COMPLETE marker is never one.  The marker holds the checksum of every file, which the rank that wrote it
+takes while the file is still in memory.  In ``hf/`` lie the model's config and tokenizer, for
 ``conversion/mcore_to_hf.py``.
 
 An asynchronous save copies the state to host memory and writes it on a thread while training goes on; planning and
@@ -33,7 +34,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from conversion.files.directory import COMPANIONS, COMPLETE_NAME, check_free_space, publish
+from conversion.files.checksums import FileRecord, record_files, write_marker
+from conversion.files.directory import COMPANIONS, check_free_space, publish
 from conversion.files.hf_checkpoint import copy_companions
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
@@ -68,6 +70,8 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
     def __init__(self, copy_to_host: bool) -> None:
         super().__init__("torch_dist", 1)
         self.copy_to_host = copy_to_host
+        self.records: dict[str, FileRecord] = {}
+        """Of the files that this rank wrote, once they are."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
@@ -86,6 +90,8 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=group,
             )
+            own = Path(checkpoint_dir).glob(f"__{dist.get_rank(group)}_*.distcp")
+            self.records = record_files(Path(checkpoint_dir), [path.name for path in own])
 
         return AsyncRequest(write, (), [])
 
@@ -101,11 +107,13 @@ class PendingSave:
         directory: Path,
         temporary: Path,
         request: AsyncRequest,
+        records: Callable[[], dict[str, FileRecord]],
         before_rename: Callable[[Path], None],
     ) -> None:
         self.directory = directory
         self._temporary = temporary
         self._request = request
+        self._records = records
         self._before_rename = before_rename
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[None] = self._executor.submit(request.async_fn, *request.async_fn_args)
@@ -122,9 +130,11 @@ class PendingSave:
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
+            records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(records, self._records())
             if dist.get_rank() == 0:
                 self._before_rename(self._temporary)
-                _complete(self._temporary, self.directory)
+                _complete(self._temporary, self.directory, {name: r for own in records for name, r in own.items()})
         except Exception as caught:
             error = caught
         _raise_together(error, self.directory, self._temporary)
@@ -163,7 +173,8 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
             error = caught
     _raise_together(error, directory, temporary)
 
-    strategy: AsyncSaveShardedStrategy = _ThreadSaveStrategy(copy_to_host=asynchronous)
+    writer = _ThreadSaveStrategy(copy_to_host=asynchronous)
+    strategy: AsyncSaveShardedStrategy = writer
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)
@@ -179,7 +190,13 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
     except Exception as caught:
         error = caught
     _raise_together(error, directory, temporary)
-    return PendingSave(directory, temporary, request, lambda path: _write_companions(learner, path / COMPANIONS))
+    return PendingSave(
+        directory,
+        temporary,
+        request,
+        lambda: writer.records,
+        lambda path: _write_companions(learner, path / COMPANIONS),
+    )
 
 
 def _comparable(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,8 +229,8 @@ def _write_companions(learner: Checkpointable, target: Path) -> None:
         copy_companions(Path(tokenizer), target, keep=lambda name: not (target / name).exists())
 
 
-def _complete(temporary: Path, directory: Path) -> None:
-    write_text(temporary / COMPLETE_NAME, "")
+def _complete(temporary: Path, directory: Path, records: Mapping[str, FileRecord]) -> None:
+    write_marker(temporary, records)
     descriptor = os.open(temporary, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
