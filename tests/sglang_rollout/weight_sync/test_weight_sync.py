@@ -248,7 +248,9 @@ def test_an_engine_is_to_blame_where_the_learners_half_fails_first(engines, answ
         threading.Timer(0.2, bad.set_exception, [RuntimeError("connection reset")]).start()
     own = Future()
     own.set_exception(RuntimeError("gloo: connection closed by peer"))
-    with DistributedWeightSync(["http://good", "http://bad"], timeout_seconds=1) as sync:
-        with pytest.raises(WeightSyncError, match="closed by peer") as error:
-            sync._await_together(own, {"http://good": good, "http://bad": bad}, "/update_weights_from_distributed")
+    with (
+        DistributedWeightSync(["http://good", "http://bad"], timeout_seconds=1) as sync,
+        pytest.raises(WeightSyncError, match="closed by peer") as error,
+    ):
+        sync._await_together(own, {"http://good": good, "http://bad": bad}, "/update_weights_from_distributed")
     assert error.value.engines == ("http://bad",)
