@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
 from sglang_rollout.engine.base import EngineServer, make_engine
+
+ANSWER_SECONDS = 20.0
+"""How long an actor may take to end its engine, of which the engine's own limits take 10, before it is replaced."""
 
 
 class EngineWorker:
@@ -71,28 +75,39 @@ class EngineGroup:
         self, config: Config, placement: Placement, *, tokenizer: bool = False, weights_from_sync: bool = False
     ) -> None:
         self.engine = make_engine(config)
-        remote = ray.remote(EngineWorker)
-        self.workers: list[Any] = [
-            remote.options(**placement.engine_options(index)).remote(
-                config,
-                index,
-                tokenizer,
-                weights_from_sync,
-                placement.engine_gpus(index, config.weight_sync.method),
-            )
-            for index in range(config.rollout.engine.count)
-        ]
+        self._config, self._placement = config, placement
+        self._tokenizer, self._weights_from_sync = tokenizer, weights_from_sync
+        self._stopped = False
+        self.workers: list[Any] = [self._new_worker(index) for index in range(config.rollout.engine.count)]
         self.urls: list[str] = []
+
+    def _new_worker(self, index: int) -> Any:
+        config, placement = self._config, self._placement
+        options = placement.engine_options(index)
+        gpus = placement.engine_gpus(index, config.weight_sync.method)
+        worker = ray.remote(EngineWorker).options(**options)
+        return worker.remote(config, index, self._tokenizer, self._weights_from_sync, gpus)
 
     async def start(self, model_path: str) -> None:
         self.urls = list(await asyncio.gather(*(resolved(worker.start.remote(model_path)) for worker in self.workers)))
 
     async def restart(self, index: int, model_path: str) -> str:
-        """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync)."""
-        await self.workers[index].stop.remote()
-        self.urls[index] = await self.workers[index].start.remote(model_path)
+        """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync).
+
+        An actor that is dead or does not answer is replaced, and what is left of its engine ends with it.
+        """
+        try:
+            await asyncio.wait_for(resolved(self.workers[index].stop.remote()), ANSWER_SECONDS)
+            self.urls[index] = await self.workers[index].start.remote(model_path)
+        except (RayActorError, TimeoutError):
+            if self._stopped:
+                raise
+            ray.kill(self.workers[index])
+            self.workers[index] = self._new_worker(index)
+            self.urls[index] = await self.workers[index].start.remote(model_path)
         return self.urls[index]
 
     async def stop(self) -> None:
         """End every engine. An actor that is still busy starting one is killed, which ends its engine as well."""
+        self._stopped = True
         await stop_actors(self.workers)

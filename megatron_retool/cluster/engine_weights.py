@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -44,6 +45,9 @@ class EngineWeights:
         console: Console,
     ) -> None:
         self.version = 0
+        self._starts: dict[str, asyncio.Future[str]] = {}
+        """Engines that are being started anew, by the URL of the dead one."""
+        self._sending = asyncio.Lock()
         self._engines = engines
         self._model_path = model_path
         self._source = source
@@ -58,13 +62,16 @@ class EngineWeights:
         Engines that fail to take them are started anew and get them once more; a second failure is raised.
         """
         assert self._source is not None
-        async with self._gpu_phases.syncing():
+        if self._starts:
+            # Engines that died while the learner trained: they take part.
+            await asyncio.wait(set(self._starts.values()))
+        async with self._sending, self._gpu_phases.syncing():
             try:
                 metrics = await self._source().sync_weights(self._engines.urls, version)
             except WeightSyncError as error:
                 await self._restart_culprits(error)
                 metrics = await self._source().sync_weights(self._engines.urls, version)
-        self.version = version
+            self.version = version
         return metrics
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
@@ -73,18 +80,23 @@ class EngineWeights:
         self._console.print(text, style="yellow", markup=False)
         if not culprits:
             raise error
-        for url in culprits:
-            new_url = await self._start_again(url)
-            self._gpu_phases.restarted(new_url)
+        await asyncio.gather(*(self._replace(url) for url in culprits))
+
+    async def _replace(self, url: str) -> None:
+        new_url = await self._start_again(url)
+        if new_url is not None:
             await self._replaced(url, new_url)
 
     async def restart(self, url: str) -> str | None:
-        """Bring a dead engine back with the current weights, at the URL returned; the others go on meanwhile."""
+        """Bring a dead engine back with the current weights, at the URL returned; the others go on meanwhile.
+
+        Returns:
+            None: it was replaced already, by a weight sync that met its death first.
+        """
         new_url = await self._start_again(url)
-        if self._source is not None:
-            self._gpu_phases.restarted(new_url)
+        if new_url is not None and self._source is not None:
             try:
-                async with self._gpu_phases.sending_to_one():
+                async with self._sending, self._gpu_phases.sending_to_one():
                     await self._source().sync_weights([new_url], self.version)
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
@@ -92,6 +104,18 @@ class EngineWeights:
                 self._console.print(text, style="yellow", markup=False)
         return new_url
 
-    async def _start_again(self, url: str) -> str:
+    async def _start_again(self, url: str) -> str | None:
+        """The new URL; rollout and a weight sync may meet the same death, and share one start."""
+        if url not in self._starts:
+            if url not in self._engines.urls:
+                return None
+            start = self._starts[url] = asyncio.ensure_future(self._start(url))
+            start.add_done_callback(lambda _: self._starts.pop(url))
+        # One who asks may be cancelled; the other goes on waiting.
+        return await asyncio.shield(self._starts[url])
+
+    async def _start(self, url: str) -> str:
         with self._starting.phase(Phase.START_ENGINE_AGAIN):
-            return await self._engines.restart(self._engines.urls.index(url), self._model_path)
+            new_url = await self._engines.restart(self._engines.urls.index(url), self._model_path)
+        self._gpu_phases.restarted(new_url)
+        return new_url

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -46,6 +46,7 @@ _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
+Bucket = list[tuple[str, torch.Tensor]]
 FloatArray = npt.NDArray[np.float32]
 Updated = tuple[dict[str, float] | None, float]
 """Metrics of an update (rank 0's alone), and the seconds that the rank itself took (``Learner.own_seconds``)."""
@@ -53,6 +54,10 @@ Updated = tuple[dict[str, float] | None, float]
 
 class LearnerDied(RuntimeError):
     """A rank is gone, or its device or links are: the whole group must be built anew. The message names the rank."""
+
+
+class OutOfStep(RuntimeError):
+    """A rank left a series of collectives in which others may go on waiting for it: none of them can be used again."""
 
 
 class LearnerWorker:
@@ -146,12 +151,35 @@ class LearnerWorker:
         """Send the current weights to every engine; see sglang_rollout.weight_sync.push."""
         from sglang_rollout.weight_sync.push import push_weights
 
-        buckets = self.learner.export_weights(self.config.weight_sync.bucket_bytes)
-        if self.rank != 0:
-            for _ in buckets:  # every rank takes part in the gathers
+        buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes))
+        try:
+            return push_weights(buckets, engines, version, self.config) if self.rank == 0 else None
+        finally:
+            # Every rank takes part in every gather, whatever became of the push: else the next call's would meet these.
+            for _ in buckets:
                 pass
-            return None
-        return push_weights(buckets, engines, version, self.config)
+
+
+class _Export:
+    """The buckets of an export, whose consumer can neither close it nor be taken for the cause of its errors.
+
+    Raises:
+        OutOfStep: the export failed, and other ranks may wait for this one.
+    """
+
+    def __init__(self, buckets: Iterator[Bucket]) -> None:
+        self._buckets = buckets
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return self
+
+    def __next__(self) -> Bucket:
+        try:
+            return next(self._buckets)
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise OutOfStep(f"the weights could not be exported: {type(error).__name__}: {error}") from error
 
 
 class LearnerGroup:
@@ -164,7 +192,7 @@ class LearnerGroup:
         nodes: each rank's node, once the group is set up.
 
     Raises:
-        LearnerDied: from every method, where a rank has died. Nothing but ``kill`` helps then.
+        LearnerDied: from every method, where a rank has died or the ranks are out of step. All have been killed then.
     """
 
     def __init__(self, config: Config, placement: Placement, role: str = "learner") -> None:
@@ -282,6 +310,8 @@ class LearnerGroup:
         if failed:
             rank, error = failed[0]
             if severity(error) != _ORDINARY:
+                # The other ranks may wait for this one for ever, and later calls for them.
+                self.kill()
                 raise self._died(rank, error) from error
             raise error
         return [task.result() for task in tasks]
@@ -289,18 +319,22 @@ class LearnerGroup:
     def _died(self, rank: int, error: BaseException) -> LearnerDied:
         log = self.config.run_dir / "logs" / f"{self.role}_rank{rank}.log"
         node = f" on {self.nodes[rank]}" if self.nodes else ""
-        what = "died" if isinstance(error, _DEATHS) else "lost its device or its links"
+        what = {_DEATH: "died", _OUT_OF_STEP: "left the others waiting"}.get(
+            severity(error), "lost its device or its links"
+        )
         return LearnerDied(f"{self.role} rank {rank}{node} {what} ({log}): {_in_one_line(error)}")
 
 
-_DEATH, _ORDINARY, _LINK = range(3)
+_DEATH, _OUT_OF_STEP, _ORDINARY, _LINK = range(4)
 
 
 def severity(error: BaseException) -> int:
-    """Which of several ranks' errors tells the cause: the smallest. Death, then errors of code or input, then links."""
+    """Which of several ranks' errors tells the cause: the smallest. Links come last: they break when a rank leaves."""
     if isinstance(error, _DEATHS):
         return _DEATH
     cause = getattr(error, "cause", None) or error
+    if isinstance(cause, OutOfStep):
+        return _OUT_OF_STEP
     names = {kind.__name__ for kind in type(cause).__mro__}
     # gloo raises plain RuntimeErrors; subclasses, as of a weight sync or a checkpoint, may only quote it.
     broken = bool(names & set(_BROKEN_LINKS)) or (type(cause) is RuntimeError and "gloo" in str(cause))

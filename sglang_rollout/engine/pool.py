@@ -60,6 +60,8 @@ class EnginePool:
 
     async def replace(self, old_url: str, new_url: str) -> None:
         """Send trajectories to ``new_url`` instead of ``old_url`` (a restarted engine that has the current weights)."""
+        if any(engine.url == new_url and engine.alive for engine in self.router.engines):
+            return  # a weight sync and rollout met the same death
         for engine in self.router.engines:
             if engine.url == old_url:
                 await engine.client.close()

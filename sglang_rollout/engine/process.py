@@ -294,6 +294,9 @@ class SGLangServer:
     def environment(self) -> dict[str, str]:
         """The server's environment."""
         environment = {
+            # After the death of one of its processes it would wait 65 s for core dumps before it ends.
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -3,8 +3,9 @@
     python process_guard.py PARENT_PID GRACE_SECONDS command …
 
 The guard is a small process of its own between the trainer and the engine (standard library alone). It ends the
-whole tree of the command when it is told to (SIGTERM, SIGINT), when the command's first process ends, and when
-PARENT_PID is no longer its parent, which covers SIGKILL of the trainer. PR_SET_PDEATHSIG in the trainer itself would
+whole tree of the command when it is told to (SIGTERM, SIGINT), when the command's first process ends, when a process of
+it stays stopped (SIGSTOP: it would keep its requests waiting for ever), and when PARENT_PID is no longer its parent,
+which covers SIGKILL of the trainer. PR_SET_PDEATHSIG in the trainer itself would
 not do: it fires when the *thread* that started the child ends, and would then kill a healthy engine.
 """
 
@@ -21,6 +22,11 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.25
+LOOK_SECONDS = 1.0
+STOPPED_LOOKS = 10
+"""Looks, one each LOOK_SECONDS, that must all find a stopped process. Not a time: whoever suspends and continues a
+whole job does so to the guard as well."""
+STOPPED_EXIT = 1
 SHARED_MEMORY_PREFIX = "/dev/shm/sglang_"
 
 
@@ -111,6 +117,7 @@ def main() -> int:
         except OSError as error:
             print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
             os._exit(127)
+    stopped_looks, next_look = 0, time.monotonic()
     while True:
         received = signal.sigtimedwait(awaited, POLL_SECONDS)
         if os.getppid() != parent or (received is not None and received.si_signo != signal.SIGCHLD):
@@ -121,6 +128,30 @@ def main() -> int:
             end_tree(grace_seconds)
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
+        if time.monotonic() < next_look:
+            continue
+        next_look = time.monotonic() + LOOK_SECONDS
+        stopped = stopped_process(child)
+        stopped_looks = stopped_looks + 1 if stopped is not None else 0
+        if stopped_looks >= STOPPED_LOOKS:
+            print(
+                f"process {stopped} of the engine was stopped and not continued: ending it", file=sys.stderr, flush=True
+            )
+            end_tree(grace_seconds)
+            return STOPPED_EXIT
+
+
+def stopped_process(root: int) -> int | None:
+    """A process of the tree below and at ``root`` that a signal has stopped; a debugger's stop is another state."""
+    queue = [root]
+    while queue:
+        pid = queue.pop()
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return pid
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                queue.extend(int(child) for child in (task / "children").read_text().split())
+    return None
 
 
 def _first_ended(child: int) -> tuple[bool, int]:

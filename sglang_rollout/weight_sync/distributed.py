@@ -18,6 +18,8 @@ from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local, 
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 SEND_AWAY_SECONDS = 3.0
+BLAME_SECONDS = 5.0
+"""How long after our half of a collective failed an engine's answer, which names the culprit, may come."""
 
 
 class DistributedWeightSync(ServerWeightSync):
@@ -71,10 +73,14 @@ class DistributedWeightSync(ServerWeightSync):
         failed = [future for future in done if future.exception() is not None]
         if failed or pending:
             self._abandon()
+            if own in failed:
+                # Our half notices a dead engine first; the engines' answers tell which it is.
+                wait(calls.values(), timeout=min(BLAME_SECONDS, self.timeout_seconds), return_when=FIRST_EXCEPTION)
             errors = {url: call.exception() for url, call in calls.items() if call.done() and call.exception()}
-            late = [] if failed else [url for url, call in calls.items() if not call.done()]
+            late = [] if errors else [url for url, call in calls.items() if not call.done()]
             reasons = [f"engine {url}: {reason_of(error)}" for url, error in errors.items()]
-            reasons += [f"engine {url} did not answer in {self.timeout_seconds:.0f} s" for url in late]
+            limit = "" if failed else f" in {self.timeout_seconds:.0f} s"
+            reasons += [f"engine {url} did not answer{limit}" for url in late]
             if own.done() and own.exception() is not None:
                 reasons.append(f"the learner's side: {own.exception()}")
             raise WeightSyncError(f"weight sync failed at {path}: " + "; ".join(reasons), [*errors, *late])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ class TensorWeightSync(ServerWeightSync):
 
     def __init__(self, engines: Sequence[str], **common: Any) -> None:
         super().__init__(engines, **common)
-        self._buffer: torch.Tensor | None = None
+        self._memory: _SharedMemory | None = None
 
     def _probe(self) -> None:
         super()._probe()
@@ -50,7 +51,7 @@ class TensorWeightSync(ServerWeightSync):
             offset = end
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        value = {"flattened_tensor": flat, "metadata": metadata}
+        value = {"flattened_tensor": flat if self._memory is None else self._memory.path, "metadata": metadata}
         bodies: dict[str, dict[str, Any] | None] = {
             url: {
                 # Every tensor-parallel rank of every engine maps the same memory and takes its own part. Each needs a
@@ -79,51 +80,55 @@ class TensorWeightSync(ServerWeightSync):
             # torch gives memory back when every reader has closed it, and not earlier.
             torch.cuda.ipc_collect()
             return torch.empty(size, dtype=torch.uint8, device=device)
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-            _share_through_file_system(self._buffer)
-        return self._buffer[:size]
+        if self._memory is None or self._memory.tensor.numel() < size:
+            self._free()
+            self._memory = _SharedMemory(size)
+        return self._memory.tensor[:size]
 
     def close(self) -> None:
         super().close()
-        self._buffer = None
+        self._free()
 
     def _free(self) -> None:
-        # A segment of shared memory has a name, and outlives a process that is killed: between two syncs, where a run
-        # spends its time and ends, there is none.
-        self._buffer = None
+        # Between two syncs, where a run spends its time, the memory is the learner's again.
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # every rank has closed its handles: the memory is the learner's again
+            torch.cuda.ipc_collect()  # every rank has closed its handles
 
 
-def _share_through_file_system(tensor: torch.Tensor) -> None:
-    # The default strategy passes a file descriptor through a socket that only child processes may open.
-    import torch.multiprocessing as multiprocessing
+class _SharedMemory:
+    """Memory without a name, which ends with this process and needs no other: torch's own has a manager that may die.
 
-    previous = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")
-    try:
-        tensor.share_memory_()
-    finally:
-        multiprocessing.set_sharing_strategy(previous)
+    Attributes:
+        tensor: uint8 [size].
+        path: where other processes of this user open it; ``cpu_engine_plugin.map_weights`` does.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("weight_sync")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        try:
+            os.ftruncate(self._descriptor, size)
+            self.tensor = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 def _pickled(value: dict[str, Any]) -> str:
     """``value`` as SGLang's deserialiser takes it: ForkingPickler, which sends handles of shared tensors, in base64."""
     from multiprocessing.reduction import ForkingPickler
 
-    import torch.multiprocessing as multiprocessing
-
-    previous = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")
-    try:
-        buffer = io.BytesIO()
-        pickler = ForkingPickler(buffer)
-        if value["flattened_tensor"].is_cuda:
-            pickler.dispatch_table[torch.Tensor] = _reduce_cuda_tensor
-        pickler.dump(value)
-    finally:
-        multiprocessing.set_sharing_strategy(previous)
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    if isinstance(value["flattened_tensor"], torch.Tensor):
+        pickler.dispatch_table[torch.Tensor] = _reduce_cuda_tensor
+    pickler.dump(value)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

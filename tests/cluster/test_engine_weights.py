@@ -20,12 +20,15 @@ class FakeEngines:
         self.urls = ["http://e0", "http://e1"]
 
     async def restart(self, index: int, model_path: str) -> str:
+        await asyncio.sleep(0.02)
         self.urls[index] += "-again"
         return self.urls[index]
 
 
 class FakeLearner:
     """Raises ``errors`` one after another, and then syncs."""
+
+    sending = False
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -35,6 +38,10 @@ class FakeLearner:
         if self.errors:
             raise self.errors.pop(0)
         self.sent.append((list(engines), version))
+        assert not self.sending
+        self.sending = True
+        await asyncio.sleep(0.01)
+        self.sending = False
         return {"weight_sync/seconds": 1.0}
 
 
@@ -86,3 +93,35 @@ def test_an_engine_comes_back_where_the_learner_is_dead_or_there_is_none() -> No
     assert "is back without the current weights: learner rank 0 died" in console.export_text()
     weights, _, _ = weights_of(None)
     assert asyncio.run(weights.restart("http://e1")) == "http://e1-again"
+
+
+def test_a_death_that_rollout_and_a_sync_meet_is_one_restart() -> None:
+    async def both(first_is_rollout: bool) -> tuple[FakeLearner, str | None, list[str]]:
+        learner = FakeLearner(*([] if first_is_rollout else [WeightSyncError("no answer", ["http://e1"])]))
+        weights, _, _ = weights_of(learner)
+        if first_is_rollout:
+            restart, sync = asyncio.create_task(weights.restart("http://e1")), asyncio.create_task(weights.sync(4))
+        else:
+            sync = asyncio.create_task(weights.sync(4))
+            await asyncio.sleep(0.005)
+            restart = asyncio.create_task(weights.restart("http://e1"))
+        await sync
+        return learner, await restart, weights._engines.urls
+
+    for first_is_rollout in (True, False):
+        learner, new_url, urls = asyncio.run(both(first_is_rollout))
+        assert new_url == "http://e1-again" and urls == ["http://e0", "http://e1-again"]
+        assert (urls, 4) in learner.sent
+        # Whichever comes last, the engine is told the version of the weights that it has.
+        assert learner.sent[-1][1] == 4
+
+
+def test_an_engine_that_a_sync_has_replaced_is_not_started_once_more() -> None:
+    weights, _, _ = weights_of(FakeLearner(WeightSyncError("no answer", ["http://e1"])))
+
+    async def sync_then_notice() -> str | None:
+        await weights.sync(4)
+        return await weights.restart("http://e1")
+
+    assert asyncio.run(sync_then_notice()) is None
+    assert weights._engines.urls == ["http://e0", "http://e1-again"]

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
 
 from megatron_retool.cluster import learner_group
-from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
+from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup, OutOfStep
 from megatron_retool.config import load_config
 from megatron_retool.loop.faults import LearnerRecovery
 from megatron_retool.runs.checkpoints import Checkpoint
@@ -30,10 +30,11 @@ async def answer(seconds: float, value: Any) -> Any:
     return value
 
 
-def group_of(*answers: tuple[float, Any]) -> LearnerGroup:
+def group_of(*answers: tuple[float, Any]) -> Any:
     """A group whose ranks answer every call after some seconds."""
-    group = LearnerGroup.__new__(LearnerGroup)
+    group: Any = LearnerGroup.__new__(LearnerGroup)
     group.config, group.role = load_config(None, ["trainer.experiment_name=e"]), "learner"
+    group.kill = lambda: setattr(group, "killed", True)
     group.nodes = [f"node{rank}" for rank in range(len(answers))]
     group.workers = [
         SimpleNamespace(values=SimpleNamespace(remote=lambda *_, given=given, **__: answer(*given)))
@@ -50,6 +51,7 @@ def test_death_is_blamed_where_another_rank_fails_first() -> None:
     group = group_of((0.0, raised_in_actor(GLOO)), (0.05, ActorDiedError()), (60.0, None))
     with pytest.raises(LearnerDied, match=r"learner rank 1 on node1 died \(runs/e/logs/learner_rank1.log\)"):
         asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
+    assert group.killed  # else rank 2 would go on waiting, and with it every later call
 
 
 def test_broken_links_count_as_a_death() -> None:
@@ -62,6 +64,14 @@ def test_an_error_of_the_code_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch
     group = group_of((60.0, None), (0.0, raised_in_actor(ValueError("the mini-batch lacks old_log_probs"))))
     with pytest.raises(ValueError, match="lacks old_log_probs"):
         asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
+
+
+def test_a_rank_that_leaves_the_others_waiting_is_as_good_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_group, "DEATH_NOTICE_SECONDS", 0.1)
+    group = group_of((60.0, None), (0.0, raised_in_actor(OutOfStep("the weights could not be exported: no memory"))))
+    with pytest.raises(LearnerDied, match="rank 1 on node1 left the others waiting.*no memory"):
+        asyncio.run(asyncio.wait_for(group.values(BATCH), 5))
+    assert group.killed
 
 
 def test_errors_that_only_quote_gloo_are_no_death() -> None:

@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: attention over the whole batch at once, and seeded sampling.
+"""SGLang plugin for CPU engines: attention over the whole batch at once, seeded sampling, weights in shared memory.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -30,6 +30,9 @@ def register() -> None:
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", leave_kernels_alone, HookType.REPLACE
     )
 
+    HookRegistry.register(
+        "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", map_weights, HookType.AFTER
+    )
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
@@ -37,6 +40,14 @@ def register() -> None:
 
 def leave_kernels_alone(*arguments: Any, **kwargs: Any) -> None:
     """In place of the switch that puts Triton kernels under matrix products, which exist on GPUs alone."""
+
+
+def map_weights(payload: Any, *arguments: Any, **kwargs: Any) -> Any:
+    """A bucket of weights that the learner sent as the path of its memory, with that memory in the path's place."""
+    if isinstance(payload, dict) and isinstance(path := payload.get("flattened_tensor"), str):
+        size = max(each.end_idx for each in payload["metadata"])
+        payload["flattened_tensor"] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    return payload
 
 
 def forget_slots(original: Any, backend: Any, *arguments: Any, **kwargs: Any) -> Any:

@@ -85,6 +85,14 @@ def test_ranks_without_numa_nodes_are_told_their_cores(model_directory, tmp_path
     assert engine.environment()["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,0"
 
 
+def test_a_dying_server_does_not_wait_for_core_dumps(model_directory, tmp_path, monkeypatch):
+    engine = SGLangServer(EngineConfig(device="cpu"), model_path=model_directory, log_file=tmp_path / "log")
+    assert engine.environment()["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
+    assert engine.environment()["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "0"
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "1")
+    assert engine.environment()["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "1"
+
+
 def test_the_learners_process_group_is_not_the_engines(model_directory, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
@@ -251,6 +259,26 @@ def test_nothing_survives_the_death_of_the_parent(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert gone(grandchild)
+
+
+def test_a_stopped_process_below_the_engine_is_seen():
+    """One that is only stopped answers nobody and closes no connection: its requests would wait for ever."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        while not (children := process_guard.descendants(parent.pid)):
+            time.sleep(0.02)
+        assert process_guard.stopped_process(parent.pid) is None
+        os.kill(children[0], signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while process_guard.stopped_process(parent.pid) != children[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(children[0], signal.SIGKILL)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert process_guard.stopped_process(parent.pid) is None
 
 
 def test_a_thread_that_ends_does_not_take_the_engine_with_it(model_directory, tmp_path):

@@ -6,7 +6,9 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,7 +56,8 @@ class FakeEngine:
                     engine.version = body["new_version"]
                 elif self.path == "/update_weights_from_disk":
                     engine.version = body["weight_version"]
-                    engine.tensors = load_file(f"{body['model_path']}/model-00001.safetensors")
+                    files = Path(body["model_path"]).glob("*.safetensors")
+                    engine.tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
                 data = json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -234,3 +237,20 @@ def test_an_engine_on_any_of_this_hosts_addresses_is_local():
         assert is_local(f"http://{address}:30000")
     assert not is_local("http://192.0.2.7:30000")  # RFC 5737: an address that no host has
     assert not is_local("http://no-such-host.invalid:30000")
+
+
+@pytest.mark.parametrize("answers", ["an_error", "nothing"])
+def test_an_engine_is_to_blame_where_the_learners_half_fails_first(engines, answers):
+    """Without a name nobody would be started anew, and the run would end."""
+    good, bad = Future(), Future()
+    good.set_result({})
+    if answers == "an_error":
+        threading.Timer(0.2, bad.set_exception, [RuntimeError("connection reset")]).start()
+    own = Future()
+    own.set_exception(RuntimeError("gloo: connection closed by peer"))
+    with (
+        DistributedWeightSync(["http://good", "http://bad"], timeout_seconds=1) as sync,
+        pytest.raises(WeightSyncError, match="closed by peer") as error,
+    ):
+        sync._await_together(own, {"http://good": good, "http://bad": bad}, "/update_weights_from_distributed")
+    assert error.value.engines == ("http://bad",)
