@@ -206,6 +206,17 @@ def _ranges(lengths: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArr
     return positions
 
 
+def without_surrogates(text: str) -> str:
+    """``text`` as UTF-8 can hold it: pairs of surrogates joined, single ones replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def write_trajectories(
     trajectories: Sequence[Trajectory], path: str | Path, texts: Sequence[tuple[str, str]] | None = None
 ) -> None:
@@ -226,7 +237,7 @@ def write_trajectories(
         rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
     schema = [(name, kind()) for name, kind in _PARQUET_COLUMNS.items()]
     if texts is not None:
-        rows["prompt"], rows["response"] = [t[0] for t in texts], [t[1] for t in texts]
+        rows["prompt"], rows["response"] = ([without_surrogates(t[place]) for t in texts] for place in (0, 1))
         schema += [("prompt", pa.string()), ("response", pa.string())]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as handle:

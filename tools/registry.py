@@ -242,8 +242,8 @@ class TrajectoryTools:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
-                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
+            except (ValueError, RecursionError) as error:
+                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {str(error)[:200]}")
         problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
         if problem is not None:
             place = ".".join(str(part) for part in problem.absolute_path)
@@ -277,11 +277,14 @@ class TrajectoryTools:
                 result = ToolResult("ok", result)
             if not isinstance(result, ToolResult):
                 raise TypeError(f"call returned {result!r:.60}, which is neither text nor a ToolResult")
+            if not isinstance(result.text, str):
+                raise TypeError(f"call returned a ToolResult whose text is {result.text!r:.60}")
+            measured = {f"tool/{named.name}/{metric}": float(value) for metric, value in result.metrics.items()}
         except Exception as error:
             logger.exception("tool %s failed", named.name)
-            result = ToolResult("error", f"Error: the tool failed: {type(error).__name__}")
-        for metric, value in result.metrics.items():
-            self._registry.record(f"tool/{named.name}/{metric}", float(value))
+            result, measured = ToolResult("error", f"Error: the tool failed: {type(error).__name__}"), {}
+        for metric, value in measured.items():
+            self._registry.record(metric, value)
         return result if result.seconds else dataclasses.replace(result, seconds=time.monotonic() - started)
 
     async def _close(self, returned: dict[str, Any]) -> None:

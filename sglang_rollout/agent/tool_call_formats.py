@@ -223,8 +223,17 @@ def without_reasoning(text: str) -> str:
     head, closing, tail = text.partition("</think>")
     if closing and "<think>" not in head:
         text = tail
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    return text.partition("<think>")[0]
+    spoken, position = [], 0
+    while True:
+        opening = text.find("<think>", position)
+        if opening < 0:
+            return "".join([*spoken, text[position:]])
+        spoken.append(text[position:opening])
+        # Found by find and not by an expression, which looks for each opening tag's end anew.
+        end = text.find("</think>", opening)
+        if end < 0:
+            return "".join(spoken)
+        position = end + len("</think>")
 
 
 def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -242,25 +251,27 @@ def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]
     return blocks
 
 
+_FENCE = re.compile(r"```[a-zA-Z0-9_+-]*[ \t]*")
+
+
 def without_fence(code: str) -> str:
     """Code without the Markdown fence that may surround it."""
-    fenced = re.fullmatch(r"\s*```[a-zA-Z0-9_+-]*[ \t]*\n(.*?)\n?[ \t]*```\s*", code, flags=re.DOTALL)
-    return fenced[1] if fenced else code.strip("\n")
+    opening, newline, rest = code.strip().partition("\n")
+    if not newline or not rest.endswith("```") or _FENCE.fullmatch(opening) is None:
+        return code.strip("\n")
+    return rest.removesuffix("```").rstrip(" \t").removesuffix("\n")
 
 
-def truncate_middle(head: str, tail: str, removed: int) -> str:
+def truncate_middle(head: str, tail: str, removed: int, unit: str = "tokens") -> str:
     """``head`` and ``tail`` of an over-long text with a line between them that says how much is missing."""
-    return f"{head}\n[... {removed} tokens left out ...]\n{tail}"
+    return f"{head}\n[... {removed} {unit} left out ...]\n{tail}"
 
 
 def _hermes_call(body: str) -> ParsedCall:
     try:
-        # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
-        call = json.loads(body, strict=False)
-    except json.JSONDecodeError as error:
-        return _malformed(body, f"{error.msg} at character {error.pos}")
-    except RecursionError:
-        return _malformed(body, "nested too deeply")
+        call = _decoded(body)
+    except ValueError as error:
+        return _malformed(body, str(error))
     if not isinstance(call, dict):
         return _malformed(body, 'expected an object with "name" and "arguments"')
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
@@ -268,12 +279,40 @@ def _hermes_call(body: str) -> ParsedCall:
         return _malformed(body, '"name" is missing')
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, strict=False)
-        except (json.JSONDecodeError, RecursionError):
+            arguments = _decoded(arguments)
+        except ValueError:
             return _malformed(body, '"arguments" is not an object', name)
     if not isinstance(arguments, dict):
         return _malformed(body, '"arguments" is not an object', name)
     return ParsedCall(name, arguments, body)
+
+
+_MOST_LEVELS = 64
+"""Of nesting in a call. Deeper ones could be read here and not be written again from deeper down the stack."""
+
+
+def _decoded(text: str) -> Any:
+    """The JSON in ``text``. Raises ValueError, whose message is for the model."""
+    try:
+        # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
+        decoded = json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:  # Python converts no longer ones
+        raise ValueError("a number has too many digits") from error
+    level = [decoded]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            item
+            for container in level
+            if isinstance(container, (dict, list))
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not level:
+            return decoded
+    raise ValueError("nested too deeply")
 
 
 def _malformed(body: str, reason: str, name: str = "") -> ParsedCall:
