@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.runs.files import atomic_write
+from megatron_retool.untrusted import without_surrogates
 
 IntArray = npt.NDArray[np.int32]
 
@@ -204,17 +205,6 @@ def _ranges(lengths: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArr
     shifts: npt.NDArray[np.int64] = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)])[:-1], counts)
     positions: npt.NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + shifts
     return positions
-
-
-def without_surrogates(text: str) -> str:
-    """``text`` as UTF-8 can hold it: pairs of surrogates joined, single ones replaced by U+FFFD."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def write_trajectories(

@@ -16,6 +16,7 @@ import jsonschema
 from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
+from megatron_retool.untrusted import load_json
 from tools.loading import NamedTool, make_tool
 from tools.tool import ToolResult, TrajectoryInfo, run_method
 
@@ -241,9 +242,9 @@ class TrajectoryTools:
             return ToolResult("error", f"Error: the tool failed: {self._failed[name]}")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {str(error)[:200]}")
+                arguments = load_json(arguments)
+            except ValueError as error:
+                return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
         problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
         if problem is not None:
             place = ".".join(str(part) for part in problem.absolute_path)

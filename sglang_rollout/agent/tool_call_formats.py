@@ -17,7 +17,6 @@ rollout.multi_turn.format names a class of ``formats`` or anybody's own, made wi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.untrusted import load_json
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,8 @@ def truncate_middle(head: str, tail: str, removed: int, unit: str = "tokens") ->
 
 def _hermes_call(body: str) -> ParsedCall:
     try:
-        call = _decoded(body)
+        # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
+        call = load_json(body, strict=False)
     except ValueError as error:
         return _malformed(body, str(error))
     if not isinstance(call, dict):
@@ -279,40 +280,12 @@ def _hermes_call(body: str) -> ParsedCall:
         return _malformed(body, '"name" is missing')
     if isinstance(arguments, str):
         try:
-            arguments = _decoded(arguments)
+            arguments = load_json(arguments, strict=False)
         except ValueError:
             return _malformed(body, '"arguments" is not an object', name)
     if not isinstance(arguments, dict):
         return _malformed(body, '"arguments" is not an object', name)
     return ParsedCall(name, arguments, body)
-
-
-_MOST_LEVELS = 64
-"""Of nesting in a call. Deeper ones could be read here and not be written again from deeper down the stack."""
-
-
-def _decoded(text: str) -> Any:
-    """The JSON in ``text``. Raises ValueError, whose message is for the model."""
-    try:
-        # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
-        decoded = json.loads(text, strict=False)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    except ValueError as error:  # Python converts no longer ones
-        raise ValueError("a number has too many digits") from error
-    level = [decoded]
-    for _ in range(_MOST_LEVELS):
-        level = [
-            item
-            for container in level
-            if isinstance(container, (dict, list))
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
-        if not level:
-            return decoded
-    raise ValueError("nested too deeply")
 
 
 def _malformed(body: str, reason: str, name: str = "") -> ParsedCall:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_retool.trajectory import without_surrogates
+from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.tool_call_formats import ToolCallFormat, truncate_middle
 
 _ASSISTANT = "\u2039assistant turn\u203a"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from megatron_retool.trajectory import FinishReason, read_trajectories, without_surrogates, write_trajectories
+from megatron_retool.trajectory import FinishReason, read_trajectories, write_trajectories
 from sglang_rollout.agent.loop import TrajectoryState, run_call
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.tool_call_formats import (
@@ -197,14 +197,6 @@ def test_an_enormous_result_is_cut_before_it_is_tokenised(tokenizer):
     left_out = int(re.search(r"\[\.\.\. (\d+) characters left out \.\.\.\]", text)[1])
     assert "begin" in text and " end" in text
     assert left_out + text.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0].count("a") >= 5_000_000
-
-
-@pytest.mark.parametrize(
-    ("text", "clean"),
-    [("plain", "plain"), ("π", "π"), ("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "\U0001f600"), ("\udc80", "\ufffd")],
-)
-def test_surrogates_are_joined_or_replaced(text, clean):
-    assert without_surrogates(text) == clean
 
 
 # ---- tools of one's own that break their contract
