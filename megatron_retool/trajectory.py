@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.runs.files import atomic_write
+from megatron_retool.untrusted import without_surrogates
 
 IntArray = npt.NDArray[np.int32]
 
@@ -226,7 +227,7 @@ def write_trajectories(
         rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
     schema = [(name, kind()) for name, kind in _PARQUET_COLUMNS.items()]
     if texts is not None:
-        rows["prompt"], rows["response"] = [t[0] for t in texts], [t[1] for t in texts]
+        rows["prompt"], rows["response"] = ([without_surrogates(t[place]) for t in texts] for place in (0, 1))
         schema += [("prompt", pa.string()), ("response", pa.string())]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as handle:

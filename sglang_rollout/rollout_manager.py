@@ -6,14 +6,15 @@
             ...
 
 Leaving the loop early ends what is unfinished: with rollout.partial.enable it is paused, kept as token ids, and goes
-on in the next training stream; otherwise it is dropped. Whatever an engine or a tool does, a trajectory that was
-started and not dropped comes out exactly once, with a finish reason.
+on in the next training stream; otherwise it is dropped. Whatever an engine, a tool or an agent does, a trajectory that
+was started and not dropped comes out exactly once, with a finish reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,17 @@ from sglang_rollout.engine.base import Engine, make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
 from sglang_rollout.groups import Group, GroupFactory, PromptRow, Purpose, unfinished
 from sglang_rollout.rollout_statistics import RolloutStatistics
-from sglang_rollout.session import InFlight, RequestSettings, Session
+from sglang_rollout.session import InFlight, RequestSettings, RolloutError, Session
 from tools.tool import ToolCaller
+
+logger = logging.getLogger(__name__)
 
 ABORT_REPEAT_SECONDS = 0.5
 STOP_SECONDS = 6.0
+MAX_AGENT_FAILURES = 16
+"""Trajectories in a row that an agent's errors may end before the run is told."""
+MAX_IDLE_RUNS = 4
+"""Times in a row that an agent may come back without a token more and without having been asked to pause."""
 
 
 @dataclass
@@ -77,6 +84,7 @@ class RolloutManager:
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)
         self.group_factory = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))
         self._paused: list[Group] = []
+        self._failures_in_a_row = 0
 
     @property
     def paused_groups(self) -> int:
@@ -236,17 +244,56 @@ class RolloutManager:
             fork = functools.partial(self._fork, group, running)
             generate = functools.partial(group.branching.generate, session.generate, fork)
         try:
-            if await self.agent.run(state, generate, lambda: in_flight.pausing):
-                if group.at_rest():
-                    self._rested(group, running)
-                else:
-                    running.ready.put_nowait(group)
-        except asyncio.CancelledError:
-            raise
+            idle = 0
+            while True:
+                length = len(state.response_ids)
+                finished = await self.agent.run(state, generate, lambda: in_flight.pausing)
+                state.check_contract(finished)
+                if finished or in_flight.pausing:
+                    break
+                # An engine may end a request by itself: what is missing is sampled again.
+                idle = 0 if len(state.response_ids) > length else idle + 1
+                if idle == MAX_IDLE_RUNS:
+                    raise RuntimeError("the agent's run returned False, and nothing asked it to pause")
+                await asyncio.sleep(0)
+            if not finished:
+                return
+            self._failures_in_a_row = 0
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
+            if session.failed:
+                running.ready.put_nowait(error)
+                return
+            self._abandon(state, error, running)
         except BaseException as error:
             running.ready.put_nowait(error)
+            return
         finally:
             session.close()
+        if group.at_rest():
+            self._rested(group, running)
+        else:
+            running.ready.put_nowait(group)
+
+    def _abandon(self, state: TrajectoryState, error: BaseException, running: _Running) -> None:
+        """End the trajectory of an agent that failed with what it has; many in a row end the stream."""
+        logger.error(
+            "trajectory %d/%d ends: the agent raised %s",
+            *(state.group_id, state.index, type(error).__name__),
+            exc_info=(type(error), error, error.__traceback__),
+        )
+        state.end_abruptly(f"{type(error).__name__}: {error}"[:500])
+        running.in_flight.statistics.failed_trajectories += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_AGENT_FAILURES:
+            problem = RolloutError(
+                f"the agent (rollout.agent={self.config.rollout.agent}) failed on {self._failures_in_a_row} "
+                f"trajectories in a row; on the last one: {type(error).__name__}: {error}"
+            )
+            problem.__cause__ = error
+            running.ready.put_nowait(problem)
 
     async def _stop(self, in_flight: InFlight, keep: bool) -> None:
         """Bring every trajectory of a stream to rest; with ``keep``, those that were sampling keep what they have.

@@ -22,3 +22,5 @@ class RolloutStatistics:
     paused_trajectories: int = 0
     dropped_trajectories: int = 0
     forked_trajectories: int = 0
+    failed_trajectories: int = 0
+    """Ended by an error of the agent."""

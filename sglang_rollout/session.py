@@ -64,6 +64,9 @@ class Session:
         engines: where.
         settings: how.
         in_flight: of the trajectory's stream.
+
+    Attributes:
+        failed: sampling raised, so that no trajectory can be expected to go on.
     """
 
     def __init__(self, engines: EnginePool, settings: RequestSettings, in_flight: InFlight) -> None:
@@ -73,6 +76,7 @@ class Session:
         self._lease: Lease | None = None
         self._request_id: str | None = None
         self._failures = 0
+        self.failed = False
 
     async def generate(
         self,
@@ -99,34 +103,38 @@ class Session:
             filtered_log_probs=self._settings.filtered_log_probs,
         )
         avoid: RoutedEngine | None = None
-        while True:
-            if self._lease is None:
-                self._lease = await router.acquire(state.group_id, state.length, avoid)
-                if self._in_flight.pausing:
-                    return GenerateResult([], [], [], "abort")
-            router.grow(self._lease, state.length)
-            engine = self._lease.engine
-            try:
+        try:
+            while True:
+                if self._lease is None:
+                    self._lease = await router.acquire(state.group_id, state.length, avoid)
+                    if self._in_flight.pausing:
+                        return GenerateResult([], [], [], "abort")
+                router.grow(self._lease, state.length)
+                engine = self._lease.engine
                 try:
-                    result = await engine.client.generate(request, on_start=self._begun, deadline_seconds=deadline)
-                finally:
-                    self._begun(None)
-            except EngineRejected as error:
-                raise RolloutError(
-                    f"trajectory {state.group_id}/{state.index} ({len(state.prompt_ids)} prompt and "
-                    f"{len(state.response_ids)} response tokens): {error}"
-                ) from error
-            except EngineClientError as error:
-                self.close()
-                avoid = engine
-                await self._judge(engine, state, error)
-                continue
-            statistics = self._in_flight.statistics
-            statistics.requests += 1
-            statistics.sampled_tokens += len(result.output_ids)
-            statistics.prompt_tokens += result.prompt_tokens
-            statistics.cached_tokens += result.cached_tokens
-            return result
+                    try:
+                        result = await engine.client.generate(request, on_start=self._begun, deadline_seconds=deadline)
+                    finally:
+                        self._begun(None)
+                except EngineRejected as error:
+                    raise RolloutError(
+                        f"trajectory {state.group_id}/{state.index} ({len(state.prompt_ids)} prompt and "
+                        f"{len(state.response_ids)} response tokens): {error}"
+                    ) from error
+                except EngineClientError as error:
+                    self.close()
+                    avoid = engine
+                    await self._judge(engine, state, error)
+                    continue
+                statistics = self._in_flight.statistics
+                statistics.requests += 1
+                statistics.sampled_tokens += len(result.output_ids)
+                statistics.prompt_tokens += result.prompt_tokens
+                statistics.cached_tokens += result.cached_tokens
+                return result
+        except Exception:
+            self.failed = True
+            raise
 
     def close(self) -> None:
         """Give the place at the engine back."""

@@ -16,6 +16,7 @@ import jsonschema
 from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
+from megatron_retool.untrusted import load_json
 from tools.loading import NamedTool, make_tool
 from tools.tool import ToolResult, TrajectoryInfo, run_method
 
@@ -241,8 +242,8 @@ class TrajectoryTools:
             return ToolResult("error", f"Error: the tool failed: {self._failed[name]}")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
+                arguments = load_json(arguments)
+            except ValueError as error:
                 return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
         problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
         if problem is not None:
@@ -277,11 +278,14 @@ class TrajectoryTools:
                 result = ToolResult("ok", result)
             if not isinstance(result, ToolResult):
                 raise TypeError(f"call returned {result!r:.60}, which is neither text nor a ToolResult")
+            if not isinstance(result.text, str):
+                raise TypeError(f"call returned a ToolResult whose text is {result.text!r:.60}")
+            measured = {f"tool/{named.name}/{metric}": float(value) for metric, value in result.metrics.items()}
         except Exception as error:
             logger.exception("tool %s failed", named.name)
-            result = ToolResult("error", f"Error: the tool failed: {type(error).__name__}")
-        for metric, value in result.metrics.items():
-            self._registry.record(f"tool/{named.name}/{metric}", float(value))
+            result, measured = ToolResult("error", f"Error: the tool failed: {type(error).__name__}"), {}
+        for metric, value in measured.items():
+            self._registry.record(metric, value)
         return result if result.seconds else dataclasses.replace(result, seconds=time.monotonic() - started)
 
     async def _close(self, returned: dict[str, Any]) -> None:

@@ -129,11 +129,26 @@ class ToolCaller(Protocol):
 
 
 async def run_method(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function: await it where it is asynchronous, else run it in a thread."""
+    """Call a function: await it where it is asynchronous, else run it in a thread.
+
+    Raises:
+        RuntimeError: it asked for the end of the program, as ``sys.exit()`` does, or let a StopIteration out, as
+            ``next()`` of an empty iterator does: a loop that waits for it would end, or wait for ever.
+    """
     if inspect.iscoroutinefunction(method):
-        return await method(*arguments, **keywords)
-    call = functools.partial(method, *arguments, **keywords)
+        try:
+            return await method(*arguments, **keywords)
+        except SystemExit as error:
+            raise RuntimeError(repr(error)) from error
+    call = functools.partial(_called, method, *arguments, **keywords)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+
+
+def _called(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    try:
+        return method(*arguments, **keywords)
+    except (SystemExit, StopIteration) as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def shorten_middle(text: str, limit: int) -> str:

@@ -101,6 +101,32 @@ class TrajectoryState:
         """An independent trajectory with the same past, which samples on its own from here."""
         return replace(self.copy(), index=index, seed=seed)
 
+    @property
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.response_ids, self.loss_mask, self.log_probs, self.turn_ids, self.weight_versions
+
+    def check_contract(self, finished: bool) -> None:
+        """Raise ValueError where an agent's run, which returned ``finished``, left what nobody can go on with."""
+        if len({len(column) for column in self._columns}) > 1:
+            raise ValueError("the agent left columns of different lengths in its state")
+        if finished and self.finish_reason is None:
+            raise ValueError("the agent's run returned True and left finish_reason unset")
+
+    def end_abruptly(self, reason: str) -> None:
+        """End as aborted, whatever an agent that failed has left here; reward_info["agent_failure"] says why."""
+        columns = self._columns
+        whole = min(map(len, columns))
+        for column in columns:
+            del column[whole:]
+        self.pending_calls = []
+        self.finish_reason = FinishReason.ABORTED
+        try:
+            self.to_trajectory()
+        except (TypeError, ValueError, OverflowError):
+            for column in columns:
+                column.clear()
+        self.reward_info = {**self.reward_info, "agent_failure": reason}
+
     def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
         """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss.
 
@@ -246,7 +272,7 @@ class AgentLoop:
         ended = result.matched_stop == self.glue.end_of_turn_id
         calls = []
         if ended == self.format.uses_chat_template:
-            calls = self.format.parse(self._turn_text(state, without_last=ended))
+            calls = self._parsed(self._turn_text(state, without_last=ended))
         if not calls:
             state.finish_reason = FinishReason.STOP
         elif (
@@ -284,6 +310,15 @@ class AgentLoop:
             return
         state.turn += 1
         state.turn_start = len(state.response_ids)
+
+    def _parsed(self, text: str) -> list[ParsedCall]:
+        try:
+            return self.format.parse(text)
+        except Exception as error:
+            # A format of one's own, tried on a few texts alone. The model is told, as of any call that it wrote badly.
+            logger.exception("rollout.multi_turn.format: parse raised on %.200r", text)
+            message = f"Error: invalid tool call: reading it failed: {type(error).__name__}"
+            return [ParsedCall("", {}, text, error=message)]
 
     def _turn_text(self, state: TrajectoryState, without_last: bool) -> str:
         ids = state.response_ids[state.turn_start : -1 if without_last else None]
@@ -344,7 +379,10 @@ async def run_call(tools: ToolSession, call: ParsedCall) -> tuple[ToolCall, str]
     try:
         result = await tools.call(call.name, call.arguments)
         status, text, seconds = result.status, result.text, result.seconds
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # of this task, and not of one that the tool waited for
         # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
         logger.exception("tool %s raised", call.name)
         status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began

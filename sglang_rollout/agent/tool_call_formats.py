@@ -17,7 +17,6 @@ rollout.multi_turn.format names a class of ``formats`` or anybody's own, made wi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.untrusted import load_json
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,17 @@ def without_reasoning(text: str) -> str:
     head, closing, tail = text.partition("</think>")
     if closing and "<think>" not in head:
         text = tail
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    return text.partition("<think>")[0]
+    spoken, position = [], 0
+    while True:
+        opening = text.find("<think>", position)
+        if opening < 0:
+            return "".join([*spoken, text[position:]])
+        spoken.append(text[position:opening])
+        # Found by find and not by an expression, which looks for each opening tag's end anew.
+        end = text.find("</think>", opening)
+        if end < 0:
+            return "".join(spoken)
+        position = end + len("</think>")
 
 
 def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -242,25 +251,28 @@ def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]
     return blocks
 
 
+_FENCE = re.compile(r"```[a-zA-Z0-9_+-]*[ \t]*")
+
+
 def without_fence(code: str) -> str:
     """Code without the Markdown fence that may surround it."""
-    fenced = re.fullmatch(r"\s*```[a-zA-Z0-9_+-]*[ \t]*\n(.*?)\n?[ \t]*```\s*", code, flags=re.DOTALL)
-    return fenced[1] if fenced else code.strip("\n")
+    opening, newline, rest = code.strip().partition("\n")
+    if not newline or not rest.endswith("```") or _FENCE.fullmatch(opening) is None:
+        return code.strip("\n")
+    return rest.removesuffix("```").rstrip(" \t").removesuffix("\n")
 
 
-def truncate_middle(head: str, tail: str, removed: int) -> str:
+def truncate_middle(head: str, tail: str, removed: int, unit: str = "tokens") -> str:
     """``head`` and ``tail`` of an over-long text with a line between them that says how much is missing."""
-    return f"{head}\n[... {removed} tokens left out ...]\n{tail}"
+    return f"{head}\n[... {removed} {unit} left out ...]\n{tail}"
 
 
 def _hermes_call(body: str) -> ParsedCall:
     try:
         # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
-        call = json.loads(body, strict=False)
-    except json.JSONDecodeError as error:
-        return _malformed(body, f"{error.msg} at character {error.pos}")
-    except RecursionError:
-        return _malformed(body, "nested too deeply")
+        call = load_json(body, strict=False)
+    except ValueError as error:
+        return _malformed(body, str(error))
     if not isinstance(call, dict):
         return _malformed(body, 'expected an object with "name" and "arguments"')
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
@@ -268,8 +280,8 @@ def _hermes_call(body: str) -> ParsedCall:
         return _malformed(body, '"name" is missing')
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, strict=False)
-        except (json.JSONDecodeError, RecursionError):
+            arguments = load_json(arguments, strict=False)
+        except ValueError:
             return _malformed(body, '"arguments" is not an object', name)
     if not isinstance(arguments, dict):
         return _malformed(body, '"arguments" is not an object', name)

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.tool_call_formats import ToolCallFormat, truncate_middle
 
 _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"
+_CHARACTERS_A_TOKEN = 64
+"""A result of more than this for each token that it may have is cut before it is tokenised, which would take long."""
 _CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
@@ -76,8 +79,11 @@ class TurnGlue:
         self._delta_parts: dict[int, list[str]] = {}
         # Text of a tool that spells a control token would become that token, and end the turn or forge a message.
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        tokens = [token for token in added if not token.isspace()]
+        tokens = [token for token in added if token and not token.isspace()]
         self._forged = re.compile("|".join(re.escape(token) for token in tokens)) if tokens else None
+        self._mark = self._encode("\N{REPLACEMENT CHARACTER}")
+        # Without the token of what is unknown, which any text may hold.
+        self._control_ids = {tokenizer.get_added_vocab()[token] for token in tokens} - set(self._mark)
         if call_format.uses_chat_template:
             self.end_of_turn_id = self._template_end_of_turn()
         elif tokenizer.eos_token_id is None:
@@ -91,11 +97,11 @@ class TurnGlue:
         """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order."""
         texts, lengths, truncated = [], [], []
         for result in results:
-            text, length, cut = self._limited(self._defused(result))
+            text, length, cut = self._limited(result)
             texts.append(text)
             lengths.append(length)
             truncated.append(cut)
-        ids = self._tokenizer.encode(self._text(texts), add_special_tokens=False)
+        ids = self._encode(self._text(texts))
         return RenderedResults(ids, lengths, truncated)
 
     def _text(self, results: Sequence[str]) -> str:
@@ -105,30 +111,50 @@ class TurnGlue:
         return "".join(part + result for part, result in zip(parts, [*results, ""], strict=True))
 
     def _limited(self, text: str) -> tuple[str, int, bool]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        """``text`` as the model may read it, its tokens, and whether its middle is left out."""
         limit = self._max_result_tokens
-        if len(ids) <= limit:
-            return text, len(ids), False
+        half = limit * _CHARACTERS_A_TOKEN // 2
+        if len(text) > 2 * half:
+            (_, begin), (_, end) = self._defused(text[:half]), self._defused(text[-half:])
+        else:
+            defused, begin = self._defused(text)
+            end = begin
+            if len(begin) <= limit:
+                return defused, len(begin), False
         # The note that says so counts too; re-tokenising can add a token at each seam, hence the loop.
         keep = limit
         while keep > 0:
-            head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :]
-            shortened = truncate_middle(
-                self._tokenizer.decode(head, skip_special_tokens=False),
-                self._tokenizer.decode(tail, skip_special_tokens=False) if tail else "",
-                len(ids) - keep,
-            )
-            length = len(self._tokenizer.encode(shortened, add_special_tokens=False))
+            head = self._decode(begin[: (keep + 1) // 2])
+            tail = self._decode(end[max(0, len(end) - keep // 2) :])
+            if begin is end:
+                shortened = truncate_middle(head, tail, len(begin) - keep)
+            else:
+                shortened = truncate_middle(head, tail, len(text) - len(head) - len(tail), "characters")
+            length = len(self._encode(shortened))
             if length <= limit:
                 return shortened, length, True
             keep -= max(1, length - limit)
-        shortened = self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
-        return shortened, limit, True
+        return self._decode(begin[:limit]), min(limit, len(begin)), True
 
-    def _defused(self, text: str) -> str:
-        if self._forged is None:
-            return text
-        return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+    def _defused(self, text: str) -> tuple[str, list[int]]:
+        """``text`` without surrogates, which have no tokens, and without control tokens; and its tokens."""
+        text = without_surrogates(text)
+        if self._forged is not None:
+            text = self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        ids = self._encode(text)
+        if not self._control_ids.isdisjoint(ids):
+            # Control tokens of one character, and what normalisation makes into one, as full-width letters.
+            text = self._decode(
+                [kept for each in ids for kept in (self._mark if each in self._control_ids else [each])]
+            )
+            ids = self._encode(text)
+        return text, ids
 
     def _parts(self, count: int) -> list[str]:
         """The template's text around ``count`` results: before the first, between them, after the last."""

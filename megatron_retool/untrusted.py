@@ -1,0 +1,62 @@
+"""Text and JSON that others wrote: models, tools, data files, clients. What they can be, and what everything here can take.
+
+Python's own decoder raises three kinds of errors, and accepts what its encoder, deeper down the stack, refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MOST_LEVELS = 64
+"""Of lists and mappings within each other."""
+
+
+def without_surrogates(text: str) -> str:
+    """``text`` as UTF-8 can hold it: pairs of surrogates joined, single ones replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def load_json(text: str | bytes, *, strict: bool = True) -> Any:
+    """The value in ``text``.
+
+    Args:
+        strict: refuse control characters within strings.
+
+    Raises:
+        ValueError: it is no JSON or no UTF-8, nested deeper than ``MOST_LEVELS``, or holds a number of more digits than
+            Python converts. The message is one line.
+    """
+    try:
+        value = json.loads(text, strict=strict)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        raise ValueError("a number has too many digits") from error
+    check_levels(value)
+    return value
+
+
+def check_levels(value: Any) -> None:
+    """Raise ValueError where ``value`` is nested deeper than ``MOST_LEVELS``."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            item
+            for container in level
+            if isinstance(container, (dict, list, tuple))
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not level:
+            return
+    raise ValueError("nested too deeply")

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_retool.untrusted import MOST_LEVELS, load_json, without_surrogates
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [("plain", "plain"), ("π", "π"), ("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "\U0001f600"), ("\udc80", "\ufffd")],
+)
+def test_surrogates_are_joined_or_replaced(text, clean):
+    assert without_surrogates(text) == clean
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_what_is_left_is_utf_8(text):
+    assert without_surrogates(text).encode().decode() == without_surrogates(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value at character 0"),
+        ('{"a": 1', "Expecting ',' delimiter at character 7"),
+        (b'{"a": "\xff"}', "no UTF-8 at byte 7"),
+        ("9" * 4301, "a number has too many digits"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1), "nested too deeply"),
+    ],
+)
+def test_what_cannot_be_read_is_a_value_error_of_one_line(text, reason):
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        load_json(text)
+
+
+def test_what_can_be_read_is():
+    for value in (json.loads("[" * (MOST_LEVELS - 1) + "]" * (MOST_LEVELS - 1)), {"a": ["\ud800", 10**4299, None]}, "x"):
+        assert load_json(json.dumps(value)) == value
+    assert load_json('"a\n"', strict=False) == "a\n"
