@@ -74,7 +74,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
     config = run.config
     with run.watchdog.watch(StepTimer()).phase(Phase.RESTORE):
         state = await restore(run, checkpointer)
-        await run.weights.sync(state.step)
+        with run.activities.part("sending the weights to the engines"):
+            await run.weights.sync(state.step)
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(
