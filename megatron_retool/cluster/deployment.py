@@ -31,6 +31,7 @@ from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import Trajectory
@@ -66,6 +67,7 @@ class Deployment:
         self.with_learner = with_learner
         self.watchdog = HangWatchdog(config, console, self._stacks_of_nodes)
         self.write_errors = WriteErrors(console)
+        self.activities = Activities(console)
         self._starting = self.watchdog.watch_start(StepTimer())
         self._stack = AsyncExitStack()
 
@@ -109,41 +111,41 @@ class Deployment:
 
         if placement.gpus_per_node or config.cluster.nodes > 1:
             self.console.print(placement.table())
-        with self.console.status("starting engines and learner"):
+        with self.activities.part("starting Ray" if config.cluster.ray_address == "local" else "joining Ray"):
             self._stack.enter_context(ray_runtime(config))
-            self._placement = placement.on_nodes(node_ids(config))
-            self.engines = EngineGroup(
-                config,
-                self._placement,
-                tokenizer=bool(agent.stop.strings),
-                weights_from_sync=self.with_learner,
-            )
-            self._stack.push_async_callback(self.engines.stop)
-            self.gpu_phases = GpuPhases(
-                self.with_learner and self._placement.colocated,
-                models=lambda: list(self.models.values()),
-                engines=lambda: self.engines.urls,
-                client=self.engines.engine.client,
-            )
-            self.weights = EngineWeights(
-                self.engines,
-                config.model.path,
-                (lambda: self.learner) if self.with_learner else None,
-                self.gpu_phases,
-                replaced=lambda url, new_url: self.rollout.replace_engine(url, new_url),
-                starting=self._starting,
-                console=self.console,
-            )
-            starts = [self._start_engines()]
-            if self.sandboxes is not None:
-                self._stack.push_async_callback(self.sandboxes.stop)
-                starts.append(self.sandboxes.start(self._placement))
-            if self.gpu_phases.enabled:
-                await self._start_learner()
-                await self.gpu_phases.engines_only()
-            elif self.with_learner:
-                starts.append(self._start_learner())
-            await gather_or_cancel(starts)
+        self._placement = placement.on_nodes(node_ids(config))
+        self.engines = EngineGroup(
+            config,
+            self._placement,
+            tokenizer=bool(agent.stop.strings),
+            weights_from_sync=self.with_learner,
+        )
+        self._stack.push_async_callback(self.engines.stop)
+        self.gpu_phases = GpuPhases(
+            self.with_learner and self._placement.colocated,
+            models=lambda: list(self.models.values()),
+            engines=lambda: self.engines.urls,
+            client=self.engines.engine.client,
+        )
+        self.weights = EngineWeights(
+            self.engines,
+            config.model.path,
+            (lambda: self.learner) if self.with_learner else None,
+            self.gpu_phases,
+            replaced=lambda url, new_url: self.rollout.replace_engine(url, new_url),
+            starting=self._starting,
+            console=self.console,
+        )
+        starts = [self._start_engines()]
+        if self.sandboxes is not None:
+            self._stack.push_async_callback(self.sandboxes.stop)
+            starts.append(self._start_sandboxes(self.sandboxes))
+        if self.gpu_phases.enabled:
+            await self._start_learner()
+            await self.gpu_phases.engines_only()
+        elif self.with_learner:
+            starts.append(self._start_learner())
+        await gather_or_cancel(starts)
         self.rollout = await self._stack.enter_async_context(
             RolloutManager(
                 config,
@@ -156,11 +158,22 @@ class Deployment:
         )
 
     async def _start_engines(self) -> None:
-        with self._starting.phase(Phase.START_ENGINES):
+        engine = self.config.rollout.engine
+        engines = "1 engine" if engine.count == 1 else f"{engine.count} engines"
+        with self._starting.phase(Phase.START_ENGINES), self.activities.part(f"starting {engines}"):
             await self.engines.start(self.config.model.path)
 
+    async def _start_sandboxes(self, sandboxes: SandboxGroup) -> None:
+        with self.activities.part("starting a code interpreter on each node"):
+            await sandboxes.start(self._placement)
+
     async def _start_learner(self) -> None:
-        with self._starting.phase(Phase.START_LEARNER):
+        ranks = self.config.learner.world_size
+        learner = "the learner" + (" and the critic" if needs_critic(self.config) else "")
+        with (
+            self._starting.phase(Phase.START_LEARNER),
+            self.activities.part(f"building {learner} ({'1 rank' if ranks == 1 else f'{ranks} ranks'})"),
+        ):
             await self._build_learner()
 
     async def _build_learner(self) -> None:
@@ -235,7 +248,8 @@ class Deployment:
             server = SandboxServerProcess(
                 self.config.tools.code_interpreter, log_file=self.config.run_dir / "logs" / "code_interpreter.log"
             )
-            client.put_server(0, server.start())
+            with self.activities.part("starting the code interpreter"):
+                client.put_server(0, server.start())
             self._stack.callback(server.stop)
             watch = asyncio.create_task(self._keep_running(server))
             self._stack.callback(watch.cancel)

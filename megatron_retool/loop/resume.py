@@ -2,17 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from megatron_retool.config import Config
+from megatron_retool.config.differences import changed_settings
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.runs.checkpoints import PAUSED_GROUPS
+from megatron_retool.runs.checkpoints import PAUSED_GROUPS, Checkpoint
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
+
+
+_NOT_HOW_IT_TRAINS = (
+    "trainer.resume_mode",
+    "trainer.resume_from_path",
+    "trainer.runs_dir",
+    "cluster.",
+    "sft.",
+    "demo.",
+)
+_MAX_SHOWN = 100
+
+
+def announce_resume(config: Config, resume: Checkpoint, console: Console) -> bool:
+    """Say which settings are no longer those of the run's config.yaml, and what that means for a run that goes on.
+
+    Returns:
+        Whether the run is at its end already.
+    """
+    found = changed_settings(resume.path.parents[1] / "config.yaml", config)
+    changed = {key: values for key, values in found.items() if not key.startswith(_NOT_HOW_IT_TRAINS)}
+    length = _run_length(config, resume, changed)
+    finished = length is not None and resume.step >= length
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    if changed:
+        say(f"settings that are not those of {resume.path.parents[1] / 'config.yaml'}:")
+        for key, (before, now) in changed.items():
+            say(f"  {key}: {_shown(before)}, now {_shown(now)}")
+    if finished:
+        effect = ", and these settings have no effect" if changed else ""
+        say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To go on, raise "
+            "trainer.total_steps; to start anew, choose another trainer.experiment_name")  # fmt: skip
+        return True
+    if changed:
+        say(f"they hold from step {resume.step + 1} on, and the weights are those of step {resume.step}; a run under "
+            "these settings from the start needs another trainer.experiment_name")  # fmt: skip
+        for remark in _remarks(config, resume, changed):
+            say(remark)
+    return False
+
+
+def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, object]) -> int | None:
+    """Steps of the run; None where only the prompts, which are not read yet, tell."""
+    if config.trainer.total_steps is not None:
+        return config.trainer.total_steps
+    if any(key.startswith(("trainer.total", "data.")) for key in changed):
+        return None
+    return int(resume.read("trainer_state.json").get("total_steps", 0)) or None
+
+
+def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, object]) -> Iterator[str]:
+    schedule = config.learner.optimizer.schedule
+    if schedule != "constant" and any(key.startswith("trainer.total_") for key in changed):
+        yield (
+            f"learner.optimizer.schedule={schedule} ends at the new last step: the learning rate goes on where the new "
+            f"schedule stands at step {resume.step + 1}, which is above or below where the old one was"
+        )
+    if any(key in ("model.path", "model.mcore_path") for key in changed):
+        yield "model.path and model.mcore_path name no weights for a run that goes on: its checkpoint has them"
+
+
+def _shown(value: object) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} [{len(text)} characters]"
 
 
 def contents_after(run: Deployment, state: TrainerState, collected: Collected) -> Contents:

@@ -18,7 +18,7 @@ from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
-from megatron_retool.loop.resume import contents_after, restore
+from megatron_retool.loop.resume import announce_resume, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import update_actor, update_critic
@@ -51,8 +51,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         moved = set_aside_later(config, resume)
         if moved is not None:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
-        if resume.step == config.trainer.total_steps:
-            console.print(f"{resume.path} is the last step already: nothing to train")
+        if announce_resume(config, resume, console):
             return True
     run = Deployment(config, console)
     async with run.watchdog, run:
@@ -74,7 +73,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
     config = run.config
     with run.watchdog.watch(StepTimer()).phase(Phase.RESTORE):
         state = await restore(run, checkpointer)
-        await run.weights.sync(state.step)
+        with run.activities.part("sending the weights to the engines"):
+            await run.weights.sync(state.step)
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
 
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config
+from megatron_retool.loop.samples import print_sample, question_of, sample_of
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.phases import Phase
@@ -41,22 +40,18 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
     stored = config.run_dir / "validation" / f"step_{step:06d}.parquet"
     with run.write_errors.tolerated(stored):
         write_trajectories(trajectories, stored, texts=texts)
-    first_of_group = [(text, t) for (_, text), t in zip(texts, trajectories, strict=True) if t.index == 0]
-    for response, trajectory in first_of_group[: config.trainer.log_val_generations]:
-        run.console.print(
-            Panel(escape(printable(response)), title=f"step {step}, reward {trajectory.reward:+g}", expand=False)
-        )
+    messages = {prompt.group_id: prompt.messages for prompt in prompts}
+    first_of_group = [(text, t) for text, t in zip(texts, trajectories, strict=True) if t.index == 0]
+    shown = first_of_group[: config.trainer.log_val_generations]
+    for number, ((prompt, response), t) in enumerate(shown, start=1):
+        sample = sample_of(t, question_of(messages[t.group_id], prompt), response)
+        print_sample(run.console, f"step {step}, validation sample {number} of {len(shown)}", sample)
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
         **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(_SHOWN)},
         **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
     }
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: control characters that a model may sample are shown as a replacement mark."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:

@@ -40,7 +40,7 @@ def test_ppo_trains_what_was_sampled_and_resumes(demo_run: FinishedRun):
     for total_steps in (1, 2):
         code, output = demo_run.command_line.run("train", *arguments, f"trainer.total_steps={total_steps}")
         assert code == 0, output
-    assert "resuming from" in output
+    assert "resuming from" in output and "  trainer.total_steps: 1, now 2\nthey hold from step 2 on" in output
     first, second = read_metrics(run_dir / "metrics.jsonl")
     for row in (first, second):
         # The engine's sampler and the learner's head agree on what temperature and top_p leave.

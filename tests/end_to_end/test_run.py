@@ -91,10 +91,12 @@ def test_export_is_the_trained_model(demo_run: FinishedRun):
 def test_second_run_has_nothing_to_do(demo_run: FinishedRun):
     """Every stage's result is there already: no process is started, the summary is printed again."""
     start = time.monotonic()
-    code, output = demo_run.command_line.run("pipeline")
+    code, output = demo_run.command_line.run("pipeline", "learner.optimizer.lr=5e-5")
     assert code == 0, output
     assert time.monotonic() - start < 30
     assert "after RL" in output
+    assert "  learner.optimizer.lr: " in output and ", now 5e-05\n" in output
+    assert "global_step_3 is the last step already (3 steps): nothing to train, and these settings have" in output
 
 
 def test_killed_run_resumes_exactly(demo_run: FinishedRun):

@@ -82,6 +82,22 @@ def test_learning_rate_schedules(model_dir: Path, schedule: str, expected: list[
     np.testing.assert_allclose(np.array(rates) / 1e-3, expected, atol=2e-3)
 
 
+def test_a_longer_run_goes_on_where_the_longer_schedule_stands(model_dir: Path, tmp_path: Path) -> None:
+    """A cosine over four steps is at its end; the same four steps are half of one over eight."""
+    batch = random_batch(LENGTHS[:2])
+    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, schedule="cosine")
+    short = _learner(model_dir, optimizer, steps=4)
+    for _ in range(4):
+        short.sft_update(batch)
+    assert short.learning_rate == pytest.approx(1e-4)
+    short.save(tmp_path / "learner")
+    (tmp_path / "COMPLETE").touch()
+    longer = _learner(model_dir, optimizer, steps=8)
+    longer.load(tmp_path / "learner")
+    rates = [longer.sft_update(batch)["lr"] for _ in range(4)]
+    np.testing.assert_allclose(rates, [1e-4 + 9e-4 * (1 + np.cos(np.pi * k / 8)) / 2 for k in range(4, 8)], rtol=1e-5)
+
+
 def test_a_new_stage_keeps_weights_and_forgets_the_optimizer(model_dir: Path) -> None:
     batch = random_batch(LENGTHS)
     learner = _learner(model_dir, OptimizerConfig(lr=1e-2))

@@ -1,0 +1,97 @@
+"""Validation samples for people: question, ground truth, what was answered, the verdict, and the whole response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from megatron_retool.trajectory import FinishReason, Trajectory
+
+_INDENT = 4
+_MARGIN = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    Attributes:
+        prediction: what the reward function read out of the response; None where it does not say.
+        verdict: right or wrong, or the accuracy where it is something between; then the reward.
+        tools: the statuses of the tool calls, in order.
+    """
+
+    question: str
+    truth: str
+    prediction: str | None
+    verdict: str
+    tools: str
+    response: str
+
+
+def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
+    """
+    Args:
+        trajectory: scored.
+        response: the decoded response, special tokens included.
+    """
+    info = trajectory.reward_info
+    prediction = info.get("pred")
+    accuracy = float(info.get("acc", trajectory.reward > 0))
+    words = {0.0: "wrong", 1.0: "right"}.get(accuracy, f"acc {accuracy:.3g}")
+    if trajectory.finish_reason is not FinishReason.STOP:
+        words += f", ended by {trajectory.finish_reason.value}"
+    calls = ", ".join(f"{call.name} {call.status}" for call in trajectory.tool_calls)
+    return Sample(
+        question=question,
+        truth=str(trajectory.extra_info.get("ground_truth", "not in the data")),
+        prediction=None if prediction is None else str(prediction),
+        verdict=f"{words}, reward {trajectory.reward:+g}",
+        tools=calls or "none",
+        response=response,
+    )
+
+
+def question_of(messages: Sequence[Mapping[str, Any]], prompt: str) -> str:
+    """The last user message; the whole ``prompt`` as it was templated where that is no text."""
+    for message in reversed(messages):
+        if message.get("role") == "user" and isinstance(message.get("content"), str):
+            return str(message["content"])
+    return prompt
+
+
+def print_sample(console: Console, title: str, sample: Sample) -> None:
+    """A panel on a terminal, indented lines elsewhere; long lines are wrapped, and nothing is left out."""
+    rows = [
+        ("question", sample.question),
+        ("ground truth", sample.truth),
+        ("prediction", "none was found" if sample.prediction is None else sample.prediction),
+        ("verdict", sample.verdict),
+        ("tool calls", sample.tools),
+        ("response", sample.response),
+    ]
+    inner = console.width - 2 * _MARGIN
+    lines: list[Text] = []
+    for name, value in rows:
+        value = printable(value).strip("\n")
+        if "\n" in value or len(name) + len(value) + 2 > inner:
+            lines.append(Text(f"{name}:"))
+            lines += [Text(" " * _INDENT).append_text(line) for line in Text(value).wrap(console, inner - _INDENT)]
+        else:
+            lines.append(Text(f"{name}: {value}"))
+    if console.is_terminal:
+        console.print(Panel(Group(*lines), title=Text(title), title_align="left", expand=False), soft_wrap=False)
+    else:
+        indented = "\n".join(f"{' ' * _MARGIN}{line.plain}".rstrip() for line in lines)
+        console.print(Text(f"{title}\n{indented}\n"), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters that a model may sample are shown as a replacement mark."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\t", "    ")
+    )
