@@ -13,7 +13,12 @@ from rich.console import Console
 from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.pipeline import Stages, run_pipeline
-from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint, workspace_path
+from megatron_retool.runs.checkpoints import (
+    checkpoint_workspace,
+    publish_checkpoint,
+    seal_checkpoint,
+    workspace_path,
+)
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
 
 
@@ -70,7 +75,8 @@ class FakeCommands:
 
     def checkpoint(self, run_dir, step):
         (checkpoint_workspace(run_dir, step) / "learner").mkdir()
-        commit_checkpoint(workspace_path(run_dir, step), step, {})
+        seal_checkpoint(workspace_path(run_dir, step), {})
+        publish_checkpoint(workspace_path(run_dir, step), step)
 
     def start(self, command, cwd):
         name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "evaluate", "sft"))
