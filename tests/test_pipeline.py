@@ -15,7 +15,12 @@ from megatron_retool import pipeline
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.pipeline import Stages, run_pipeline, run_training, with_demo_base
 from megatron_retool.reports.summary import Summary
-from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint, workspace_path
+from megatron_retool.runs.checkpoints import (
+    checkpoint_workspace,
+    publish_checkpoint,
+    seal_checkpoint,
+    workspace_path,
+)
 from megatron_retool.runs.demo_base import base_settings
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
 
@@ -75,7 +80,8 @@ class FakeCommands:
 
     def checkpoint(self, run_dir, step):
         (checkpoint_workspace(run_dir, step) / "learner").mkdir()
-        commit_checkpoint(workspace_path(run_dir, step), step, {})
+        seal_checkpoint(workspace_path(run_dir, step), {})
+        publish_checkpoint(workspace_path(run_dir, step), step)
 
     def start(self, command):
         self.commands.append(command)

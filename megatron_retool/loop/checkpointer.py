@@ -16,9 +16,10 @@ from megatron_retool.runs.checkpoints import (
     Checkpoint,
     SaveError,
     checkpoint_workspace,
-    commit_checkpoint,
     prune_checkpoints,
+    publish_checkpoint,
     removed_on_failure,
+    seal_checkpoint,
 )
 
 
@@ -40,6 +41,21 @@ class Contents:
 
     files: Mapping[str, Mapping[str, Any]]
     write: Callable[[Path], None] | None = None
+
+
+@dataclass
+class _Pending:
+    """A checkpoint without its name.
+
+    Attributes:
+        required: the run cannot go on without it.
+        sealed: nothing but the name is missing.
+    """
+
+    step: int
+    contents: Contents
+    required: bool
+    sealed: bool = False
 
 
 class Checkpointer:
@@ -67,7 +83,7 @@ class Checkpointer:
         self._console = console
         self._models = models
         self._saving = saving
-        self._pending: tuple[int, Contents] | None = None
+        self._pending: _Pending | None = None
         self._failed = 0
 
     @property
@@ -76,16 +92,34 @@ class Checkpointer:
         return self._failed > 0
 
     async def save(self, step: int, contents: Contents, *, wait: bool) -> dict[str, float]:
-        """Write the checkpoint of ``step``; checkpoint/failed_saves, how many have failed in a row.
+        """``write`` and ``commit``, for what needs nothing in between."""
+        metrics = await self.write(step, contents, wait=wait)
+        await self.commit()
+        return metrics
+
+    async def write(self, step: int, contents: Contents, *, wait: bool) -> dict[str, float]:
+        """Write the checkpoint of ``step`` but for its name; checkpoint/failed_saves, how many have failed in a row.
 
         With trainer.async_save the models only copy their state here and write it while the next step is generated;
-        ``finish`` completes the checkpoint. ``wait`` completes it at once.
+        ``finish`` completes the checkpoint. ``wait`` writes it now, for ``commit`` to complete.
 
         Raises:
             SaveError: the disk is full, and the run waits for this one or ``trainer.on_failed_save`` is stop.
         """
-        await self._tolerated(self._save(step, contents, wait), required=wait)
+        await self._tolerated(self._write(step, contents, wait), required=wait)
         return {"checkpoint/failed_saves": float(self._failed)}
+
+    async def commit(self) -> None:
+        """Give the checkpoint that is written its name, and delete what retention does not keep.
+
+        A run resumes after a checkpoint's step: what belongs to that step has to be on disk before. One that is still
+        being written stays for ``finish``.
+
+        Raises:
+            SaveError: as ``write``.
+        """
+        if self._pending is not None and self._pending.sealed:
+            await self._tolerated(self._finish(), required=self._pending.required)
 
     async def finish(self) -> None:
         """Complete the checkpoint that is being written, if there is one, and delete what retention does not keep.
@@ -122,9 +156,10 @@ class Checkpointer:
                 highlight=False,
             )
 
-    async def _save(self, step: int, contents: Contents, wait: bool) -> None:
+    async def _write(self, step: int, contents: Contents, wait: bool) -> None:
         await self._finish()
         asynchronous = self._config.trainer.async_save and not wait
+        pending = _Pending(step, contents, required=wait)
         async with self._saving():
             with removed_on_failure(self._config.run_dir, step):
                 workspace = checkpoint_workspace(self._config.run_dir, step)
@@ -132,16 +167,23 @@ class Checkpointer:
                     await model.save(workspace / name, asynchronous=asynchronous)
                 if contents.write is not None:
                     contents.write(workspace)
-        self._pending = (step, contents)
         if not asynchronous:
-            await self._finish()
+            await self._seal(pending)
+        self._pending = pending
 
-    async def _finish(self) -> None:
-        if self._pending is None:
-            return
-        (step, contents), self._pending = self._pending, None
-        with removed_on_failure(self._config.run_dir, step) as workspace:
+    async def _seal(self, pending: _Pending) -> None:
+        with removed_on_failure(self._config.run_dir, pending.step) as workspace:
             for model in self._models().values():
                 await model.finish_save()
-            self.newest = commit_checkpoint(workspace, step, contents.files)
+            seal_checkpoint(workspace, pending.contents.files)
+        pending.sealed = True
+
+    async def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not pending.sealed:
+            await self._seal(pending)
+        with removed_on_failure(self._config.run_dir, pending.step) as workspace:
+            self.newest = publish_checkpoint(workspace, pending.step)
         prune_checkpoints(self._config, self.newest)

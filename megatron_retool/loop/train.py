@@ -124,8 +124,10 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             if last or leaving or state.save_due() or checkpointer.overdue:
                 with timer.phase(Phase.SAVE_CHECKPOINT):
                     contents = contents_after(run, state, collected)
-                    metrics |= await checkpointer.save(step, contents, wait=last or leaving)
+                    metrics |= await checkpointer.write(step, contents, wait=last or leaving)
+            # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.
             log.log(step, metrics | timer.metrics())
+            await checkpointer.commit()
             skipped.check(step)
             if leaving and not last:
                 run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")

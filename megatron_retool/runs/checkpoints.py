@@ -201,16 +201,21 @@ def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
         ) from error
 
 
-def commit_checkpoint(workspace: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
-    """Write the JSON ``files`` and COMPLETE into the workspace, fsync, and give it its final name.
+def seal_checkpoint(workspace: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the JSON ``files`` and then COMPLETE into the workspace: only its name is missing.
 
     The models' directories have markers of their own: of these alone COMPLETE holds the checksums.
-
-    An earlier attempt at the same step, taken again after a resume, is replaced.
     """
     for name, content in files.items():
         write_text(workspace / name, json.dumps(content, indent=1))
     write_marker(workspace)
+
+
+def publish_checkpoint(workspace: Path, step: int) -> Checkpoint:
+    """Give a sealed workspace its final name.
+
+    An earlier attempt at the same step, taken again after a resume, is replaced.
+    """
     final = workspace.with_name(f"global_step_{step}")
     publish(workspace, final)
     return Checkpoint(final, step)

@@ -84,7 +84,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     )
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
-        checkpointer: Any = SimpleNamespace(save=save, finish=finish, overdue=False)
+        checkpointer: Any = SimpleNamespace(write=save, commit=finish, finish=finish, overdue=False)
         assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.runs.checkpoints import (
     checkpoint_workspace,
-    commit_checkpoint,
     complete_checkpoints,
     find_resume_point,
     prune_checkpoints,
+    publish_checkpoint,
     retained_steps,
+    seal_checkpoint,
     set_aside,
     set_aside_later,
 )
@@ -24,7 +25,8 @@ def settings(tmp_path, *overrides):
 def make_checkpoint(run_dir, step):
     workspace = checkpoint_workspace(run_dir, step)
     (workspace / "learner").mkdir()
-    return commit_checkpoint(workspace, step, {"trainer_state.json": {"step": step}})
+    seal_checkpoint(workspace, {"trainer_state.json": {"step": step}})
+    return publish_checkpoint(workspace, step)
 
 
 def test_only_complete_checkpoints_are_found(tmp_path):
@@ -133,7 +135,8 @@ def test_same_step_again_replaces(tmp_path):
     run_dir = settings(tmp_path).run_dir
     make_checkpoint(run_dir, 1)
     workspace = checkpoint_workspace(run_dir, 1)
-    commit_checkpoint(workspace, 1, {"trainer_state.json": {"step": 1, "again": True}})
+    seal_checkpoint(workspace, {"trainer_state.json": {"step": 1, "again": True}})
+    publish_checkpoint(workspace, 1)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["global_step_1"]
     assert json.loads((run_dir / "checkpoints/global_step_1/trainer_state.json").read_text())["again"]
 
