@@ -12,9 +12,13 @@ Commands
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take their time
+    from megatron_retool.interruption import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -24,8 +28,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.interruption import INTERRUPTED, end_at_once, interrupts, stopped
 from megatron_retool.monitor.write_errors import print_to_full_disks
-from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveRequest
+from megatron_retool.runs.checkpoints import how_to_go_on
+from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+from megatron_retool.scratch import scratch_directory
 
 Result = TypeVar("Result")
 COMMANDS = ("pipeline", "train", "sft", "evaluate", "make-demo", "plan", "report")
@@ -45,11 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
             from megatron_retool.planning.cli import main as plan
 
             return plan(arguments[1:], console)
-        return run_command(parser.parse_intermixed_args(arguments), console)
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped; every process of the run has ended[/]")
-        return INTERRUPTED
-    except Exception as error:
+        options = parser.parse_intermixed_args(arguments)
+        with scratch_directory():
+            return run_command(options, console)
+    except (KeyboardInterrupt, Exception) as error:
+        if stopped(error):
+            return INTERRUPTED
         cause = root_cause(error)
         if not is_users_error(cause):
             console.print_exception(max_frames=12)
@@ -67,7 +75,8 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
         if kind not in writers or len(options.overrides) not in (1, 2):
             raise ConfigError("report takes the run's directory, runs/<experiment_name>, with the word mismatch before "
                               "it for the mismatch of engine and learner")  # fmt: skip
-        console.print(f"wrote {writers[kind](options.overrides[-1])}")
+        with interrupts():
+            console.print(f"wrote {writers[kind](options.overrides[-1])}")
         return 0
 
     config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
@@ -80,11 +89,13 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
         if options.command == "make-demo":
             from megatron_retool.data.demo import make_demo
 
-            make_demo(config)
+            with interrupts():
+                make_demo(config)
         elif options.command == "sft":
             from megatron_retool.sft.launch import fine_tune
 
-            return 0 if fine_tune(config, leave=leave) else REQUEUE
+            with interrupts(how_to_go_on=lambda: how_to_go_on(config)):
+                return 0 if fine_tune(config, leave=leave) else REQUEUE
         elif options.command == "train":
             return train(config, console, leave)
         elif options.command == "evaluate":
@@ -94,14 +105,16 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
         else:
             from megatron_retool.pipeline import run_pipeline
 
-            return run_pipeline(config, str(config_file), options.overrides, console, train, leave)
+            with interrupts():
+                return run_pipeline(config, str(config_file), options.overrides, console, train, leave)
     return 0
 
 
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:
     """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
-    from megatron_retool.cluster.hang_watchdog import RunHung
-    from megatron_retool.loop.train import train as loop
+    with interrupts(end_at_once, how_to_go_on=lambda: how_to_go_on(config)):
+        from megatron_retool.cluster.hang_watchdog import RunHung
+        from megatron_retool.loop.train import train as loop
 
     try:
         return 0 if run_async(loop(config, console, leave)) else REQUEUE
@@ -116,12 +129,11 @@ def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     async def guarded() -> Result:
         task = asyncio.ensure_future(coroutine)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        with interrupts(lambda: loop.call_soon_threadsafe(task.cancel)):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
 
     return asyncio.run(guarded())
 

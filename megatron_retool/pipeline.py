@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,10 +24,11 @@ from rich.table import Table
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.run import write_report
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
+from megatron_retool.runs.leave import REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -174,13 +174,8 @@ class Stages:
             return
 
         def execute() -> int:
-            process = subprocess.Popen(command, cwd=ROOT)
-            try:
-                with passed_on(self.leave, lambda: [process.pid]):
-                    code = process.wait()
-            except KeyboardInterrupt:
-                process.wait()  # it got the signal too and cleans up
-                raise
+            with interrupts(how_to_go_on=lambda: f"the same command goes on with {name}"):
+                code = run_stage(command, ROOT, lambda process: passed_on(self.leave, lambda: [process]))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             if code == REQUEUE:
