@@ -12,6 +12,11 @@ Exit status: 0 done, 1 an error, which one line on standard error says, 2 the co
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from megatron_retool.interruption import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import json
 import sys
@@ -45,6 +50,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.layout import cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
+from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
 REPORT_NAME = "conversion.json"
@@ -354,4 +360,4 @@ def print_report(report: dict[str, Any], target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interruptible(main))

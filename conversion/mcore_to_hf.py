@@ -10,6 +10,11 @@ Exit status: 0 done, 1 an error, which one line on standard error says, 2 the co
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from megatron_retool.interruption import end_when_interrupted
+
+    end_when_interrupted()
+
 import argparse
 import json
 import sys
@@ -48,6 +53,7 @@ from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_opti
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config, is_quantized, quantize_named, quantized_names
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
+from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -332,4 +338,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interruptible(main))

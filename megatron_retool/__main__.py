@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from megatron_retool.installation import require_packages
+from megatron_retool.interruption import end_when_interrupted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,16 +22,17 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.markup import escape
 
     from megatron_retool.commands.command_line import parse
-    from megatron_retool.runs.leave import INTERRUPTED
+    from megatron_retool.interruption import INTERRUPTED, stopped
+    from megatron_retool.scratch import scratch_directory
 
     console = Console(soft_wrap=not sys.stdout.isatty(), emoji=False)  # a path such as own.py:Notes is no emoji
     try:
         run, options = parse(sys.argv[1:] if arguments is None else arguments)
-        return run(options, console)
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped; every process of the run has ended[/]")
-        return INTERRUPTED
-    except Exception as error:
+        with scratch_directory():
+            return run(options, console)
+    except (KeyboardInterrupt, Exception) as error:
+        if stopped(error):
+            return INTERRUPTED
         cause = root_cause(error)
         if not is_users_error(cause):
             console.print_exception(max_frames=12)
@@ -52,6 +54,7 @@ def is_users_error(error: BaseException) -> bool:
 def console_script() -> int:
     """The process's own entry, which may replace its standard output."""
     require_packages("megatron-retool")
+    end_when_interrupted()  # before the other imports, which take their time
     from megatron_retool.monitor.write_errors import print_to_full_disks
 
     print_to_full_disks()

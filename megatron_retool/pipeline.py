@@ -13,7 +13,6 @@ hands that on to its stage: training checkpoints and leaves, the other stages ar
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.run import write_report
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
@@ -37,7 +37,7 @@ from megatron_retool.runs.demo_base import (
     read_state,
 )
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.leave import INTERRUPTED, REQUEUE, LeaveAsked, LeaveRequest, passed_on
+from megatron_retool.runs.leave import REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -248,13 +248,8 @@ class Stages:
             return
 
         def execute() -> int:
-            process = subprocess.Popen(command)
-            try:
-                with passed_on(self.leave, lambda: [process.pid]):
-                    code = process.wait()
-            except KeyboardInterrupt:
-                process.wait()  # it got the signal too and cleans up
-                raise
+            with interrupts(how_to_go_on=lambda: f"the same command goes on with {name}"):
+                code = run_stage(command, lambda process: passed_on(self.leave, lambda: [process]))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             if code == REQUEUE:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatron_retool import pipeline
+from megatron_retool import interruption, pipeline
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.pipeline import Stages, run_pipeline, run_training, with_demo_base
 from megatron_retool.reports.summary import Summary
@@ -83,7 +83,7 @@ class FakeCommands:
         seal_checkpoint(workspace_path(run_dir, step), {})
         publish_checkpoint(workspace_path(run_dir, step), step)
 
-    def start(self, command):
+    def start(self, command, **_):
         self.commands.append(command)
         name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "evaluate", "sft"))
         self.ran.append(Path(name).name)
@@ -100,7 +100,7 @@ class FakeCommands:
             assert not result.exists() or "--overwrite" in command
             result.mkdir(exist_ok=True)
             (result / "source").write_text(source)
-        return SimpleNamespace(pid=0, wait=lambda: 0)
+        return SimpleNamespace(pid=0, wait=lambda: 0, poll=lambda: 0)
 
     def train(self, config, *_):
         self.log("", config.trainer.total_steps)
@@ -116,7 +116,7 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
     config_file = tmp_path / "config.yaml"
     config_file.write_text(f"demo: {{enable: true}}\ntrainer: {{runs_dir: {tmp_path}, experiment_name: e}}\n")
     commands = FakeCommands(tmp_path / "e")
-    monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+    monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
     monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: "report")
 
     def run(total_steps):

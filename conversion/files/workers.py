@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -53,7 +54,12 @@ def run_jobs(function: Callable[..., Any], jobs: Sequence[Any], report: Callable
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with ProcessPoolExecutor(len(jobs), context, initializer=_start_worker, initargs=(queue,)) as pool:
-        futures = [pool.submit(_call_job, function, job) for job in jobs]
+        # A terminal's Ctrl-C is this process's alone to answer: what is started while it is blocked never sees it.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(_call_job, function, job) for job in jobs]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         pending = set(futures)
         try:
             while pending:

@@ -105,7 +105,9 @@ class Deployment:
         self.rewards = self._stack.enter_context(
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )
+        await asyncio.sleep(0)  # starting takes seconds in which nothing is awaited: here it can be cancelled
         await self._start_tools(placement, client)
+        await asyncio.sleep(0)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
 

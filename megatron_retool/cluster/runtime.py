@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
+from ray._private import services
 
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
+from megatron_retool.scratch import RAY_DIRECTORY, current_scratch
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
@@ -33,20 +38,41 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if config.cluster.ray_address == "local":
-        ray.init(
-            address="local",
-            num_cpus=_LOGICAL_CPUS,
-            include_dashboard=False,
-            object_store_memory=_object_store_bytes(),
-            **options,
-        )
-    else:
-        ray.init(address=config.cluster.ray_address, **options)
     try:
+        with _signals_left_to_this_process():
+            if config.cluster.ray_address == "local":
+                scratch = current_scratch()
+                ray.init(
+                    address="local",
+                    num_cpus=_LOGICAL_CPUS,
+                    include_dashboard=False,
+                    object_store_memory=_object_store_bytes(),
+                    _temp_dir=None if scratch is None else str(scratch / RAY_DIRECTORY),
+                    **options,
+                )
+            else:
+                ray.init(address=config.cluster.ray_address, **options)
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _signals_left_to_this_process() -> Iterator[None]:
+    """Start Ray's processes in sessions of their own, and keep Ray from taking this process's signals.
+
+    What is sent to the driver's process group would else end Ray before the driver has stopped what runs in it.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_own_session = partial(services.ConsolePopen, start_new_session=True)
+    with (
+        patch.object(services, "ConsolePopen", in_own_session),
+        patch.object(ray._private.utils, "set_sigterm_handler", lambda handler: None),
+    ):
+        yield
+    # Ray's native part takes SIGTERM as well, without Python's knowledge.
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def all_node_ids() -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_retool.commands import COMMANDS, Command, find_command
 from megatron_retool.commands.settings import settings_text
-from megatron_retool.runs.leave import INTERRUPTED
+from megatron_retool.interruption import INTERRUPTED
 
 PROGRAM = "megatron-retool"
 EXIT_STATUS = {

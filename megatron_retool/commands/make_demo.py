@@ -12,6 +12,7 @@ import argparse
 from rich.console import Console
 
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.interruption import interrupts
 
 SETTINGS = ("trainer.seed", "demo")
 
@@ -24,6 +25,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
     from megatron_retool.data.demo import make_demo
 
-    make_demo(config)
+    with interrupts():
+        make_demo(config)
     console.print(f"wrote {config.demo.directory}")
     return 0

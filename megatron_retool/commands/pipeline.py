@@ -24,6 +24,7 @@ from rich.console import Console
 
 from megatron_retool.commands.running import LEFT, train
 from megatron_retool.commands.settings import add_config, config_file, load
+from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
@@ -43,5 +44,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.pipeline import run_pipeline
 
     check_extensions(config)
-    with LeaveRequest() as leave:
+    with LeaveRequest() as leave, interrupts():
         return run_pipeline(config, config_file(options), options.overrides, console, train, leave)

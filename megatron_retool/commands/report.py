@@ -10,6 +10,8 @@ import argparse
 
 from rich.console import Console
 
+from megatron_retool.interruption import interrupts
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
@@ -18,5 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.reports.run import write_report
 
-    console.print(f"wrote {write_report(options.run_dir)}")
+    with interrupts():
+        console.print(f"wrote {write_report(options.run_dir)}")
     return 0

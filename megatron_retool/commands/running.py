@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +12,8 @@ from rich.markup import escape
 
 from megatron_retool.commands.settings import config_file, load
 from megatron_retool.config import Config, load_config
+from megatron_retool.interruption import end_at_once, interrupts
+from megatron_retool.runs.checkpoints import how_to_go_on
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
@@ -37,8 +38,9 @@ def load_on_base(options: argparse.Namespace) -> Config:
 
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:
     """The RL loop; 0 when it is finished, REQUEUE when it was asked to leave or ended because it hung."""
-    from megatron_retool.cluster.hang_watchdog import RunHung
-    from megatron_retool.loop.train import train as loop
+    with interrupts(end_at_once, how_to_go_on=lambda: how_to_go_on(config)):
+        from megatron_retool.cluster.hang_watchdog import RunHung
+        from megatron_retool.loop.train import train as loop
 
     try:
         return 0 if run_async(loop(config, console, leave)) else REQUEUE
@@ -53,11 +55,10 @@ def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     async def guarded() -> Result:
         task = asyncio.ensure_future(coroutine)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+        with interrupts(lambda: loop.call_soon_threadsafe(task.cancel)):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt from None
 
     return asyncio.run(guarded())

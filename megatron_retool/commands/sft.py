@@ -17,6 +17,8 @@ from rich.console import Console
 
 from megatron_retool.commands.running import LEFT
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.interruption import interrupts
+from megatron_retool.runs.checkpoints import how_to_go_on
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 SETTINGS = (
@@ -34,5 +36,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
     from megatron_retool.sft.launch import fine_tune
 
-    with LeaveRequest() as leave:
+    with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config)):
         return 0 if fine_tune(config, console, leave) else REQUEUE

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config
+from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
@@ -39,5 +40,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.pipeline import Stages, run_training
 
     check_extensions(config)
-    with LeaveRequest() as leave:
+    with LeaveRequest() as leave, interrupts():
         return run_training(config, Stages(config.run_dir, console, leave), running.train)

@@ -32,7 +32,7 @@ from megatron_retool.monitor.metrics import (
     rollout_metrics,
 )
 from megatron_retool.monitor.phases import Phase
-from megatron_retool.runs.checkpoints import find_resume_point, set_aside_later
+from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 
@@ -47,6 +47,8 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         Whether the last step was reached.
     """
     resume = find_resume_point(config)
+    for path in remove_unfinished(config.run_dir):
+        console.print(f"removed {path}: it was not complete, its writing or deletion had been interrupted")
     if resume is not None:
         moved = set_aside_later(config, resume)
         if moved is not None:

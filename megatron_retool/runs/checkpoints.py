@@ -120,6 +120,34 @@ def _chosen(config: Config) -> Checkpoint | None:
     return Checkpoint(path, int(match[1]))
 
 
+def how_to_go_on(config: Config) -> str:
+    """What a user is told whose run was stopped."""
+    complete = complete_checkpoints(config.run_dir)
+    if not complete:
+        return "no checkpoint was complete yet, so the same command begins anew"
+    command = "the same command"
+    if config.trainer.resume_mode == "disable":
+        command += " with trainer.resume_mode=auto"
+    return f"{command} goes on after step {complete[-1].step} ({complete[-1].path})"
+
+
+def remove_unfinished(run_dir: Path) -> list[Path]:
+    """Remove what an interrupted save or deletion left among the run's checkpoints; returns what was removed.
+
+    Deleting begins with the marker, and saving ends with it, so a directory without it has no use.
+    """
+    folder = run_dir / "checkpoints"
+    unfinished = [
+        path
+        for path in folder.glob("global_step_*")
+        if CHECKPOINT_NAME.fullmatch(path.name) and not (path / COMPLETE_NAME).exists()
+    ]
+    unfinished += folder.glob(".global_step_*.partial*")
+    for path in unfinished:
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(unfinished)
+
+
 def set_aside(run_dir: Path) -> Path | None:
     """Move an earlier run of the same name out of the way; returns where it went. Nothing is deleted."""
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):

@@ -1,7 +1,7 @@
-"""How a command is asked to leave, and the exit codes that tell how it ended.
+"""How a command is asked to leave, and the exit code that tells that it did.
 
 SIGUSR1 asks: the step under way is finished and checkpointed, and the command ends with REQUEUE. SIGINT and SIGTERM
-end it at once.
+end it at once (megatron_retool/interruption.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-INTERRUPTED = 130
 REQUEUE = 85
 """Exit code of a run that was asked to leave, or that hung: there is more to do, from the last checkpoint."""
 

@@ -95,7 +95,12 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    environment = _environment(OMP_NUM_THREADS=str(config.learner.threads), GLOO_SOCKET_IFNAME=_loopback())
+    environment = _environment(
+        OMP_NUM_THREADS=str(config.learner.threads),
+        GLOO_SOCKET_IFNAME=_loopback(),
+        # The others are this command's own, whose way out ends the ranks as well.
+        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT",
+    )
     with environment, passed_on(leave, _ranks):
         try:
             elastic_launch(settings, sys.executable)("-u", "-m", _MODULE, str(config_file))
@@ -103,8 +108,6 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
             raise KeyboardInterrupt from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if failure.exitcode == -signal.SIGINT:
-                raise KeyboardInterrupt from None
             raise RuntimeError(_failure_message(rank, failure)) from None
 
 

@@ -24,6 +24,7 @@ from megatron_retool.monitor.progress import progress_line
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
     find_resume_point,
+    remove_unfinished,
     set_aside,
     set_aside_later,
     workspace_path,
@@ -59,6 +60,9 @@ class Run:
         if resume is not None and done:
             self.console.print(f"{config.run_dir} is complete: its last checkpoint is {resume.path}")
             return True
+        if self.rank == 0:
+            for path in remove_unfinished(config.run_dir):
+                self.console.print(f"removed {path}: it was not complete, its writing or deletion had been interrupted")
         self.stages = self._load_data()
         state = self._resume_state(resume)
         if resume is not None and self.rank == 0:

@@ -27,7 +27,11 @@ STOPPED_LOOKS = 10
 """Looks, one each LOOK_SECONDS, that must all find a stopped process. Not a time: whoever suspends and continues a
 whole job does so to the guard as well."""
 STOPPED_EXIT = 1
-SHARED_MEMORY_PREFIX = "/dev/shm/sglang_"
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_PREFIXES = ("sglang_", "sem.mp-")
+"""SGLang's own files, and the semaphores of its processes, which Python removes unless it is killed."""
+LOOKS_AT_A_FILE = 20
+SCRATCH_VARIABLE = "MEGATRON_RETOOL_SCRATCH"
 
 
 def descendants(root: int) -> list[int]:
@@ -49,13 +53,63 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end_tree(grace_seconds: float) -> None:
-    """SIGTERM to every descendant of this process, SIGKILL to what is left after ``grace_seconds``; reaps them.
+class SharedMemory:
+    """Files of SGLang in shared memory, which descendants have mapped and are left behind where they are killed.
 
-    SGLang leaves its own shared-memory file behind however it ends; it is removed here. Memory of other names is not
-    touched: it may belong to the learner.
+    Files of other names are not touched, nor are another server's: those may be in use.
     """
-    left_behind = _shared_memory()
+
+    def __init__(self) -> None:
+        self._own: set[Path] = set()
+        self._looks: dict[str, int] = {}
+
+    def look(self) -> None:
+        """Learn whose the new files are, while the processes live that map them.
+
+        Each is noted with the run's temporary files (megatron_retool/scratch.py), for the case that this process is
+        killed too.
+        """
+        with contextlib.suppress(OSError):
+            names = [name for name in os.listdir(SHARED_MEMORY) if name.startswith(SHARED_MEMORY_PREFIXES)]
+            unknown = [name for name in names if self._looks.get(name, 0) < LOOKS_AT_A_FILE]
+            if not unknown:
+                return
+            mapped = self._mapped()
+            for name in unknown:
+                # A file is made first and mapped then, so one that nobody has mapped yet is looked at again.
+                self._looks[name] = LOOKS_AT_A_FILE if name in mapped else self._looks.get(name, 0) + 1
+                if name in mapped:
+                    self._own.add(SHARED_MEMORY / name)
+                    self._note(name)
+
+    def remove(self) -> None:
+        for path in self._own:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    @staticmethod
+    def _mapped() -> set[str]:
+        """Names of those that a descendant has mapped."""
+        found = set()
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                    path = Path(line.rpartition(" ")[2])
+                    if path.parent == SHARED_MEMORY and path.name.startswith(SHARED_MEMORY_PREFIXES):
+                        found.add(path.name)
+        return found
+
+    @staticmethod
+    def _note(name: str) -> None:
+        if scratch := os.environ.get(SCRATCH_VARIABLE):
+            notes = Path(scratch) / "shared_memory"
+            notes.mkdir(exist_ok=True)
+            (notes / name).touch()
+
+
+def end_tree(grace_seconds: float, shared_memory: SharedMemory) -> None:
+    """SIGTERM to every descendant of this process, SIGKILL to what is left after ``grace_seconds``; reaps them."""
+    shared_memory.look()
     deadline = time.monotonic() + grace_seconds
     _signal_all(signal.SIGTERM)
     while _reap() and time.monotonic() < deadline:
@@ -63,21 +117,7 @@ def end_tree(grace_seconds: float) -> None:
     while _reap():
         _signal_all(signal.SIGKILL)
         time.sleep(0.02)
-    for path in left_behind:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-def _shared_memory() -> set[str]:
-    """SGLang's shared-memory files that a descendant has mapped."""
-    found = set()
-    for pid in descendants(os.getpid()):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                path = line.rpartition(" ")[2]
-                if path.startswith(SHARED_MEMORY_PREFIX):
-                    found.add(path)
-    return found
+    shared_memory.remove()
 
 
 def _signal_all(number: int) -> None:
@@ -118,16 +158,18 @@ def main() -> int:
             print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
             os._exit(127)
     stopped_looks, next_look = 0, time.monotonic()
+    shared_memory = SharedMemory()
     while True:
         received = signal.sigtimedwait(awaited, POLL_SECONDS)
         if os.getppid() != parent or (received is not None and received.si_signo != signal.SIGCHLD):
-            end_tree(grace_seconds)
+            end_tree(grace_seconds, shared_memory)
             return 0
         ended, status = _first_ended(child)
         if ended:
-            end_tree(grace_seconds)
+            end_tree(grace_seconds, shared_memory)
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
+        shared_memory.look()
         if time.monotonic() < next_look:
             continue
         next_look = time.monotonic() + LOOK_SECONDS
@@ -137,7 +179,7 @@ def main() -> int:
             print(
                 f"process {stopped} of the engine was stopped and not continued: ending it", file=sys.stderr, flush=True
             )
-            end_tree(grace_seconds)
+            end_tree(grace_seconds, shared_memory)
             return STOPPED_EXIT
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+
+from tests.campaign.demo import write_config
 
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_TEST_RUN"
@@ -107,36 +108,11 @@ class FinishedRun:
         return target
 
 
-def shrink_demo(tree: DictConfig, steps: int) -> None:
-    """Make a demo's configuration one that runs in a minute or two: less of everything, learning little."""
-    tree.trainer.update({"total_steps": steps})
-    tree.demo.update({"pretrain_rows": 1600, "sft_rows": 640, "train_rows": 64, "val_rows": 12, "sft_val_rows": 16})
-    tree.sft.stages[0].steps, tree.sft.stages[1].steps = 80, 60
-    tree.data.train_batch_size = 4
-    OmegaConf.update(tree, "rollout.val.n", 2)
-    OmegaConf.update(tree, "learner.mini_batch_size", 16)
-    # After so little SFT most groups are all wrong; with the filter off every step trains on what there is.
-    OmegaConf.update(tree, "algorithm.dynamic_sampling.enable", False)
-
-
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps."""
     directory = tmp_path_factory.mktemp("demo")
-    tree = OmegaConf.load(ROOT / "configs" / "demo_cpu.yaml")
-    shrink_demo(tree, steps=3)
-    tree.trainer.update(
-        {"runs_dir": str(directory), "experiment_name": "short", "test_freq": 0, "save_freq": 1, "keep_checkpoints": 5}
-    )
-    # A reward that varies inside a group whatever the model can do: without it there would be no gradient.
-    reward = directory / "reward.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': 1.0 if len(solution_str) % 2 else -1.0, 'acc': float(len(solution_str) % 2)}\n"
-    )
-    tree.reward = {"function": f"{reward}:compute_score"}
-    config = directory / "short.yaml"
-    OmegaConf.save(tree, config)
+    config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5)
     command_line = CommandLine(config)
     code, output = command_line.run("pipeline")
     assert code == 0, output

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.end_to_end.conftest import ROOT, shrink_demo
+from tests.campaign.demo import shrink_demo
+from tests.end_to_end.conftest import ROOT
 
 PAGES = ("README.md", "docs/first_steps.md", "docs/demo.md")
 

@@ -9,8 +9,10 @@ from megatron_retool.runs.checkpoints import (
     checkpoint_workspace,
     complete_checkpoints,
     find_resume_point,
+    how_to_go_on,
     prune_checkpoints,
     publish_checkpoint,
+    remove_unfinished,
     retained_steps,
     seal_checkpoint,
     set_aside,
@@ -51,6 +53,27 @@ def test_resume_modes(tmp_path):
     wrong = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
     with pytest.raises(ConfigError, match="not a complete checkpoint"):
         find_resume_point(wrong)
+
+
+def test_what_was_cut_short_is_removed_and_nothing_else(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    whole = make_checkpoint(run_dir, 1)
+    cut_short = run_dir / "checkpoints" / "global_step_2"
+    (cut_short / "learner").mkdir(parents=True)  # a deletion takes the marker first
+    own = run_dir / "checkpoints" / "global_step_2_kept_by_hand"
+    own.mkdir()
+    workspace = checkpoint_workspace(run_dir, 3)
+    assert remove_unfinished(run_dir) == sorted([cut_short, workspace])
+    assert sorted((run_dir / "checkpoints").iterdir()) == sorted([whole.path, own])
+    assert remove_unfinished(run_dir) == []
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path):
+    config = settings(tmp_path)
+    assert "begins anew" in how_to_go_on(config)
+    make_checkpoint(config.run_dir, 7)
+    assert "goes on after step 7" in how_to_go_on(config)
+    assert "resume_mode=auto" in how_to_go_on(settings(tmp_path, "trainer.resume_mode=disable"))
 
 
 def test_retention_keeps_the_newest_and_clears_leftovers(tmp_path):

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from tools.code_interpreter import cgroups, filesystem, landlock, linux, seccomp
 from tools.code_interpreter.plan import IsolationPlan
 from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
 
 SEARCH_PATH = f"{os.defpath}:/usr/local/bin"
+_SCRATCH_PREFIX = "retool-sandbox-"
 _UIDS_PER_SERVER = 1 << 14
 _FIRST_UID = 0x70000000
 """systemd documents 0x70000000 to 0x7fffffff as used by nobody."""
@@ -25,13 +27,24 @@ class IsolationUnavailable(RuntimeError):
     """The isolation that was asked for cannot be had on this host; the message says why."""
 
 
+def remove_abandoned(parent: Path, server_process_id: int) -> None:
+    """Remove the scratch directories of wardens that were killed: this server's former ones, and of dead servers."""
+    for path in parent.glob(f"{_SCRATCH_PREFIX}*-*"):
+        server = path.name.removeprefix(_SCRATCH_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            dead = server == str(server_process_id) or not os.path.exists(f"/proc/{server}")
+            if server.isdigit() and dead and path.stat().st_uid == os.getuid():
+                filesystem.remove_directory(str(path))
+
+
 def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPlan:
     """Choose the isolation and prepare what belongs to it (cgroups, scratch directory).
 
     Raises:
         IsolationUnavailable: ``settings.isolation`` names one that this host refuses.
     """
-    scratch = tempfile.mkdtemp(prefix=f"retool-sandbox-{server_process_id}-")
+    remove_abandoned(Path(tempfile.gettempdir()), server_process_id)
+    scratch = tempfile.mkdtemp(prefix=f"{_SCRATCH_PREFIX}{server_process_id}-")
     os.chmod(scratch, 0o711)
     wanted = ISOLATION_ORDER if settings.isolation == "auto" else (settings.isolation,)
     root = os.geteuid() == 0

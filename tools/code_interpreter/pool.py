@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class WorkerPool:
         self._warden = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
-            env=_ENVIRONMENT,
+            env=_ENVIRONMENT | {"TMPDIR": tempfile.gettempdir()},
             pass_fds=(theirs.fileno(), lifeline_reader),
             start_new_session=True,
         )

@@ -6,11 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_retool import scratch
 from megatron_retool.config import EngineConfig
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
@@ -202,6 +205,13 @@ def read_pid(path: Path) -> int:
     raise AssertionError(f"{path} was not written")
 
 
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
 def gone(pid: int, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -227,19 +237,47 @@ def test_stop_ends_the_whole_tree(model_directory, tmp_path):
     engine.stop()
 
 
-def test_stop_removes_the_shared_memory_that_sglang_leaves(model_directory, tmp_path):
-    marker, name = tmp_path / "pid", f"sglang_test_{os.getpid()}"
-    script = (
+def maps_shared_memory(marker: Path, name: str) -> str:
+    """What SGLang does: a script that maps a file of /dev/shm and leaves it there."""
+    return (
         f"import mmap, os, time\nhandle = open('/dev/shm/{name}', 'w+b')\nhandle.truncate(4096)\n"
         "memory = mmap.mmap(handle.fileno(), 4096)\n"
         f"open({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     )
-    engine = fake(model_directory, tmp_path, script)
+
+
+def test_stop_removes_the_shared_memory_that_sglang_leaves(model_directory, tmp_path):
+    marker, name = tmp_path / "pid", f"sglang_test_{os.getpid()}"
+    engine = fake(model_directory, tmp_path, maps_shared_memory(marker, name))
     engine.launch()
     read_pid(marker)
     assert Path("/dev/shm", name).exists()
     engine.stop()
     assert not Path("/dev/shm", name).exists()
+
+
+@pytest.mark.parametrize("victim", ["server", "guard"])
+def test_shared_memory_of_a_killed_server_is_removed(model_directory, tmp_path, monkeypatch, victim):
+    """The guard does it; where that one is killed too, whatever removes the run's temporary files."""
+    marker, name = tmp_path / "pid", f"sglang_{victim}_{os.getpid()}"
+    file = Path("/dev/shm", name)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv(scratch.VARIABLE, raising=False)
+    try:
+        with scratch.scratch_directory() as directory:
+            engine = fake(model_directory, tmp_path, maps_shared_memory(marker, name))
+            engine.launch()
+            server = read_pid(marker)
+            eventually((directory / "shared_memory" / name).exists)
+            os.kill(server if victim == "server" else engine.pid, signal.SIGKILL)
+            if victim == "server":
+                eventually(lambda: not file.exists())
+            assert gone(server)
+            engine.stop()
+        assert not file.exists()
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def test_nothing_survives_the_death_of_the_parent(tmp_path):

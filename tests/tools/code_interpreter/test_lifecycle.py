@@ -20,7 +20,7 @@ import pytest
 
 from megatron_retool.config import CodeInterpreterConfig
 from tests.tools.code_interpreter.conftest import Sandbox, start
-from tools.code_interpreter import seccomp
+from tools.code_interpreter import isolation, seccomp
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.protocol import Outcome
@@ -327,3 +327,15 @@ def test_interpreter_below_tmp() -> None:
             assert running.run(code).stdout == "42\n"
         finally:
             running.process.stop()
+
+
+def test_the_directory_of_a_killed_warden_goes(tmp_path):
+    """When the next warden starts; those of living servers stay."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own, others = 4_000_000, os.getpid()  # the first is no process's
+    for server in (ended.pid, own, others):
+        (tmp_path / f"retool-sandbox-{server}-x" / "root").mkdir(parents=True)
+    (tmp_path / "retool-sandbox-log").mkdir()
+    isolation.remove_abandoned(tmp_path, own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"retool-sandbox-{others}-x", "retool-sandbox-log"]

@@ -1,0 +1,57 @@
+"""The same seed strikes the same victims, and every kind has its turn."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.campaign.plan import DRIVER, KINDS, Plan, by_kind, kind_of
+
+COMMANDS = {
+    1: "python -m megatron_retool train",
+    10: "python -S -E /a/sglang_rollout/engine/process_guard.py 9 1 python -m sglang.launch_server --port 1",
+    11: "python -m sglang.launch_server --port 1",
+    12: "sglang::scheduler",
+    13: "sglang::detokenizer",
+    14: "ray::EngineWorker.start",
+    15: "ray::LearnerWorker",
+    16: "ray::LearnerWorker.update",
+    17: "python -m megatron_retool.rewards.worker /a/reward.py:compute_score {} 1024 1",
+    18: "python -m tools.code_interpreter.server --die-with-parent",
+    19: "python -I /a/tools/code_interpreter/warden.py {} 18 5 6",
+    20: "/a/ray/core/src/ray/raylet/raylet --raylet_socket_name=x",
+    21: "/a/ray/core/src/ray/gcs/gcs_server --log_dir=x",
+    22: "python -c from multiprocessing.resource_tracker import main",
+}
+
+
+def test_processes_are_told_by_their_command_lines():
+    found = by_kind(1, COMMANDS)
+    assert found == {
+        DRIVER: [1], "engine guard": [10], "SGLang server": [11], "SGLang scheduler": [12], "SGLang detokenizer": [13],
+        "EngineWorker": [14], "learner rank": [15, 16], "reward process": [17], "sandbox server": [18],
+        "sandbox": [19], "Ray's raylet": [20], "Ray's GCS": [21],
+    }  # fmt: skip
+    assert kind_of(COMMANDS[22]) is None and set(found) <= {DRIVER, *(kind for kind, _ in KINDS)}
+
+
+def test_a_seed_is_a_campaign():
+    found = by_kind(1, COMMANDS)
+
+    def strikes(seed: int):
+        plan = Plan(seed, stops=0.5)
+        return [(plan.moment(60), plan.strike(found)) for _ in range(40)]
+
+    assert strikes(3) == strikes(3) != strikes(4)
+    drawn = [strike for _, strike in strikes(3)]
+    assert {strike.kind for strike in drawn[: len(found)]} == set(found)
+    assert all(strike.process in found[strike.kind] for strike in drawn)
+    assert all(0 <= moment <= 60 for moment, _ in strikes(3))
+    stops = [strike for strike in drawn if strike.signal is signal.SIGSTOP]
+    assert 5 < len(stops) < 35
+    assert {strike.continues_after is None for strike in stops} == {True, False}
+
+
+def test_a_stopped_driver_always_goes_on():
+    plan = Plan(0, stops=1.0, only=[DRIVER])
+    assert all(plan.strike({DRIVER: [1], "sandbox": [2]}).continues_after for _ in range(50))
+    assert plan.strike({"sandbox": [2]}) is None
