@@ -39,6 +39,10 @@ def test_what_cannot_be_read_is_a_value_error_of_one_line(text, reason):
 
 
 def test_what_can_be_read_is():
-    for value in (json.loads("[" * (MOST_LEVELS - 1) + "]" * (MOST_LEVELS - 1)), {"a": ["\ud800", 10**4299, None]}, "x"):
+    for value in (
+        json.loads("[" * (MOST_LEVELS - 1) + "]" * (MOST_LEVELS - 1)),
+        {"a": ["\ud800", 10**4299, None]},
+        "x",
+    ):
         assert load_json(json.dumps(value)) == value
     assert load_json('"a\n"', strict=False) == "a\n"
