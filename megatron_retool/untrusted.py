@@ -1,4 +1,4 @@
-"""Text and JSON that others wrote: models, tools, data files, clients. What they can be, and what everything here can take.
+"""Text and JSON that others wrote: models, tools, data files, clients.
 
 Python's own decoder raises three kinds of errors, and accepts what its encoder, deeper down the stack, refuses.
 """

@@ -297,7 +297,7 @@ class TrajectoryTools:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     value = await run_method(named.tool.close, session, **given)
                 if value is not None:
-                    returned[name] = json.loads(json.dumps(value, default=str))
+                    returned[name] = load_json(json.dumps(value, default=str))
             except Exception:
                 logger.exception("tool %s could not be closed", name)
                 self._registry.count(f"tool/{name}/close_failures")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,14 +51,21 @@ def normalize_result(result: Any) -> dict[str, Any]:
     try:
         score = float(info["score"])
         accuracy = float(info["acc"]) if "acc" in info else float(score > 0)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise BadResultError(
-            f"a reward function must return a number or a dict with 'score', not {repr(result)[:200]}"
+            f"a reward function must return a number or a dict with 'score', not {_shown(result)}"
         ) from None
     if not (math.isfinite(score) and math.isfinite(accuracy)):
-        raise BadResultError(f"a reward must be finite, not {repr(result)[:200]}")
+        raise BadResultError(f"a reward must be finite, not {_shown(result)}")
     prediction = info.get("pred")
     return {**info, "score": score, "acc": accuracy, "pred": None if prediction is None else str(prediction)}
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception:  # An integer of too many digits, or an object's own __repr__.
+        return f"a {type(value).__name__}"
 
 
 def extra_values(reward_info: Mapping[str, Any]) -> dict[str, float]:
@@ -65,5 +73,7 @@ def extra_values(reward_info: Mapping[str, Any]) -> dict[str, float]:
     return {
         str(name): float(value)
         for name, value in reward_info.items()
-        if name not in _WITH_METRICS_OF_THEIR_OWN and isinstance(value, (int, float)) and math.isfinite(value)
+        if name not in _WITH_METRICS_OF_THEIR_OWN
+        and isinstance(value, (int, float))
+        and abs(value) <= sys.float_info.max
     }

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
+import logging
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
-import megatron_retool
 from megatron_retool.config import ConfigError, RewardConfig
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
-from megatron_retool.rewards.worker import plain_json
+from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
 from megatron_retool.trajectory import FinishReason, Trajectory
 
+logger = logging.getLogger(__name__)
+
 FAILURES = ("timeout", "exception", "bad_result", "memory", "worker_died")
-_START_SECONDS = 120.0
 
 
 class Decoder(Protocol):
@@ -84,7 +76,7 @@ class RewardManager:
             raise ConfigError(f"reward.overlong: {error}") from error
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._own = threading.local()
         # A thread for each worker: the kernel ties a worker's life to the thread that started it.
         self._threads = ThreadPoolExecutor(max(config.processes, 1), thread_name_prefix="reward")
@@ -154,10 +146,13 @@ class RewardManager:
     def _quick(self, request: dict[str, Any]) -> dict[str, Any] | None:
         if self._config.function != "math":
             return None
-        return math_reward.quick_score(request["solution_str"], request["ground_truth"], request["extra_info"])
+        try:
+            return math_reward.quick_score(request["solution_str"], request["ground_truth"], request["extra_info"])
+        except Exception:
+            return None  # A worker says what is wrong with it.
 
     def _score_in_worker(self, request: dict[str, Any], purpose: str) -> dict[str, Any]:
-        reply = self._worker().ask(request, self._config.timeout_seconds)
+        reply = self._reply(request)
         if "result" in reply:
             info: dict[str, Any] = reply["result"]
             return info
@@ -171,13 +166,26 @@ class RewardManager:
             "failure_message": reply["message"],
         }
 
-    def _worker(self) -> _Worker:
-        worker: _Worker | None = getattr(self._own, "worker", None)
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a worker says; where it is lost at it, another one is asked once more."""
+        message = ""
+        for _ in range(2):
+            try:
+                return self._worker().ask(request, self._config.timeout_seconds)
+            except WorkerFault as fault:
+                message = str(fault)
+                logger.warning("reward: a worker is lost (%s) and replaced", message)
+        return {"failure": "worker_died", "message": message}
+
+    def _worker(self) -> WorkerProcess:
+        worker: WorkerProcess | None = getattr(self._own, "worker", None)
         if worker is None or not worker.alive:
             if worker is not None:
+                worker.kill()
                 with self._lock:
-                    self._workers.remove(worker)
-            worker = _Worker(self._config)
+                    if worker in self._workers:
+                        self._workers.remove(worker)
+            worker = WorkerProcess(self._config)
             self._own.worker = worker
             with self._lock:
                 self._workers.append(worker)
@@ -215,7 +223,7 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
         if config.function in reward_functions.names:
             reward_functions.bind(config.function, config.function_kwargs)
             return
-        worker = _Worker(config)
+        worker = WorkerProcess(config)
     except ExtensionError as error:
         raise ConfigError(str(error)) from error
     try:
@@ -236,7 +244,9 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
                 "finish_reason": FinishReason.STOP.value,
             },
         }
-        reply = worker.ask(request, max(config.timeout_seconds, _START_SECONDS))
+        reply = worker.ask(request, max(config.timeout_seconds, START_SECONDS))
+    except WorkerFault as fault:
+        reply = {"failure": "worker_died", "message": str(fault)}
     finally:
         worker.kill()
     if "result" not in reply:
@@ -249,76 +259,3 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
 
 def _ids(ids: Any) -> list[int]:
     return [int(token) for token in ids]
-
-
-class _Worker:
-    """One reward process. Used by the one thread that made it, except for ``kill``."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises ExtensionError where the process reports that it cannot load ``reward.function``."""
-        root = str(Path(megatron_retool.__file__).resolve().parents[1])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron_retool.rewards.worker"),
-                *(config.function, json.dumps(config.function_kwargs)),
-                *(str(config.memory_limit_mb), str(os.getpid())),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin, self._process.stdout.fileno()
-        self._pending = b""
-        self._poll = select.poll()
-        self._poll.register(self._replies, select.POLLIN | select.POLLHUP)
-        try:
-            greeting = self._read_line(_START_SECONDS)
-        except (TimeoutError, EOFError):
-            self.kill()
-            raise ExtensionError(
-                f"reward.function={config.function}: its process did not start; see the messages above"
-            ) from None
-        if not greeting["ready"]:
-            self.kill()
-            raise ExtensionError(greeting["error"])
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """The worker's reply, or {"failure": kind, "message": text}; after a time-out the process is dead."""
-        try:
-            self._requests.write(json.dumps(request, default=plain_json).encode() + b"\n")
-            self._requests.flush()
-            return self._read_line(timeout_seconds)
-        except TimeoutError:
-            self.kill()
-            return {"failure": "timeout", "message": f"no result after {timeout_seconds:g} s"}
-        except (EOFError, OSError):
-            self.kill()
-            return {"failure": "worker_died", "message": f"exit status {self._process.returncode}"}
-
-    def _read_line(self, timeout_seconds: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_seconds
-        while b"\n" not in self._pending:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not self._poll.poll(remaining * 1000):
-                raise TimeoutError
-            chunk = os.read(self._replies, 65536)
-            if not chunk:
-                raise EOFError
-            self._pending += chunk
-        line, _, self._pending = self._pending.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def kill(self) -> None:
-        """End the process and whatever it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()

@@ -1,5 +1,6 @@
 """The reward manager with real worker processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig
 from megatron_retool.data.prompts import PromptRow
+from megatron_retool.rewards.guard import process_fields
 from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
@@ -258,13 +261,17 @@ def test_overlong_shaping_and_filtering():
 
 
 def test_workers_die_with_their_parent(function):
-    """SIGKILL of the parent leaves no worker behind, not even one inside an endless C call."""
+    """SIGKILL of the parent leaves no worker behind, not even one inside an endless C call, nor what that started."""
     name = function(
         """
+        import subprocess
         def score(data_source, solution_str, ground_truth, extra_info):
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            open(solution_str, "w").write(str(child.pid))
             return pow(3, 10**9)
         """
     )
+    note = Path(name.rpartition("/")[0]) / "child"
     script = textwrap.dedent(
         f"""
         import threading
@@ -272,22 +279,28 @@ def test_workers_die_with_their_parent(function):
         from megatron_retool.rewards.manager import RewardManager
         from tests.rewards.test_manager import Characters, trajectory
         manager = RewardManager(RewardConfig(function={name!r}, processes=1), Characters())
-        print(manager._workers[0]._process.pid, flush=True)
-        manager.score([trajectory("x")])
+        print(manager._workers[0]._process.pid, manager._workers[0]._pid, flush=True)
+        manager.score([trajectory({str(note)!r})])
         """
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-    worker = int(parent.stdout.readline())
-    time.sleep(0.3)
-    assert os.path.exists(f"/proc/{worker}")
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    deadline = time.monotonic() + 20
+    while not (note.exists() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids.append(int(note.read_text()))
+
+    def alive():
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if process_fields(pid)[0] != "Z":
+                    yield pid
+
+    assert list(alive()) == pids
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     deadline = time.monotonic() + 5
-    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
-        with open(f"/proc/{worker}/stat") as stat:
-            if stat.read().rpartition(")")[2].split()[0] == "Z":
-                break
+    while list(alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    else:
-        assert not os.path.exists(f"/proc/{worker}")
+    assert not list(alive())

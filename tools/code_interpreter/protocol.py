@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,13 +67,13 @@ class ExecutionRequest:
             raise InvalidRequest("code: a string is required")
         language = body.get("language", "python")
         if language != "python":
-            raise InvalidRequest(f"language: {language!r} is not supported; this server runs 'python' alone")
+            raise InvalidRequest(f"language: {language!r:.60} is not supported; this server runs 'python' alone")
         timeout = body.get("run_timeout", 10)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise InvalidRequest(f"run_timeout: {timeout!r} is not a positive number of seconds")
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
+            raise InvalidRequest(f"run_timeout: {timeout!r:.60} is not a positive number of seconds")
         memory = body.get("memory_limit_MB", -1)
         if isinstance(memory, bool) or not isinstance(memory, int):
-            raise InvalidRequest(f"memory_limit_MB: {memory!r} is not an integer")
+            raise InvalidRequest(f"memory_limit_MB: {memory!r:.60} is not an integer")
         stdin = body.get("stdin")
         if stdin is not None and not isinstance(stdin, str):
             raise InvalidRequest("stdin: must be a string or null")
@@ -198,7 +198,7 @@ def _decode_files(files: Any) -> dict[str, bytes]:
         try:
             decoded[path] = base64.b64decode(content, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
-            raise InvalidRequest(f"files: the content of {path!r} is not base64: {error}") from None
+            raise InvalidRequest(f"files: the content of {path!r:.200} is not base64: {error}") from None
     return decoded
 
 

@@ -5,6 +5,10 @@
 POST /run_code runs a Python snippet in a fresh isolated process; GET /v1/ping answers "pong"; GET /health tells which
 isolation is in force; GET /metrics is for Prometheus. Where the environment has MEGATRON_RETOOL_SANDBOX_TOKEN, every
 request must show it ("Authorization: Bearer TOKEN"), or is refused with status 401.
+
+A body of more than --max-body-mb is refused with status 413, one that does not come in --body-seconds with 408, and one
+for which --max-bodies-mb have no room left with 503. A connection without a request is closed after --idle-seconds, or
+as soon as another one needs its place.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import os
 import resource
@@ -26,15 +29,24 @@ from pathlib import Path
 import prometheus_client
 from aiohttp import web
 
+from megatron_retool.untrusted import load_json
+from tools.code_interpreter.admission import (
+    BACKLOG,
+    LINGERING_SECONDS,
+    BodyBudget,
+    Connections,
+    limit_unread,
+    most_connections,
+)
 from tools.code_interpreter.pool import SandboxStartError, WorkerPool
-from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, InvalidRequest, Outcome
+from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
 from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, TOKEN_VARIABLE, SandboxSettings
 
 logger = logging.getLogger("tools.code_interpreter")
 
-_MAX_BODY_BYTES = 256 << 20
 _PARENT_LOOK_SECONDS = 0.5
 _HTTP_STATUS = {Outcome.BUSY: 503, Outcome.INVALID_REQUEST: 422}
+_MIB = 1 << 20
 
 
 class Metrics:
@@ -81,9 +93,12 @@ class SandboxApplication:
         self._token = token
         self._metrics = Metrics(pool)
         self._started = time.monotonic()
+        settings = pool.settings
+        self._bodies = BodyBudget(settings.max_body_mb * _MIB, settings.max_bodies_mb * _MIB)
+        self.connections: Connections | None = None
 
     def build(self) -> web.Application:
-        application = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._check_token])
+        application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_token])
         application.router.add_post("/run_code", self.run_code)
         application.router.add_get("/v1/ping", self.ping)
         application.router.add_get("/health", self.health)
@@ -99,24 +114,52 @@ class SandboxApplication:
             if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
                 text = f"the token is missing or wrong: set {TOKEN_VARIABLE} to the one this server was started with"
                 raise web.HTTPUnauthorized(text=text, headers={"WWW-Authenticate": "Bearer"})
-        return await handler(request)
+        assert self.connections is not None
+        with self.connections.serving(request.protocol):
+            return await handler(request)
 
     async def run_code(self, http_request: web.Request) -> web.Response:
-        waited = 0.0
-        try:
-            request = ExecutionRequest.from_json(json.loads(await http_request.read()))
-        except (InvalidRequest, ValueError) as error:
-            result = ExecutionResult(Outcome.INVALID_REQUEST, message=str(error))
-        else:
-            client = http_request.headers.get("X-Client-Id") or http_request.remote or ""
+        size, largest = self._bodies.size(http_request), self._bodies.largest
+        if size > largest:
+            return self._refusal(413, f"the body has {size} bytes; at most {largest} are taken (--max-body-mb)")
+        with self._bodies.held(size) as free:
+            if not free:
+                message = "too many bytes of other requests are held (--max-bodies-mb); try again"
+                return self._refusal(503, message, Outcome.BUSY)
             try:
-                result, waited = await self._pool.run(request, client)
-            except Exception as error:
-                logger.exception("request failed")
-                result = ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}")
+                async with asyncio.timeout(self._pool.settings.body_seconds):
+                    body = await http_request.read()
+            except TimeoutError:
+                seconds = self._pool.settings.body_seconds
+                return self._refusal(408, f"the body did not come within {seconds:g} s (--body-seconds)")
+            except web.HTTPRequestEntityTooLarge:
+                return self._refusal(413, f"the body has more than {largest} bytes (--max-body-mb)")
+            result, waited = await self._run(http_request, body)
         self._metrics.record(result, waited)
         headers = {"Retry-After": "1"} if result.outcome is Outcome.BUSY else {}
         return web.json_response(result.to_json(), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
+
+    async def _run(self, http_request: web.Request, body: bytes) -> tuple[ExecutionResult, float]:
+        """What comes of the request, and its wait for a worker in seconds."""
+        try:
+            request = ExecutionRequest.from_json(load_json(body))
+        except ValueError as error:
+            return ExecutionResult(Outcome.INVALID_REQUEST, message=str(error)), 0.0
+        client = http_request.headers.get("X-Client-Id") or http_request.remote or ""
+        try:
+            return await self._pool.run(request, client)
+        except Exception as error:
+            logger.exception("request failed")
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}"), 0.0
+
+    def _refusal(self, status: int, message: str, outcome: Outcome = Outcome.INVALID_REQUEST) -> web.Response:
+        """An answer to a request whose body was not read."""
+        result = ExecutionResult(outcome, message=message)
+        self._metrics.record(result, 0.0)
+        headers = {"Retry-After": "1"} if outcome is Outcome.BUSY else {}
+        response = web.json_response(result.to_json(), status=status, headers=headers)
+        response.force_close()
+        return response
 
     async def ping(self, _: web.Request) -> web.Response:
         return web.json_response("pong")
@@ -163,9 +206,18 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
     host, port = options.host, options.port
     pool = WorkerPool(settings)
     application = SandboxApplication(pool, os.environ.get(TOKEN_VARIABLE) or None)
-    runner = web.AppRunner(application.build(), access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(
+        application.build(),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=settings.idle_seconds,
+        lingering_time=LINGERING_SECONDS,
+    )
     await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=1024)
+    assert runner.server is not None
+    limit = most_connections(settings.workers, settings.max_connections)
+    application.connections = Connections(runner.server, limit)
+    listener: asyncio.Server | None = None
     try:
         starting = asyncio.ensure_future(pool.start())
         stopped = asyncio.ensure_future(stop.wait())
@@ -175,13 +227,14 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
             return
         await starting
         try:
-            await site.start()
+            listener = await loop.create_server(application.connections.accept, host, port, backlog=BACKLOG)
         except OSError as error:
             message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
             raise SandboxStartError(message) from error
         for warning in pool.isolation["warnings"]:
             logger.warning("%s", warning)
-        chosen = runner.addresses[0][1]
+        limit_unread(listener.sockets)
+        chosen = listener.sockets[0].getsockname()[1]
         print(f"sandbox ready on http://{host}:{chosen} isolation={pool.isolation['isolation']}", flush=True)
         if options.port_file is not None:
             temporary = Path(f"{options.port_file}.{os.getpid()}")
@@ -192,7 +245,8 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
             os.close(options.ready_fd)
         await stop.wait()
     finally:
-        await site.stop() if site in runner.sites else None
+        if listener is not None:
+            listener.close()
         await pool.close()
         await runner.cleanup()
 
@@ -229,6 +283,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-output-bytes", type=int, default=defaults.max_output_bytes, help="of each stream")
     parser.add_argument("--max-queue", type=int, default=defaults.max_queue, help="requests that may wait")
     parser.add_argument("--max-queue-seconds", type=float, default=defaults.max_queue_seconds)
+    parser.add_argument("--max-body-mb", type=int, default=defaults.max_body_mb, help="of one request")
+    parser.add_argument("--max-bodies-mb", type=int, default=defaults.max_bodies_mb, help="of all requests at a time")
+    parser.add_argument("--body-seconds", type=float, default=defaults.body_seconds, help="until a body has come")
+    parser.add_argument("--idle-seconds", type=float, default=defaults.idle_seconds, help="until a request has come")
+    parser.add_argument("--max-connections", type=int, default=defaults.max_connections)
     parser.add_argument("--print-last-expression", action="store_true", help="as an interactive interpreter does")
     parser.add_argument(
         "--preimport", nargs="*", default=list(DEFAULT_PREIMPORT), help="modules that every snippet finds imported"
@@ -236,7 +295,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--read-only-path", action="append", default=[], help="a directory that snippets may read")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
     parsed = parser.parse_args(arguments)
-    for name in ("workers", "memory_limit_mb", "max_run_seconds", "max_processes", "workspace_mb", "max_output_bytes"):
+    positive = ("workers", "memory_limit_mb", "max_run_seconds", "max_processes", "workspace_mb", "max_output_bytes")
+    for name in (*positive, "max_body_mb", "max_bodies_mb", "body_seconds", "idle_seconds", "max_connections"):
         if getattr(parsed, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     return parsed
@@ -259,6 +319,11 @@ def main(arguments: list[str] | None = None) -> int:
         max_output_bytes=parsed.max_output_bytes,
         max_queue=parsed.max_queue,
         max_queue_seconds=parsed.max_queue_seconds,
+        max_body_mb=parsed.max_body_mb,
+        max_bodies_mb=parsed.max_bodies_mb,
+        body_seconds=parsed.body_seconds,
+        idle_seconds=parsed.idle_seconds,
+        max_connections=parsed.max_connections,
         print_last_expression=parsed.print_last_expression,
         preimport=tuple(parsed.preimport),
         read_only_paths=tuple(parsed.read_only_path),

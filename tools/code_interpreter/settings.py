@@ -37,6 +37,16 @@ class SandboxSettings:
     """Requests that may wait for a worker; the next one is answered "busy"."""
     max_queue_seconds: float = 60.0
     """Longest wait for a worker before the answer is "busy"."""
+    max_body_mb: int = 32
+    """Size of a request, its files in base64 included."""
+    max_bodies_mb: int = 256
+    """Size of all requests that are held at the same time; the next one is answered "busy"."""
+    body_seconds: float = 60.0
+    """Longest time until the body of a request has come."""
+    idle_seconds: float = 30.0
+    """Longest wait for a request on an open connection; clients give these up earlier by themselves."""
+    max_connections: int = 8192
+    """Fewer where the limit of open files is too low for so many."""
     print_last_expression: bool = False
     """Default of the request field of the same name."""
     preimport: tuple[str, ...] = DEFAULT_PREIMPORT
