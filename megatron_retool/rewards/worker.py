@@ -2,8 +2,7 @@
 
     python -m megatron_retool.rewards.worker FUNCTION KEYWORD_ARGUMENTS_AS_JSON MEMORY_LIMIT_MB PARENT_PID
 
-Started by the reward manager, which holds the deadline and kills.  Needs no torch: a start costs tens of milliseconds
-(plus sympy for mathematics, imported before the first request so that no deadline pays for it).
+Started by the reward manager, which holds the deadline and kills.  Needs no torch: a start costs tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ def main(arguments: list[str]) -> int:
 
     try:
         function = reward_functions.bind(name, json.loads(kwargs))
-        if name == "math":
-            import math_verify  # noqa: F401
     except ExtensionError as error:
         reply({"ready": False, "error": str(error)})
         return 1
