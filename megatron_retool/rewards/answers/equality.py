@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -47,6 +48,7 @@ from megatron_retool.rewards.answers.values import (
     exact,
     same_value,
     sample_point,
+    whole_point,
 )
 from megatron_retool.rewards.answers.words import calendar_date, clock_time, number_word, plain_words
 
@@ -68,12 +70,14 @@ def equivalent(prediction: str, truth: str) -> bool:
     plain = [without_spacing(spelled(text)) for text in (prediction, truth)]
     if plain[0] == plain[1]:
         return bool(plain[0])
-    times = [clock_time(plain_words(text).replace(" ", "").replace(".", "")) for text in plain]
+    times = [clock_time(plain_words(text)) for text in plain]
     if times[0] and times[1]:
         return times[0] == times[1] or (_without_half(times[0], times[1]) and "" in (times[0][1], times[1][1]))
     dates = [calendar_date(plain_words(text).replace(" ,", ",")) for text in plain]
     if dates[0] and dates[1]:
         return dates[0] == dates[1]
+    if _is_choice(plain[1]):
+        return _chosen(plain[0]) == plain[1].strip("()")
     comparison = _Comparison(Deadline(_SECONDS))
     try:
         return any(
@@ -84,6 +88,23 @@ def equivalent(prediction: str, truth: str) -> bool:
         )
     except UndecidedError:
         return False
+
+
+_CHOICE = re.compile(r"\(?([A-J])\)?\Z")
+_CHOICE_WITH_CONTENT = re.compile(r"(?:\\text ?\{ ?)?\(?([A-J])[):](?: ?\})? ?(?!.*(?:\b(?:or|and|not)\b|\b[A-J]\b)).+\Z")
+
+
+def _is_choice(text: str) -> bool:
+    return _CHOICE.match(text) is not None
+
+
+def _chosen(text: str) -> str | None:
+    """The letter that an answer to a multiple-choice question names: B, (B), (b), \\text{B}, B: 12; None for two of them."""
+    letter = re.sub(r"\\text|[{} ]", "", text)
+    if re.fullmatch(r"\(?[A-J]\)?|\([a-j]\)", letter):
+        return letter.strip("()").upper()
+    match = _CHOICE_WITH_CONTENT.match(text)
+    return match[1] if match else None
 
 
 def canonical(text: str) -> str:
@@ -444,9 +465,11 @@ class _Comparison:
 
     def _same_function(self, left: Expression, right: Expression, names: frozenset[str]) -> bool:
         agreed = 0
+        whole = _alternates(left) or _alternates(right)
         for trial in range(3 * _TRIALS):
             try:
-                verdict = self._same_at(left, right, sample_point(names, trial))
+                point = whole_point(names, trial) if whole else sample_point(names, trial)
+                verdict = self._same_at(left, right, point)
             except (UndefinedError, UndecidedError):
                 self._deadline.check()
                 continue
@@ -471,6 +494,17 @@ def _is_infinite(expression: Expression) -> bool:
     return expression == INFINITY
 
 
+def _alternates(expression: Expression) -> bool:
+    """Has it a power like (-1)^n, which means something for whole n alone?"""
+    if not isinstance(expression, Call):
+        return False
+    if expression.function == "pow" and symbols_of(expression.arguments[1]) and not symbols_of(expression.arguments[0]):
+        base = expression.arguments[0]
+        if isinstance(base, Call) and base.function == "neg":
+            return True
+    return any(_alternates(argument) for argument in expression.arguments)
+
+
 def _has_i(expression: Expression) -> bool:
     if isinstance(expression, Call):
         return any(_has_i(argument) for argument in expression.arguments)
@@ -481,14 +515,14 @@ def _simplified(structure: Structure) -> Structure:
     """With \\pm written out, and a single item in brackets as the item."""
     if isinstance(structure, (Call, Quantity, Relation)) and _has_sign_choice(structure):
         return Listing((_with_sign(structure, 1), _with_sign(structure, -1)), "or")
-    if isinstance(structure, Listing) and any(_has_sign_choice(item) for item in structure.items):
+    if isinstance(structure, (Listing, Collection)) and any(_has_sign_choice(item) for item in structure.items):
         items: list[Structure] = []
         for item in structure.items:
             if _has_sign_choice(item):
                 items += [_with_sign(item, 1), _with_sign(item, -1)]
             else:
                 items.append(item)
-        return Listing(tuple(items), structure.word)
+        return replace(structure, items=tuple(items))
     if isinstance(structure, Group) and len(structure.items) == 1 and is_expression(structure.items[0]):
         return structure.items[0]
     return structure

@@ -178,7 +178,9 @@ class Grammar:
     def _beside(self, left: Structure) -> Structure:
         token = self.tokens[self.position]
         before = self.tokens[self.position - 1]
-        if token.kind == "number" and before.text != "!":
+        following = self.tokens[self.position + 1 : self.position + 2]
+        prime_power = before.text == "}" and following and following[0].text == "^"
+        if token.kind == "number" and before.text != "!" and not prime_power:
             raise UnreadableError("a number right behind a factor")
         right = _expression(self._power())
         mixed = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from megatron_retool.rewards.answers.expressions import (
     REALS,
@@ -27,7 +28,7 @@ from megatron_retool.rewards.answers.expressions import (
 )
 from megatron_retool.rewards.answers.grammar import Grammar
 from megatron_retool.rewards.answers.spelling import spelled, without_spacing
-from megatron_retool.rewards.answers.tokens import Token, UnreadableError, tokens
+from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError, tokens
 from megatron_retool.rewards.answers.units import parse_unit, single
 from megatron_retool.rewards.answers.words import plain_words
 
@@ -41,7 +42,10 @@ _MATRIX = re.compile(
     re.DOTALL,
 )
 _EVERY_REAL = re.compile(r"(?:the set of )?(?:all )?(?:the )?real(?: numbers|s)\Z")
-_CONSTRUCTORS = re.compile(r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|set|Reals)\b")
+_NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?\Z|empty set\Z")
+_TO_RATIO = re.compile(r"(\d+) to (\d+)\Z")
+_COMPOUND = re.compile(r"(\d+(?:\.\d+)?) ([a-z]+) (?:and )?(\d+(?:\.\d+)?) ([a-z]+)\Z")
+_CONSTRUCTORS = re.compile(r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b")
 _MAX_ITEMS = 100
 
 
@@ -65,6 +69,12 @@ def _answer(text: str, commas: bool, units: bool) -> Structure:
     words = plain_words(without_spacing(text))
     if _EVERY_REAL.match(words):
         return REALS
+    if _NOTHING.match(words):
+        return Collection(())
+    compound = _compound_quantity(words) if units else None
+    if compound is not None:
+        return compound
+    text = _TO_RATIO.sub(r"\1:\2", words) if _TO_RATIO.match(words) else text
     matrix = _MATRIX.match(text)
     if matrix:
         return _matrix(matrix[2], commas)
@@ -75,7 +85,7 @@ def _answer(text: str, commas: bool, units: bool) -> Structure:
 
 
 def _matrix(body: str, commas: bool) -> Matrix:
-    lines = re.split(r"\\\\(?:\[[^\]]*\])?|\\cr\b", body)
+    lines = re.split(r"(?:\\\\)+(?:\[[^\]]*\])?|\\cr\b", body)
     if lines and not lines[-1].strip():
         lines.pop()
     if len(lines) > _MAX_ITEMS:
@@ -109,7 +119,7 @@ def _constructed(name: str, rest: str, commas: bool) -> Structure:
         left = kind in ("open", "Lopen") or (len(items) == 4 and items[2] == Symbol("True"))
         right = kind in ("open", "Ropen") or (len(items) == 4 and items[3] == Symbol("True"))
         return Group("(" if left else "[", ")" if right else "]", items[:2])
-    if name in ("Matrix", "array") and len(items) == 1:
+    if name in ("Matrix", "array", "tensor") and len(items) == 1:
         matrix = as_matrix(items[0])
         return matrix if matrix is not None else items[0]
     if name == "FiniteSet":
@@ -119,6 +129,18 @@ def _constructed(name: str, rest: str, commas: bool) -> Structure:
     if name in ("Set", "set") and len(items) == 1 and isinstance(items[0], (Group, Collection)):
         return Collection(items[0].items)
     raise UnreadableError(name)
+
+
+def _compound_quantity(words: str) -> Quantity | None:
+    """3 hours and 20 minutes, 5 feet 6 inches: two units of one dimension, the larger first."""
+    match = _COMPOUND.match(words)
+    units = [parse_unit(match[2]), parse_unit(match[4])] if match else []
+    if not match or len(units) != 2 or units[0] is None or units[1] is None:
+        return None
+    if units[0].dimensions != units[1].dimensions or len(units[0].dimensions) != 1 or units[0].scale <= units[1].scale:
+        return None
+    amount = Fraction(match[1]) * units[0].scale / units[1].scale + Fraction(match[3])
+    return Quantity(Number(Numeral(amount)), units[1])
 
 
 def as_matrix(structure: Structure) -> Matrix | None:

@@ -63,11 +63,15 @@ def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
         return _merged(points, None, deadline)
     if isinstance(structure, Relation):
         return _solved(structure, deadline)
-    if isinstance(structure, Listing) and structure.word in ("and", "or"):
+    if isinstance(structure, Listing):
         parts = [real_set(item, deadline) for item in structure.items]
         if any(part is None or part.variable is None for part in parts):
             return None
-        return _folded([part for part in parts if part is not None], structure.word == "or", deadline)
+        known = [part for part in parts if part is not None]
+        common = _folded(known, False, deadline)
+        # A comma is an "and", unless that leaves nothing.
+        either = structure.word == "or" or (structure.word == "," and common is not None and not common.pieces)
+        return _folded(known, True, deadline) if either else common
     if isinstance(structure, Combination):
         left, right = real_set(structure.left, deadline), real_set(structure.right, deadline)
         if left is None or right is None:
@@ -113,6 +117,8 @@ def _link(left: Expression, operator: str, right: Expression, deadline: Deadline
     names = symbols_of(left) | symbols_of(right)
     if len(names) != 1:
         return None
+    if isinstance(left, Call) and left.function == "abs" and not symbols_of(right):
+        return _absolute(left.arguments[0], operator, right, deadline)
     (name,) = names
     if left == Symbol(name) and not symbols_of(right):
         bound = right
@@ -135,6 +141,18 @@ def _link(left: Expression, operator: str, right: Expression, deadline: Deadline
         "=": (Piece(bound, True, bound, True),),
     }[operator]
     return RealSet(pieces, name)
+
+
+def _absolute(inner: Expression, operator: str, bound: Expression, deadline: Deadline) -> RealSet | None:
+    """|a| < b is -b < a < b, and |a| > b is a < -b or a > b."""
+    value = exact(bound, deadline)
+    if operator not in ("<", "<=", ">", ">=") or value is None or value < 0:
+        return None
+    upper = _link(inner, operator, bound, deadline)
+    lower = _link(inner, _FLIPPED[operator], Call("neg", (bound,)), deadline)
+    if upper is None or lower is None:
+        return None
+    return _folded([lower, upper], operator in (">", ">="), deadline)
 
 
 def _folded(sets: list[RealSet], union: bool, deadline: Deadline) -> RealSet | None:

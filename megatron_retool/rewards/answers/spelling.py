@@ -63,11 +63,13 @@ _UPRIGHT = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|cal|normal)|mbox|hbox|operatorname\*?|bm|boldsymbol|"
     r"textsuperscript)\s*(?=\{)"
 )
+_LOG_WITH_BASE = re.compile(r"(?<!\\)\blog(10|2)\(")
+_DEGREES = re.compile(r"(?<=\d)\s*\^(?:o(?![A-Za-z])|\{\s*o\s*\})")
 _EMPTY_TEXT = re.compile(r"\\text\s*\{[\s.]*\}")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _MODULES = re.compile(r"\b(?:np|numpy|math|cmath|sympy|sp|torch|mpmath|mp)\.(?=[A-Za-z])")
 _QUOTED_ARGUMENT = re.compile(r"\(\s*(['\"])([^'\"()]*)\1\s*\)")
-_PYTHON_NUMBER = re.compile(r"\b(?:float|int|uint|complex|Decimal|mpf|tensor|S|Integer|Float|array)(?:\d+)?(?=\()")
+_PYTHON_NUMBER = re.compile(r"\b(?:float|int|uint|complex|Decimal|mpf|tensor|S|Integer|Float)(?:\d+)?(?=\((?!\[))")
 _IMAGINARY_LITERAL = re.compile(r"(?<=\d)j\b|(?<=\d\.)j\b")
 _SYMPY_I = re.compile(r"(?<=[*+\-])(\s*)I\b|\bI(?=\s*(?:\*|\)))")
 _SYMPY_E = re.compile(r"(?<=\*)(\s*)E\b|\bE(?=\s*\*)")
@@ -93,6 +95,7 @@ def spelled(text: str) -> str:
     text = _EMPTY_DELIMITER.sub("", text)
     text = _UPRIGHT.sub(r"\\text", text)
     text = _COMMAND.sub(lambda command: _COMMANDS.get(command[1], command[0]) + _gap(command[1]), text)
+    text = _LOG_WITH_BASE.sub(r"\\log_{\1}(", _DEGREES.sub(r"^\\circ", text.replace(f"\\text{{{DOLLAR}}}", DOLLAR)))
     text = _EMPTY_TEXT.sub(" ", _BOX.sub("", text))
     text = _QUOTED_ARGUMENT.sub(r"(\2)", _MODULES.sub("", text))
     text = _PYTHON_NUMBER.sub("", text)

@@ -47,6 +47,8 @@ _WITHOUT_COMMAS = re.compile(_SEPARATED % (_PLAIN_GAP + r"|,(?=0)"))
 _DIGITS = re.compile(r"\d+")
 _FRACTION_PART = re.compile(r"\.(\d*)")
 _REPEATING = re.compile(r"(?:\\overline|\\bar|\\dot|\\overline\s)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)")
+_ELLIPSIS = re.compile(r"\.{3}|\\ldots")
+_ORDINAL = re.compile(r"(?:st|nd|rd|th)(?![A-Za-z])")
 _EXPONENT = re.compile(r"[eE]([+-]?\d{1,9})(?![\dA-Za-z^.])")
 _TEXT = re.compile(r"\\text\s*\{((?:[^{}]|\\[{}])*)\}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -116,6 +118,9 @@ def _numeral(text: str, start: int, commas: bool) -> tuple[Numeral, int]:
             block = repeating[1] or repeating[2] or repeating[3]
             value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(part[1]))
             return Numeral(value), repeating.end()
+        ellipsis = _ELLIPSIS.match(text, position)
+        if ellipsis:
+            return Numeral(value + _continued(part[1])), ellipsis.end()
         digits, places = digits + part[1], len(part[1]) or None
     exponent = _EXPONENT.match(text, position)
     if exponent:
@@ -125,6 +130,18 @@ def _numeral(text: str, start: int, commas: bool) -> tuple[Numeral, int]:
         value *= Fraction(10) ** power
         places = (places or 0) - power
         position = exponent.end()
+    elif places is None and _ORDINAL.match(text, position):
+        position += 2
     written = digits.lstrip("0")
     exact = places is None or (exponent is not None and places <= 0 and len(written) < 6)
     return Numeral(value, None if exact else Fraction(10) ** -(places or 0), len(written)), position
+
+
+def _continued(places: str) -> Fraction:
+    """What ... adds to decimal places that end in a block written at least twice (three times if it is one digit)."""
+    for length in range(1, len(places) // 2 + 1):
+        times = 3 if length == 1 else 2
+        block = places[-length:]
+        if len(places) >= times * length and places.endswith(block * times):
+            return Fraction(int(block), (10**length - 1) * 10 ** len(places))
+    raise UnreadableError("an ellipsis behind digits that do not repeat")

@@ -168,7 +168,7 @@ def stands_alone(word: str) -> bool:
 @lru_cache(maxsize=4096)
 def parse_unit(text: str) -> Unit | None:
     """Read a unit: "cm^2", "square meters", "miles per hour", "m/s^2", "thousand dollars"; None for any other text."""
-    text = text.strip().rstrip(".")
+    text = re.sub(r"(?<=[A-Za-z])\.", "", text).strip()
     if not text or len(text) > 80:
         return None
     lowered = re.sub(r"\b(years?) old\b", r"\1_old", text)

@@ -318,3 +318,8 @@ def sample_point(names: frozenset[str], trial: int) -> dict[str, Fraction]:
         size = Fraction(seed % 9973 + 4000, 4999) * scale
         point[name] = -size if trial % 2 and (trial == 1 or seed & 1) else size
     return point
+
+
+def whole_point(names: frozenset[str], trial: int) -> dict[str, Fraction]:
+    """A natural number for each symbol."""
+    return {name: Fraction(1 + trial + 3 * index) for index, name in enumerate(sorted(names))}

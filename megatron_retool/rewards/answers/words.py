@@ -33,7 +33,9 @@ _MONTHS = {
         "january february march april may june july august september october november december".split()
     )
 }
-_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?\Z", re.IGNORECASE)
+_MONTHS |= {name[:3]: number for name, number in _MONTHS.items()}
+_CLOCK = re.compile(r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?([ap]m)?\Z", re.IGNORECASE)
+_ISO_DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})\Z")
 _DATE = re.compile(
     rf"(?:({'|'.join(_MONTHS)})\s+(\d{{1,2}})|(\d{{1,2}})\s+({'|'.join(_MONTHS)}))(?:,?\s*(\d{{4}}))?\Z", re.IGNORECASE
 )
@@ -74,21 +76,24 @@ def number_word(words: str) -> int | None:
 
 def clock_time(text: str) -> tuple[int, str] | None:
     """(seconds, "a", "p" or "") of 3:30 PM."""
-    match = _CLOCK.match(text)
-    if not match or int(match[2]) > 59 or int(match[1]) > 24:
+    match = _CLOCK.match(text.replace(" ", "").replace(".", ""))
+    if not match or not (match[2] or match[4]) or int(match[2] or 0) > 59 or int(match[1]) > 24:
         return None
-    hour, half = int(match[1]), (match[4] or "").lower()
+    hour, half = int(match[1]), (match[4] or "")[:1].lower()
     if half and not 1 <= hour <= 12:
         return None
     if half:
         hour = hour % 12 + (12 if half == "p" else 0)
     elif hour > 12 or hour == 0:
         half = "p" if hour > 12 and hour != 24 else "a"
-    return hour * 3600 + int(match[2]) * 60 + int(match[3] or 0), half
+    return hour * 3600 + int(match[2] or 0) * 60 + int(match[3] or 0), half
 
 
 def calendar_date(text: str) -> tuple[int | None, int, int] | None:
     """(year, month, day) of July 4, 1776 or 4 July 1776."""
+    iso = _ISO_DATE.match(text.replace(" ", ""))
+    if iso:
+        return int(iso[1]), int(iso[2]), int(iso[3])
     match = _DATE.match(re.sub(r"(\d) ?(?:st|nd|rd|th)\b", r"\1", text))
     if not match:
         return None
