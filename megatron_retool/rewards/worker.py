@@ -2,8 +2,7 @@
 
     python -m megatron_retool.rewards.worker FUNCTION KEYWORD_ARGUMENTS_AS_JSON MEMORY_LIMIT_MB PARENT_PID DESCRIPTOR
 
-Started by the reward manager, which holds the deadline and kills.  Needs no torch: a start costs tens of milliseconds
-(plus sympy for mathematics, imported before the first request so that no deadline pays for it).
+Started by the reward manager, which holds the deadline and kills.  Needs no torch: a start costs tens of milliseconds.
 
 Requests and replies have a descriptor of their own, which no child of the function inherits: nothing that the function
 prints, and no process that it leaves behind, can be taken for a reply.
@@ -46,8 +45,6 @@ def main(arguments: list[str]) -> int:
     worker = os.getpid()
     try:
         function = reward_functions.bind(name, json.loads(kwargs))
-        if name == "math":
-            import math_verify  # noqa: F401
     except ExtensionError as error:
         channel.send(0, json.dumps({"ready": False, "error": str(error)}).encode())
         return 1

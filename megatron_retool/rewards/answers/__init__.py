@@ -1,0 +1,1 @@
+"""Are two mathematical answers equal? Reading (spelling, tokens, grammar), values, units, and the comparison itself."""

@@ -1,0 +1,258 @@
+"""Inequalities, intervals and their unions as sets of real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron_retool.rewards.answers.expressions import (
+    INFINITY,
+    REALS,
+    Call,
+    Collection,
+    Combination,
+    Expression,
+    Group,
+    Listing,
+    Number,
+    Relation,
+    Structure,
+    Symbol,
+    is_expression,
+    symbols_of,
+)
+from megatron_retool.rewards.answers.tokens import Numeral
+from megatron_retool.rewards.answers.values import Deadline, Evaluator, UndecidedError, UndefinedError, exact
+
+_MINUS_INFINITY = Call("neg", (INFINITY,))
+_FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "=": "="}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One interval; a point has two closed ends that are equal."""
+
+    low: Expression
+    low_closed: bool
+    high: Expression
+    high_closed: bool
+
+
+@dataclass(frozen=True)
+class RealSet:
+    """Intervals in ascending order, none touching the next; ``variable`` where an inequality named one."""
+
+    pieces: tuple[Piece, ...]
+    variable: str | None = None
+
+
+def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
+    """The set of reals that ``structure`` describes, None where it describes none (a point (1, 2) may).
+
+    Raises:
+        UndefinedError, UndecidedError: an end has no value, or none within reach.
+    """
+    if structure == REALS:
+        return RealSet((Piece(_MINUS_INFINITY, False, INFINITY, False),))
+    if isinstance(structure, Group):
+        return _interval(structure, deadline)
+    if isinstance(structure, Collection) and all(_is_expression(item) for item in structure.items):
+        points = [Piece(item, True, item, True) for item in structure.items if _is_expression(item)]
+        return _merged(points, None, deadline)
+    if isinstance(structure, Relation):
+        return _solved(structure, deadline)
+    if isinstance(structure, Listing):
+        parts = [real_set(item, deadline) for item in structure.items]
+        if any(part is None or part.variable is None for part in parts):
+            return None
+        known = [part for part in parts if part is not None]
+        common = _folded(known, False, deadline)
+        # A comma is an "and", unless that leaves nothing.
+        either = structure.word == "or" or (structure.word == "," and common is not None and not common.pieces)
+        return _folded(known, True, deadline) if either else common
+    if isinstance(structure, Combination):
+        left, right = real_set(structure.left, deadline), real_set(structure.right, deadline)
+        if left is None or right is None:
+            return None
+        if structure.operator == "setminus":
+            right = _complement(right)
+        return _folded([left, right], structure.operator == "cup", deadline)
+    return None
+
+
+def _is_expression(structure: Structure) -> bool:
+    return is_expression(structure)
+
+
+def _interval(group: Group, deadline: Deadline) -> RealSet | None:
+    if len(group.items) != 2 or not all(isinstance(item, (Number, Symbol, Call)) for item in group.items):
+        return None
+    low, high = group.items
+    assert isinstance(low, (Number, Symbol, Call)) and isinstance(high, (Number, Symbol, Call))
+    low_closed, high_closed = group.opening == "[", group.closing == "]"
+    order = _compare(low, high, deadline)
+    if order > 0 or (order == 0 and not (low_closed and high_closed)):
+        return None
+    return RealSet((Piece(low, low_closed and low != _MINUS_INFINITY, high, high_closed and high != INFINITY),))
+
+
+def _solved(relation: Relation, deadline: Deadline) -> RealSet | None:
+    """The solutions of a chain of inequalities in one variable that is linear in every link."""
+    if "~" in relation.operators:
+        return None
+    sets = []
+    for left, operator, right in zip(relation.sides, relation.operators, relation.sides[1:], strict=False):
+        if not (isinstance(left, (Number, Symbol, Call)) and isinstance(right, (Number, Symbol, Call))):
+            return None
+        link = _link(left, operator, right, deadline)
+        if link is None:
+            return None
+        sets.append(link)
+    return _folded(sets, False, deadline)
+
+
+def _link(left: Expression, operator: str, right: Expression, deadline: Deadline) -> RealSet | None:
+    names = symbols_of(left) | symbols_of(right)
+    if len(names) != 1:
+        return None
+    if isinstance(left, Call) and left.function == "abs" and not symbols_of(right):
+        return _absolute(left.arguments[0], operator, right, deadline)
+    (name,) = names
+    if left == Symbol(name) and not symbols_of(right):
+        bound = right
+    elif right == Symbol(name) and not symbols_of(left):
+        bound, operator = left, _FLIPPED[operator]
+    else:
+        difference = Call("sub", (left, right))
+        values = [exact(difference, deadline, {name: Fraction(at)}) for at in (0, 1, 3)]
+        if values[0] is None or values[1] is None or values[2] is None:
+            return None
+        slope = values[1] - values[0]
+        if slope == 0 or values[2] - values[0] != 3 * slope:
+            return None
+        bound = Number(Numeral(-values[0] / slope))
+        operator = _FLIPPED[operator] if slope < 0 else operator
+    below = Piece(_MINUS_INFINITY, False, bound, operator == "<=")
+    above = Piece(bound, operator == ">=", INFINITY, False)
+    pieces = {
+        **{"<": (below,), "<=": (below,), ">": (above,), ">=": (above,), "!=": (below, above)},
+        "=": (Piece(bound, True, bound, True),),
+    }[operator]
+    return RealSet(pieces, name)
+
+
+def _absolute(inner: Expression, operator: str, bound: Expression, deadline: Deadline) -> RealSet | None:
+    """|a| < b is -b < a < b, and |a| > b is a < -b or a > b."""
+    value = exact(bound, deadline)
+    if operator not in ("<", "<=", ">", ">=") or value is None or value < 0:
+        return None
+    upper = _link(inner, operator, bound, deadline)
+    lower = _link(inner, _FLIPPED[operator], Call("neg", (bound,)), deadline)
+    if upper is None or lower is None:
+        return None
+    return _folded([lower, upper], operator in (">", ">="), deadline)
+
+
+def _folded(sets: list[RealSet], union: bool, deadline: Deadline) -> RealSet | None:
+    variables = {part.variable for part in sets if part.variable is not None}
+    if len(variables) > 1:
+        return None
+    variable = next(iter(variables), None)
+    if union:
+        return _merged([piece for part in sets for piece in part.pieces], variable, deadline)
+    whole = sets[0]
+    for part in sets[1:]:
+        common = [_common(one, two, deadline) for one in whole.pieces for two in part.pieces]
+        whole = _merged([piece for piece in common if piece is not None], variable, deadline)
+    return RealSet(whole.pieces, variable)
+
+
+def _common(one: Piece, two: Piece, deadline: Deadline) -> Piece | None:
+    order = _compare(one.low, two.low, deadline)
+    low, low_closed = (one.low, one.low_closed) if order > 0 else (two.low, two.low_closed)
+    if order == 0:
+        low_closed = one.low_closed and two.low_closed
+    order = _compare(one.high, two.high, deadline)
+    high, high_closed = (one.high, one.high_closed) if order < 0 else (two.high, two.high_closed)
+    if order == 0:
+        high_closed = one.high_closed and two.high_closed
+    order = _compare(low, high, deadline)
+    if order > 0 or (order == 0 and not (low_closed and high_closed)):
+        return None
+    return Piece(low, low_closed, high, high_closed)
+
+
+def _complement(whole: RealSet) -> RealSet:
+    low, closed = _MINUS_INFINITY, False
+    pieces = []
+    for piece in whole.pieces:
+        if piece.low != _MINUS_INFINITY:
+            pieces.append(Piece(low, closed, piece.low, not piece.low_closed))
+        low, closed = piece.high, not piece.high_closed  # type: ignore[assignment]
+    if low != INFINITY:
+        pieces.append(Piece(low, closed, INFINITY, False))
+    return RealSet(tuple(pieces), whole.variable)
+
+
+def _merged(pieces: list[Piece], variable: str | None, deadline: Deadline) -> RealSet:
+    """In ascending order, with pieces joined that overlap or touch."""
+    ordered: list[Piece] = []
+    for piece in pieces:
+        position = 0
+        while position < len(ordered) and _starts_before(ordered[position], piece, deadline):
+            position += 1
+        ordered.insert(position, piece)
+    joined: list[Piece] = []
+    for piece in ordered:
+        last = joined[-1] if joined else None
+        order = -1 if last is None else _compare(last.high, piece.low, deadline)
+        if last is None or order < 0 or (order == 0 and not (last.high_closed or piece.low_closed)):
+            joined.append(piece)
+            continue
+        further = _compare(piece.high, last.high, deadline)
+        high, closed = (piece.high, piece.high_closed) if further > 0 else (last.high, last.high_closed)
+        if further == 0:
+            closed = piece.high_closed or last.high_closed
+        joined[-1] = Piece(last.low, last.low_closed, high, closed)
+    return RealSet(tuple(joined), variable)
+
+
+def _starts_before(one: Piece, two: Piece, deadline: Deadline) -> bool:
+    order = _compare(one.low, two.low, deadline)
+    return order < 0 or (order == 0 and one.low_closed)
+
+
+def _compare(left: Expression, right: Expression, deadline: Deadline) -> int:
+    """-1, 0 or 1 as ``left`` is below, at or above ``right``."""
+    if left == right:
+        return 0
+    if left == _MINUS_INFINITY or right == INFINITY:
+        return -1
+    if left == INFINITY or right == _MINUS_INFINITY:
+        return 1
+    one, two = exact(left, deadline), exact(right, deadline)
+    if one is not None and two is not None:
+        return (one > two) - (one < two)
+    evaluator = Evaluator(60, {}, deadline)
+    difference = evaluator.value(Call("sub", (left, right)))
+    if abs(difference.imag) > 1e-30:
+        raise UndefinedError("no real number")
+    return 0 if abs(difference) < 1e-40 else 1 if difference.real > 0 else -1
+
+
+def same_set(left: RealSet, right: RealSet, equal: Callable[[Any, Any], bool]) -> bool:
+    """Do both consist of the same intervals, in the same variable where both name one?"""
+    if left.variable and right.variable and left.variable != right.variable:
+        return False
+    return len(left.pieces) == len(right.pieces) and all(
+        one.low_closed == two.low_closed
+        and one.high_closed == two.high_closed
+        and equal(one.low, two.low)
+        and equal(one.high, two.high)
+        for one, two in zip(left.pieces, right.pieces, strict=True)
+    )
+
+
+__all__ = ["RealSet", "UndecidedError", "real_set", "same_set"]

@@ -1,0 +1,176 @@
+"""One spelling for what LaTeX, Unicode, Markdown and Python write in several ways. Text in, text out.
+
+Nothing here decides what an answer means: a replacement is made only where both spellings mean the same wherever they
+stand. Every pattern runs in linear time on answers of the length that the comparison accepts.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# Private stand-ins for signs whose plain form means something else in LaTeX.
+DOLLAR = "\ue000"
+
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_CHARACTERS = {
+    **{dash: "-" for dash in "−–—‐‑‒﹣－"},
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*", "÷": r"\div ", "⁄": "/", "∕": "/"},
+    **{"√": r"\sqrt ", "∛": r"\sqrt[3]", "∞": r"\infty ", "π": r"\pi ", "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ "},
+    **{"≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv "},
+    **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "∖": r"\setminus ", "∣": "|"},
+    **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}"},
+    **{"∠": r"\angle ", "△": r"\triangle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
+    **{"⌈": r"\lceil ", "⌉": r"\rceil ", "∧": r"\land ", "∨": r"\lor ", "\u200b": "", "\ufeff": ""},
+    **{"“": '"', "”": '"', "‘": "'", "’": "'", "′": "'", "＄": "$"},
+    **dict(
+        zip(
+            "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
+            (
+                f"\\{name} "
+                for name in (
+                    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
+                    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+                ).split()
+            ),
+            strict=True,
+        )
+    ),
+}
+_SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_SUBSCRIPT_RUN = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+
+_COMMANDS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("leq", "leqslant", "leqq"), r"\le"),
+    **dict.fromkeys(("geq", "geqslant", "geqq"), r"\ge"),
+    **{"lt": "<", "gt": ">", "neq": r"\ne", "ast": "*", "colon": ":", "mid": "|", "vert": "|", "lvert": "|"},
+    **{"rvert": "|", "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"},
+    **{"varnothing": r"\emptyset", "wedge": r"\land", "vee": r"\lor", "degree": r"^\circ", "percent": r"\%"},
+    **{"euro": "€", "pounds": "£", "imath": "i", "thinspace": " ", "backslash": r"\setminus", "gets": r"\gets"},
+    **{"varphi": r"\phi", "varepsilon": r"\epsilon", "vartheta": r"\theta", "dots": r"\ldots", "cdots": r"\ldots"},
+    **{"ce": "", "displaystyle": "", "textstyle": "", "limits": "", "left": "", "right": "", "rm": "", "bf": ""},
+    **dict.fromkeys(("big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr"), ""),
+    **dict.fromkeys(("quad", "qquad", "enspace", "nobreak"), " "),
+    **dict.fromkeys(("land", "wedge"), r"\land"),
+}
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_EMPTY_DELIMITER = re.compile(r"\\(?:left|right)\s*\.")
+_SPACING = re.compile(r"\\[,;:!> ]|~|\s")
+_UPRIGHT = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|cal|normal)|mbox|hbox|operatorname\*?|bm|boldsymbol|"
+    r"textsuperscript)\s*(?=\{)"
+)
+_LOG_WITH_BASE = re.compile(r"(?<!\\)\blog(10|2)\(")
+_DEGREES = re.compile(r"(?<=\d)\s*\^(?:o(?![A-Za-z])|\{\s*o\s*\})")
+_EMPTY_TEXT = re.compile(r"\\text\s*\{[\s.]*\}")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_MODULES = re.compile(r"\b(?:np|numpy|math|cmath|sympy|sp|torch|mpmath|mp)\.(?=[A-Za-z])")
+_QUOTED_ARGUMENT = re.compile(r"\(\s*(['\"])([^'\"()]*)\1\s*\)")
+_PYTHON_NUMBER = re.compile(r"\b(?:float|int|uint|complex|Decimal|mpf|tensor|S|Integer|Float)(?:\d+)?(?=\((?!\[))")
+_IMAGINARY_LITERAL = re.compile(r"(?<=\d)j\b|(?<=\d\.)j\b")
+_SYMPY_I = re.compile(r"(?<=[*+\-])(\s*)I\b|\bI(?=\s*(?:\*|\)))")
+_SYMPY_E = re.compile(r"(?<=\*)(\s*)E\b|\bE(?=\s*\*)")
+_SPACED_TEXT = re.compile(r"[\"'`]")
+_LEAD = re.compile(
+    r"(?:\\text\{\s*)?(?:thus|so|therefore|hence)?,?\s*(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is|:|=)\s*\}?:?",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"(?:\\text\{)?(?:option|choice)\s*\}?\s*\(?([A-Ja-j])\)?\}?\Z", re.IGNORECASE)
+_LETTER_WITH_PARENTHESIS = re.compile(r"\A([A-J])\)\Z")
+
+
+def spelled(text: str) -> str:
+    """``text`` with one spelling for each sign; spaces stay where they may matter."""
+    text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run[0]) + "}", text)
+    text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + "".join(_SUBSCRIPTS[sign] for sign in run[0]) + "}", text)
+    text = "".join(_character(sign) for sign in text)
+    text = text.replace("\\\\%", "\\%").strip()
+    text = _without_delimiters(text)
+    lead = _LEAD.match(text)
+    if lead:
+        text = _without_delimiters(text[lead.end() :].strip())
+    text = _EMPTY_DELIMITER.sub("", text)
+    text = _UPRIGHT.sub(r"\\text", text)
+    text = _COMMAND.sub(lambda command: _COMMANDS.get(command[1], command[0]) + _gap(command[1]), text)
+    text = _LOG_WITH_BASE.sub(r"\\log_{\1}(", _DEGREES.sub(r"^\\circ", text.replace(f"\\text{{{DOLLAR}}}", DOLLAR)))
+    text = _EMPTY_TEXT.sub(" ", _BOX.sub("", text))
+    text = _QUOTED_ARGUMENT.sub(r"(\2)", _MODULES.sub("", text))
+    text = _PYTHON_NUMBER.sub("", text)
+    text = _IMAGINARY_LITERAL.sub("i", text)
+    text = _SYMPY_E.sub(r"\1e", _SYMPY_I.sub(r"\1i", text)) if _looks_like_python(text) else text
+    text = _unwrapped(text.strip())
+    choice = _CHOICE.match(text)
+    if choice:
+        return choice[1].upper()
+    return _LETTER_WITH_PARENTHESIS.sub(r"\1", text)
+
+
+def without_spacing(text: str) -> str:
+    """``text`` with every kind of space, LaTeX's too, as one blank."""
+    return re.sub(" +", " ", _SPACING.sub(" ", text)).strip()
+
+
+def _character(sign: str) -> str:
+    if sign in _CHARACTERS:
+        return _CHARACTERS[sign]
+    if ord(sign) < 128:
+        return sign
+    name = unicodedata.name(sign, "")
+    if name.startswith("VULGAR FRACTION"):
+        above, _, below = unicodedata.normalize("NFKC", sign).partition("⁄")
+        return f"\\frac{{{above}}}{{{below}}}" if below else sign
+    return unicodedata.normalize("NFKC", sign)
+
+
+def _gap(command: str) -> str:
+    # What replaces a command must not grow together with the letters behind it.
+    return " " if _COMMANDS.get(command, "").startswith("\\") and _COMMANDS[command][-1].isalpha() else ""
+
+
+def _looks_like_python(text: str) -> bool:
+    return "\\" not in text and ("*" in text or "(" in text or "+" in text or "-" in text)
+
+
+def _without_delimiters(text: str) -> str:
+    text = text.strip()
+    for mark in ("**", "__", "`", '"'):
+        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
+            text = text[len(mark) : -len(mark)].strip()
+    text = text.replace("\\$", DOLLAR).replace("\\(", "").replace("\\)", "")
+    if text.startswith("\\[") and text.endswith("\\]"):
+        text = text[2:-2]
+    if text.count("$") % 2:
+        text = re.sub(r"\$(?=\s*[\d.])", DOLLAR, text, count=1)
+    text = text.replace("$", "").strip()
+    return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("..") else text
+
+
+def _unwrapped(text: str) -> str:
+    """Take away braces or a \\text{...} around the whole."""
+    for _ in range(8):
+        start = 6 if text.startswith("\\text{") else 1 if text.startswith("{") else 0
+        if not start or _closing_brace(text, start) != len(text) - 1:
+            break
+        inner = text[start:-1].strip().rstrip(".")
+        if start == 1 and (_is_python_set(inner) or "\\choose" in inner):
+            break
+        text = inner
+    return text
+
+
+def _is_python_set(inner: str) -> bool:
+    return not inner or "," in inner.replace("{,}", "") or ("\\" not in inner and inner.isdigit())
+
+
+def _closing_brace(text: str, start: int) -> int:
+    depth = 1
+    for position in range(start, len(text)):
+        if text[position - 1] == "\\":
+            continue
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return position
+    return -1
