@@ -231,7 +231,7 @@ def write_trajectories(
         schema += [("prompt", pa.string()), ("response", pa.string())]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as handle:
-        pq.write_table(pa.table(rows, schema=pa.schema(schema)), handle, compression="zstd")
+        pq.write_table(pa.table(rows, schema=pa.schema(schema)), handle, compression="zstd", write_page_checksum=True)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:

@@ -273,6 +273,22 @@ class DistCheckpoint:
             raise DistCheckpointError(f"{self.directory}: {place.key} at {place.index} lacks rows {position} to {stop}")
         return ranges
 
+    def check_sizes(self) -> None:
+        """Make sure that every file is long enough for the tensors that the index places in it, without reading them.
+
+        Raises:
+            DistCheckpointError: naming the first that is not.
+        """
+        ends: dict[str, int] = defaultdict(int)
+        for record in self._storage.values():
+            ends[record.relative_path] = max(ends[record.relative_path], record.offset + record.length)
+        for name, end in sorted(ends.items()):
+            path = self.directory / name
+            size = path.stat().st_size if path.is_file() else None
+            if size is None or size < end:
+                reason = "is missing" if size is None else f"is cut short: it has {size} bytes, and {end} were written"
+                raise DistCheckpointError(f"{path} {reason}. {what_to_do(self.directory)}")
+
     def _resolve(self, place: CheckpointPlace) -> CheckpointPlace | None:
         if place.key in self.tensors:
             return place

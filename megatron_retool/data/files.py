@@ -78,4 +78,4 @@ def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:
 
 def write_parquet(path: str | Path, table: pa.Table) -> None:
     with atomic_write(path) as handle:
-        pq.write_table(table, handle, compression="zstd")
+        pq.write_table(table, handle, compression="zstd", write_page_checksum=True)

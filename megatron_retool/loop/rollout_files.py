@@ -45,7 +45,7 @@ def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
     for name, column in sorted(batch.columns.items()):
         table[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
     with atomic_write(path) as handle:
-        pq.write_table(pa.table(table), handle, compression="zstd")
+        pq.write_table(pa.table(table), handle, compression="zstd", write_page_checksum=True)
 
 
 def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:

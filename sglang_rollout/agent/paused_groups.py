@@ -79,7 +79,7 @@ def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None
     about = [{"group_id": g.group_id, "size": g.size, "age": g.age, "branching": g.branching} for g in groups]
     table = pa.table(rows, schema=_SCHEMA.with_metadata({"groups": json.dumps(about)}))
     with atomic_write(path) as handle:
-        pq.write_table(table, handle, compression="zstd")
+        pq.write_table(table, handle, compression="zstd", write_page_checksum=True)
 
 
 def read_paused_groups(path: str | Path) -> list[PausedGroup]:
