@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from megatron_retool.cluster.ray_start import start_local_ray
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
 
@@ -34,8 +35,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if config.cluster.ray_address == "local":
-        ray.init(
-            address="local",
+        start_local_ray(
             num_cpus=_LOGICAL_CPUS,
             include_dashboard=False,
             object_store_memory=_object_store_bytes(),
