@@ -21,6 +21,7 @@ from unittest.mock import patch
 import ray
 from ray._private import services
 
+from megatron_retool.cluster.ray_start import start_local_ray
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
 from megatron_retool.scratch import RAY_DIRECTORY, current_scratch
@@ -42,8 +43,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
         with _signals_left_to_this_process():
             if config.cluster.ray_address == "local":
                 scratch = current_scratch()
-                ray.init(
-                    address="local",
+                start_local_ray(
                     num_cpus=_LOGICAL_CPUS,
                     include_dashboard=False,
                     object_store_memory=_object_store_bytes(),

@@ -39,7 +39,7 @@ def _plain(config: Config) -> dict[str, Any]:
     for key, _, value in walk(config):
         if not dataclasses.is_dataclass(value) and "[" not in key:
             elements = value if isinstance(value, list) else []
-            found[key] = [dataclasses.asdict(e) if dataclasses.is_dataclass(e) else e for e in elements] or value
+            found[key] = [dataclasses.asdict(e) if hasattr(e, "__dataclass_fields__") else e for e in elements] or value
     return found
 
 
