@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
+from megatron_retool.runs.leave import REQUEUE
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
 STOP_SECONDS = 6.0
+RAY_SERVERS = ("gcs_server", "raylet")
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+AGENT_LOOK_SECONDS = 10
 
 
 @contextmanager
@@ -41,12 +48,64 @@ def ray_runtime(config: Config) -> Iterator[None]:
             object_store_memory=_object_store_bytes(),
             **options,
         )
+        own = [child for child in psutil.Process().children() if child.name() in RAY_SERVERS]
     else:
         ray.init(address=config.cluster.ray_address, **options)
+        own = []
+    try:
+        with ended_with(own):
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
+    """For the length of the block, end this process as soon as one of ``servers`` ends, with a word of how to go on.
+
+    Ray would keep the driver waiting for minutes, or end it without a word of the run. What works for the driver ends
+    with it, but for agents that try for a minute to tell a dead raylet: these are ended here.
+    """
+    descriptors = {os.pidfd_open(server.pid): server.name() for server in servers}
+    over_read, over_write = os.pipe()
+    poll = select.poll()
+    for descriptor in (*descriptors, over_read):
+        poll.register(descriptor, select.POLLIN)
+
+    def watch() -> None:
+        agents: set[psutil.Process] = set()
+        while not (ready := [descriptor for descriptor, _ in poll.poll(AGENT_LOOK_SECONDS * 1000)]):
+            agents.update(_ray_agents())
+        if over_read in ready:
+            return
+        print(
+            f"error: Ray's {descriptors[ready[0]]} ended, and the run cannot go on without it; dmesg tells whether "
+            "memory ran out. Starting the run again resumes it from its last checkpoint",
+            flush=True,
+        )
+        for agent in agents:
+            with suppress(psutil.Error):
+                agent.kill()
+        os._exit(REQUEUE)
+
+    thread = threading.Thread(target=watch, name="ray-servers", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        ray.shutdown()
+        os.close(over_write)
+        thread.join()
+        for descriptor in (*descriptors, over_read):
+            os.close(descriptor)
+
+
+def _ray_agents() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(RAY_AGENTS):
+                found.append(process)
+    return found
 
 
 def all_node_ids() -> list[str]:
