@@ -169,7 +169,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
         "trainer.total_steps=5",
     )
     run_dir = demo_run.run_dir.with_name("wounded")
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 800
 
     def wait_for(condition) -> None:
         while not condition():
