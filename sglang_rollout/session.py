@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,6 +89,9 @@ class Session:
     ) -> GenerateResult:
         """Sample what follows the state's ids and ``extra_ids``.
 
+        What engines that failed have cost is taken back from ``state.seconds``: a trajectory that waits for a dead
+        engine's successor must not be out of time when it has one.
+
         Raises:
             RolloutError: an engine refuses the request, or requests fail again and again.
             NoEngineAvailable: all are dead.
@@ -103,13 +107,17 @@ class Session:
             filtered_log_probs=self._settings.filtered_log_probs,
         )
         avoid: RoutedEngine | None = None
+        failing_since: float | None = None
         try:
             while True:
                 if self._lease is None:
                     self._lease = await router.acquire(state.group_id, state.length, avoid)
                     if self._in_flight.pausing:
                         return GenerateResult([], [], [], "abort")
+                if failing_since is not None:
+                    state.seconds -= time.monotonic() - failing_since
                 router.grow(self._lease, state.length)
+                attempt_began = time.monotonic()
                 engine = self._lease.engine
                 try:
                     try:
@@ -123,7 +131,7 @@ class Session:
                     ) from error
                 except EngineClientError as error:
                     self.close()
-                    avoid = engine
+                    avoid, failing_since = engine, attempt_began
                     await self._judge(engine, state, error)
                     continue
                 statistics = self._in_flight.statistics

@@ -26,6 +26,7 @@ from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
+from megatron_retool.cluster.stopped_processes import end_stopped_processes
 from megatron_retool.config import Config, ConfigError, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -87,6 +88,8 @@ class Deployment:
 
     async def _start(self) -> None:
         config = self.config
+        stopped = asyncio.create_task(end_stopped_processes(self.console))
+        self._stack.callback(stopped.cancel)
         placement = plan_placement(config)
         if self.with_learner:
             check_weight_sync(config, placement)

@@ -15,6 +15,9 @@ from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
+SYNC_ATTEMPTS = 3
+"""More than two: while one engine is started anew, another may die."""
+
 
 class WeightSource(Protocol):
     """A learner group, as far as engines are concerned."""
@@ -59,18 +62,21 @@ class EngineWeights:
     async def sync(self, version: int) -> dict[str, float]:
         """Give every engine the learner's weights; returns when each of them serves ``version``.
 
-        Engines that fail to take them are started anew and get them once more; a second failure is raised.
+        Engines that fail to take them are started anew and get them once more; the last of SYNC_ATTEMPTS is raised.
         """
         assert self._source is not None
         if self._starts:
             # Engines that died while the learner trained: they take part.
             await asyncio.wait(set(self._starts.values()))
         async with self._sending, self._gpu_phases.syncing():
-            try:
-                metrics = await self._source().sync_weights(self._engines.urls, version)
-            except WeightSyncError as error:
-                await self._restart_culprits(error)
-                metrics = await self._source().sync_weights(self._engines.urls, version)
+            for left in reversed(range(SYNC_ATTEMPTS)):
+                try:
+                    metrics = await self._source().sync_weights(self._engines.urls, version)
+                    break
+                except WeightSyncError as error:
+                    if not left:
+                        raise
+                    await self._restart_culprits(error)
             self.version = version
         return metrics
 

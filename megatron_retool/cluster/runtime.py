@@ -9,26 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import ray
 from ray._private import services
 
 from megatron_retool.cluster.ray_start import start_local_ray
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
-from megatron_retool.scratch import RAY_DIRECTORY, current_scratch
+from megatron_retool.runs.leave import REQUEUE
+from megatron_retool.scratch import RAY_DIRECTORY, current_scratch, remove_own_scratch
 
 # Ray only does bookkeeping with CPUs here; processes are placed by GPUs, and on several nodes by the plan.
 _LOGICAL_CPUS = 256
 STOP_SECONDS = 6.0
+RAY_SERVERS = ("gcs_server", "raylet")
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+AGENT_LOOK_SECONDS = 10
 
 
 @contextmanager
@@ -39,6 +46,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    own = []
     try:
         with _signals_left_to_this_process():
             if config.cluster.ray_address == "local":
@@ -50,11 +58,63 @@ def ray_runtime(config: Config) -> Iterator[None]:
                     _temp_dir=None if scratch is None else str(scratch / RAY_DIRECTORY),
                     **options,
                 )
+                own = [child for child in psutil.Process().children() if child.name() in RAY_SERVERS]
             else:
                 ray.init(address=config.cluster.ray_address, **options)
-        yield
+        with ended_with(own):
+            yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
+    """For the length of the block, end this process as soon as one of ``servers`` ends, with a word of how to go on.
+
+    Ray would keep the driver waiting for minutes, or end it without a word of the run. What works for the driver ends
+    with it, but for agents that try for a minute to tell a dead raylet: these are ended here.
+    """
+    descriptors = {os.pidfd_open(server.pid): server.name() for server in servers}
+    over_read, over_write = os.pipe()
+    poll = select.poll()
+    for descriptor in (*descriptors, over_read):
+        poll.register(descriptor, select.POLLIN)
+
+    def watch() -> None:
+        agents: set[psutil.Process] = set()
+        while not (ready := [descriptor for descriptor, _ in poll.poll(AGENT_LOOK_SECONDS * 1000)]):
+            agents.update(_ray_agents())
+        if over_read in ready:
+            return
+        print(
+            f"error: Ray's {descriptors[ready[0]]} ended, and the run cannot go on without it; dmesg tells whether "
+            "memory ran out. Starting the run again resumes it from its last checkpoint",
+            flush=True,
+        )
+        for agent in agents:
+            with suppress(psutil.Error):
+                agent.kill()
+        remove_own_scratch()
+        os._exit(REQUEUE)
+
+    thread = threading.Thread(target=watch, name="ray-servers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(over_write)
+        thread.join()
+        for descriptor in (*descriptors, over_read):
+            os.close(descriptor)
+
+
+def _ray_agents() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(RAY_AGENTS):
+                found.append(process)
+    return found
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class TrajectoryState:
         turn: index of the assistant turn that is being sampled, or will be next.
         turn_start: where that turn begins in the response.
         pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
-        seconds: time it was worked on, pauses left out.
+        seconds: time it was worked on, pauses and what engines that failed have cost left out.
         age: training steps for which it was paused.
     """
 
@@ -258,11 +258,12 @@ class AgentLoop:
         if remaining <= 0:
             state.finish_reason = FinishReason.LENGTH
             return True
-        began = time.monotonic()
+        began, counted = time.monotonic(), state.seconds
         result = await generate(state, remaining, deadline)
         state.append_sampled(result)
         if result.finish_reason == "abort":
-            if time.monotonic() - began < deadline:
+            not_counted = counted - state.seconds
+            if time.monotonic() - began - not_counted < deadline:
                 return False
             state.finish_reason = FinishReason.ABORTED
             return True

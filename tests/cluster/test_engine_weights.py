@@ -69,14 +69,24 @@ def test_an_engine_that_fails_to_take_weights_is_started_anew_and_gets_them() ->
 
 @pytest.mark.parametrize(
     "errors",
-    [[WeightSyncError("the learner's side", [])], [WeightSyncError("no answer", ["http://e0"])] * 2],
-    ids=["nobody_to_blame", "a_second_time"],
+    [
+        [WeightSyncError("the learner's side", [])],
+        [WeightSyncError("no answer", [f"http://e0{'-again' * restarts}"]) for restarts in range(3)],
+    ],
+    ids=["nobody_to_blame", "again_and_again"],
 )
 def test_what_a_restart_does_not_help_is_raised(errors: list[Exception]) -> None:
     weights, _, _ = weights_of(FakeLearner(*errors))
     with pytest.raises(WeightSyncError):
         asyncio.run(weights.sync(3))
     assert weights.version == 0
+
+
+def test_another_engine_may_die_while_the_first_is_started_anew() -> None:
+    learner = FakeLearner(*(WeightSyncError("no answer", [f"http://e{index}"]) for index in (1, 0)))
+    weights, replaced, _ = weights_of(learner)
+    asyncio.run(weights.sync(3))
+    assert learner.sent == [(["http://e0-again", "http://e1-again"], 3)] and len(replaced) == 2
 
 
 def test_a_dead_engine_comes_back_with_the_version_that_the_others_serve() -> None:

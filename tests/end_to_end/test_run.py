@@ -153,36 +153,60 @@ def test_interrupt_leaves_no_process(demo_run: FinishedRun):
     assert "stopped" in output and "Traceback" not in output
 
 
+def processes_named(process, name: str) -> list[psutil.Process]:
+    """Ray renames its workers, which overwrites the environment that a run's marker lies in."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if name in " ".join(child.cmdline())]
+
+
 @pytest.mark.slow
 def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun):
-    """Both are killed while a step is generated: they come back, and no trajectory is lost or doubled."""
+    """Sandbox, engine and the engine's actor are killed: they come back, and no trajectory is lost or doubled."""
     process, marker = demo_run.command_line.start(
         "train",
         "trainer.experiment_name=wounded",
         f"demo.directory={demo_run.run_dir / 'data'}",
         f"model.path={demo_run.run_dir / 'sft_hf'}",
         "trainer.val_before_train=false",
-        "trainer.total_steps=4",
+        "trainer.total_steps=5",
     )
     run_dir = demo_run.run_dir.with_name("wounded")
-    deadline = time.monotonic() + 300
-    for step, victim in ((1, "sglang.launch_server"), (2, "tools.code_interpreter.server")):
-        while not (run_dir / "rollouts" / f"step_{step:06d}.parquet").exists():
+    deadline = time.monotonic() + 800
+
+    def wait_for(condition) -> None:
+        while not condition():
             assert process.poll() is None, process.stdout.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        pids = pids_of(marker, victim)
-        assert pids, victim
+
+    def kill(words: str) -> None:
+        pids = pids_of(marker, words)
+        assert pids, words
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+    wait_for((run_dir / "rollouts/step_000001.parquet").exists)
+    kill("tools.code_interpreter.server")
+    wait_for((run_dir / "rollouts/step_000002.parquet").exists)
+    # A rank that stands still keeps the run in training, where nobody speaks to the engine before the weight sync.
+    rank = processes_named(process, "ray::LearnerWorker")[0]
+    rank.suspend()
+    engine_log = run_dir / "logs" / "engine_0.log"
+    wait_for(lambda: time.time() - engine_log.stat().st_mtime > 4)
+    kill("sglang.launch_server")
+    rank.resume()
+    wait_for((run_dir / "rollouts/step_000003.parquet").exists)
+    for worker in processes_named(process, "ray::EngineWorker"):
+        worker.kill()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
-    for step in (1, 2, 3, 4):
+    assert "weight sync failed, restarting http://127.0.0.1" in output and "building the learner anew" not in output
+    for step in (1, 2, 3, 4, 5):
         trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
         assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
         assert steps(run_dir)[step]["rollout_corr/log_prob_abs_diff"] < 1e-4
-    assert steps(run_dir)[4]["tool/success_rate"] > 0
+    assert steps(run_dir)[5]["tool/success_rate"] > 0
 
 
 @pytest.mark.slow
@@ -248,12 +272,7 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     engine = pids_of(marker, "sglang.launch_server")
-    # Ray renames its workers, which overwrites the environment that the marker lies in.
-    ranks = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "ray::LearnerWorker" in " ".join(child.cmdline())
-    ]
+    ranks = processes_named(process, "ray::LearnerWorker")
     assert len(ranks) == 2
     ranks[1].kill()
     while not (run_dir / "rollouts/step_000004.parquet").exists():

@@ -107,6 +107,23 @@ def test_the_only_engine_dies_and_comes_back_while_others_wait_for_a_place(token
     assert statistics.engines_lost == 1
 
 
+def test_waiting_for_a_dead_engines_successor_is_not_the_trajectorys_time(tokenizer):
+    """The whole step would be aborted, and be trained on as such."""
+
+    async def scenario():
+        first = await ScriptedEngine(tokenizer, lambda count: "die" if count == 5 else None).start()
+
+        async def restart(url):
+            await asyncio.sleep(1.2)
+            return (await ScriptedEngine(tokenizer).start()).url
+
+        config = make_config("rollout.multi_turn.max_wall_seconds=1")
+        async with RolloutManager(config, tokenizer, [first.url], ScriptedTools(), restart_engine=restart) as manager:
+            return await manager.generate_groups(PROMPTS, TWO)
+
+    assert_complete(asyncio.run(scenario()))
+
+
 def test_a_restart_that_fails_leaves_the_other_engine(tokenizer):
     async def scenario():
         dying = await ScriptedEngine(tokenizer, lambda count: "die" if count == 3 else None).start()
