@@ -19,6 +19,8 @@ from tests.campaign.demo import Prepared
 from tests.campaign.plan import DRIVER, Plan, Strike, by_kind
 from tests.campaign.processes import WatchedRun
 
+HANG_SHARE = 0.4
+"""Of the limit: what is left is for the next start."""
 POLL_SECONDS = 0.25
 ORPHAN_SECONDS = 30.0
 AGENT_SECONDS = 75.0
@@ -50,7 +52,7 @@ class Campaign:
 
     Args:
         limit: seconds without a new step, after which a run counts as standing still.
-        hang_seconds: of the run itself (trainer.hang_timeout_seconds), which ends then, to be started again.
+            The run itself ends sooner where it hangs (trainer.hang_timeout_seconds), to be started again.
         longest_waits: seconds to a run's first strike at most, so that it may meet the start or any step, and from a
             recovery to the next strike.
         report: called with each blow, when it is known what came of it.
@@ -63,7 +65,6 @@ class Campaign:
         kills: int,
         *,
         limit: float = 300.0,
-        hang_seconds: float = 120.0,
         longest_waits: tuple[float, float] = (75.0, 25.0),
         report: Callable[[Blow], None] = lambda blow: None,
     ) -> None:
@@ -71,7 +72,7 @@ class Campaign:
         self.plan = plan
         self.kills = kills
         self.limit = limit
-        self.hang_seconds = hang_seconds
+        self.hang_seconds = HANG_SHARE * limit
         self.longest_waits = longest_waits
         self.report = report
         self.blows: list[Blow] = []
