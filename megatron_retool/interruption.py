@@ -45,7 +45,7 @@ def raise_interrupt() -> None:
 
 def end_at_once() -> None:
     """End this process, which has started no other, without what Python does at its end."""
-    _say("stopped before anything had started")
+    _say("stopped: nothing was running yet")
     remove_own_scratch()
     os._exit(INTERRUPTED)
 

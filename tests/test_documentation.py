@@ -50,7 +50,7 @@ def quoted_messages() -> list[str]:
 
 
 def source_files(*suffixes: str) -> list[Path]:
-    folders = (*PACKAGES, "scripts", "benchmarks", "experiments")
+    folders = (*PACKAGES, "scripts", "benchmarks", "experiments", "tests/campaign")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
 
 

@@ -46,7 +46,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    own = []
+    own: list[psutil.Process] = []
     try:
         with _signals_left_to_this_process():
             if config.cluster.ray_address == "local":

@@ -94,13 +94,10 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        # SIGINT and SIGTERM are this command's own, whose way out ends the ranks as well.
+        signals_to_handle="SIGQUIT",
     )
-    environment = _environment(
-        OMP_NUM_THREADS=str(config.learner.threads),
-        GLOO_SOCKET_IFNAME=_loopback(),
-        # The others are this command's own, whose way out ends the ranks as well.
-        TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT",
-    )
+    environment = _environment(OMP_NUM_THREADS=str(config.learner.threads), GLOO_SOCKET_IFNAME=_loopback())
     with environment, passed_on(leave, _ranks):
         try:
             elastic_launch(settings, sys.executable)("-u", "-m", _MODULE, str(config_file))

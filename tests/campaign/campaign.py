@@ -19,9 +19,8 @@ from tests.campaign.demo import Prepared
 from tests.campaign.plan import DRIVER, Plan, Strike, by_kind
 from tests.campaign.processes import WatchedRun
 
-FIRST_MOMENT = 75.0
-"""Longest wait for the first strike at a run: its start and its first steps."""
-NEXT_MOMENT = 25.0
+HANG_SHARE = 0.4
+"""Of the limit: what is left is for the next start."""
 POLL_SECONDS = 0.25
 ORPHAN_SECONDS = 30.0
 AGENT_SECONDS = 75.0
@@ -53,6 +52,9 @@ class Campaign:
 
     Args:
         limit: seconds without a new step, after which a run counts as standing still.
+            The run itself ends sooner where it hangs (trainer.hang_timeout_seconds), to be started again.
+        longest_waits: seconds to a run's first strike at most, so that it may meet the start or any step, and from a
+            recovery to the next strike.
         report: called with each blow, when it is known what came of it.
     """
 
@@ -63,14 +65,15 @@ class Campaign:
         kills: int,
         *,
         limit: float = 300.0,
-        hang_seconds: float = 120.0,
+        longest_waits: tuple[float, float] = (75.0, 25.0),
         report: Callable[[Blow], None] = lambda blow: None,
     ) -> None:
         self.prepared = prepared
         self.plan = plan
         self.kills = kills
         self.limit = limit
-        self.hang_seconds = hang_seconds
+        self.hang_seconds = HANG_SHARE * limit
+        self.longest_waits = longest_waits
         self.report = report
         self.blows: list[Blow] = []
         self.run_violations: dict[str, list[str]] = {}
@@ -109,7 +112,7 @@ class Campaign:
         self.run_violations[name] = found
 
     def _strike_until_the_end(self, name: str, run: WatchedRun, run_dir: Path) -> None:
-        start, longest = time.monotonic(), FIRST_MOMENT
+        start, (longest, next_longest) = time.monotonic(), self.longest_waits
         while True:
             moment = time.monotonic() + self.plan.moment(longest)
             if not self._runs_until(run, moment) or len(self.blows) >= self.kills:
@@ -123,7 +126,7 @@ class Campaign:
                 self._deliver(strike, run, run_dir, blow)
             finally:
                 self.report(blow)
-            longest = NEXT_MOMENT
+            longest = next_longest
         self._to_the_end(run, run_dir)
 
     def _runs_until(self, run: WatchedRun, moment: float) -> bool:

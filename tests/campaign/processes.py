@@ -16,6 +16,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_CAMPAIGN_RUN"
 SHARED_MEMORY = Path("/dev/shm")
+LOOK_SECONDS = 2.0
 IDLE_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py", "runtime_env/agent/main.py")
 """Ray's own, which look for their dead raylet for a minute before they end."""
 
@@ -36,6 +37,7 @@ class WatchedRun:
         self._marker = uuid.uuid4().hex
         self._seen: dict[int, psutil.Process] = {}
         self._shared_memory: set[Path] = set()
+        self._next_look = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -118,6 +120,9 @@ class WatchedRun:
             return False
 
     def _look_at_shared_memory(self, processes: dict[int, str]) -> None:
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_SECONDS
         for process in processes:
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():

@@ -16,6 +16,7 @@ def test_a_run_survives_three_strikes(demo_run: FinishedRun):
     runs_dir = demo_run.run_dir.parent / "campaign"
     runs_dir.mkdir()
     prepared = Prepared(demo_run.command_line.config, demo_run.run_dir, runs_dir)
-    campaign = Campaign(prepared, Plan(7, only=["driver", "learner rank", "sandbox server"]), kills=3)
+    plan = Plan(7, stops=0.0, only=["driver", "learner rank", "sandbox server"])
+    campaign = Campaign(prepared, plan, kills=3, longest_waits=(30.0, 6.0))
     campaign.run()
     assert not campaign.failed, (campaign.blows, campaign.run_violations)
