@@ -39,6 +39,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     _unlock(tree)
     for source, layer in layers:
         _reject_unknown_keys(OmegaConf.to_container(layer), Config, source)
+        _wrap_single_names(layer, Config)
         try:
             tree = OmegaConf.merge(tree, layer)
         except OmegaConfBaseException as error:
@@ -149,6 +150,18 @@ def _reject_unknown_keys(node: Any, schema: type, source: str, prefix: str = "")
                 _reject_unknown_keys(element, inner, source, f"{dotted}[{index}].")
         else:
             _reject_unknown_keys(value, inner, source, f"{dotted}.")
+
+
+def _wrap_single_names(node: DictConfig, schema: type) -> None:
+    """Make a list of a text that stands where a list of texts is expected, as in data.train_files=a.parquet."""
+    hints = typing.get_type_hints(schema)
+    for key in list(node):
+        inner, value = _dataclass_of(schema, key), node._get_node(key)
+        if isinstance(value, DictConfig) and inner is not None and not value._is_none():
+            if not value._is_missing() and not value._is_interpolation():
+                _wrap_single_names(value, inner)
+        elif hints[key] == list[str] and isinstance(value._value(), str) and not value._is_interpolation():
+            node[key] = [value._value()]
 
 
 def _dataclass_of(schema: type, name: str) -> type | None:
