@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.parquet_files import damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import without_surrogates
+from megatron_retool.untrusted import load_json, without_surrogates
 
 IntArray = npt.NDArray[np.int32]
 
@@ -231,20 +232,24 @@ def write_trajectories(
         schema += [("prompt", pa.string()), ("response", pa.string())]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as handle:
-        pq.write_table(pa.table(rows, schema=pa.schema(schema)), handle, compression="zstd", write_page_checksum=True)
+        table = pa.table(rows, schema=pa.schema(schema))
+        pq.write_table(table, handle, compression="zstd", write_page_checksum=True)
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    """Read what ``write_trajectories`` wrote."""
-    import pyarrow.parquet as pq
+    """Read what ``write_trajectories`` wrote.
 
-    table = pq.read_table(path, columns=list(_PARQUET_COLUMNS))
+    Raises:
+        UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
+    """
+    rows = read_parquet(path, columns=list(_PARQUET_COLUMNS)).to_pylist()
     trajectories = []
-    for row in table.to_pylist():
-        row["finish_reason"] = FinishReason(row["finish_reason"])
-        row["reward_info"], row["extra_info"] = json.loads(row["reward_info"]), json.loads(row["extra_info"])
-        row["tool_calls"] = [ToolCall(**call) for call in json.loads(row["tool_calls"])]
-        trajectories.append(Trajectory(**row))
+    for number, row in enumerate(rows):
+        with damage_named(f"{path}, row {number}"):
+            row["finish_reason"] = FinishReason(row["finish_reason"])
+            row["reward_info"], row["extra_info"] = load_json(row["reward_info"]), load_json(row["extra_info"])
+            row["tool_calls"] = [ToolCall(**call) for call in load_json(row["tool_calls"])]
+            trajectories.append(Trajectory(**row))
     return trajectories
 
 

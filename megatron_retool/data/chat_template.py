@@ -10,13 +10,14 @@ Two rules hold throughout:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_retool.untrusted import load_json
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -108,8 +109,8 @@ def _normalize_message(message: Message) -> Message:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                decoded = json.loads(arguments)
-            except json.JSONDecodeError:
+                decoded = load_json(arguments)
+            except ValueError:
                 decoded = arguments
             if isinstance(decoded, dict):
                 function["arguments"] = decoded

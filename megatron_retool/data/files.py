@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
+from megatron_retool.untrusted import MOST_LEVELS, load_json
 
 
-class DataError(ValueError):
+class DataError(UnreadableFile):
     """A data file cannot be used. The message names the file, the row and the column, and says what to do."""
 
 
@@ -23,36 +25,91 @@ def read_table(path: str | Path) -> pa.Table:
     """A parquet, JSON Lines or JSON (an array of objects) file as an Arrow table.
 
     Raises:
-        DataError: the file is missing, of another kind, damaged, empty, or names a column twice.
+        DataError: the file is missing, of another kind, damaged, empty, names a column twice, or holds text that is no
+            UTF-8 or JSON that is nested too deeply; with row and column where they are known.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: the file does not exist")
+    if path.suffix not in _READERS:
+        raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
     try:
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                _refuse_repeated(path, file.schema_arrow.names)
-                table = file.read()
-        elif path.suffix in (".jsonl", ".ndjson"):
-            table = pyarrow.json.read_json(path)
-        elif path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise DataError(f"{path}: expected an array of objects")
-            table = pa.Table.from_pylist(rows)
-        else:
-            raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
-    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        with damage_named(path):
+            table = _READERS[path.suffix](path)
+    except DataError:
+        raise
+    except UnreadableFile as error:
+        raise DataError(str(error)) from error
     if table.num_rows == 0:
         raise DataError(f"{path}: no rows")
     return table
 
 
-def _refuse_repeated(path: Path, names: list[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise DataError(f"{path}: column {name!r} appears {count} times")
+def _read_json_lines(path: Path) -> pa.Table:
+    content = path.read_bytes()
+    for row, line in enumerate(content.splitlines()):
+        # Arrow's parser crashes on deep nesting. Most lines have too few brackets to be looked at.
+        if line.count(b"[") + line.count(b"{") >= MOST_LEVELS:
+            try:
+                load_json(line)
+            except ValueError as error:
+                raise DataError(f"{path}, row {row}: {error}: correct the row or leave it out") from error
+    table = pyarrow.json.read_json(io.BytesIO(content))
+    for name in table.column_names:
+        for row, value in enumerate(_invalid(table[name])):
+            if value:
+                raise DataError(f"{path}, row {row}, column {name!r}: the text is no UTF-8: write the file as UTF-8")
+    return table
+
+
+def _invalid(column: pa.ChunkedArray) -> Iterator[bool]:
+    """Whether each value is not what its type says; nothing where all are."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowException:
+        for row in range(len(column)):
+            try:
+                column.slice(row, 1).validate(full=True)
+            except pa.ArrowException:
+                yield True
+            else:
+                yield False
+
+
+def _read_json(path: Path) -> pa.Table:
+    try:
+        rows = load_json(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: expected an array of objects")
+    try:
+        return pa.Table.from_pylist(rows)
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(f"{path}{_place_of_value(rows)}: {str(error).splitlines()[0]}") from error
+
+
+def _place_of_value(rows: list[dict[str, Any]]) -> str:
+    """ ", row 3, column 'answer'": the value that Arrow refuses, or less where only several together are refused."""
+    for name in {name: None for row in rows for name in row}:
+        for number, row in enumerate(rows):
+            try:
+                pa.array([row.get(name)])
+            except (pa.ArrowException, ValueError, OverflowError):
+                return f", row {number}, column {name!r}"
+        try:
+            pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, ValueError, OverflowError):
+            return f", column {name!r}"
+    return ""
+
+
+_READERS: dict[str, Callable[[Path], pa.Table]] = {
+    ".parquet": read_parquet,
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+}
 
 
 def require_columns(path: str | Path, table: pa.Table, names: Iterable[str]) -> None:
@@ -66,14 +123,26 @@ def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:
     """``value``, decoded if it is JSON text.
 
     Raises:
-        DataError: it is text and no JSON.
+        DataError: it is text and no JSON, or holds what no tokenizer and no file takes.
     """
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
+        return load_json(value)
+    except ValueError as error:
         raise DataError(f"{path}, row {row}, column {column!r}: not valid JSON: {error}") from error
+
+
+def check_text(value: Any, path: str | Path, row: int, column: str) -> None:
+    """Raise DataError where text in ``value``, at any depth, holds half of a surrogate pair, as JSON's "\\ud800"."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        found = error.object[error.start]
+        raise DataError(
+            f"{path}, row {row}, column {column!r}: the text holds half of a surrogate pair ({found!r}), which is no "
+            "character: take it out"
+        ) from error
 
 
 def write_parquet(path: str | Path, table: pa.Table) -> None:

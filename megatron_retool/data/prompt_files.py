@@ -12,7 +12,6 @@ What a source looks like is told from its columns:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_retool.data.chat_template import drop_none
-from megatron_retool.data.files import DataError, decode_json, read_table, require_columns
+from megatron_retool.data.files import DataError, check_text, decode_json, read_table, require_columns
+from megatron_retool.parquet_files import damage_named
+from megatron_retool.untrusted import load_json
 
 REASONING_GYM = "reasoning_gym:"
 PROBLEM_COLUMNS = ("problem", "question")
 _BATCH_ROWS = 65536
+
+
+# A reader yields, for a stretch of rows: the prompts' keys for de-duplication, their answers, and a function that
+# builds the rows at given places. Only distinct rows are ever built: DAPO-Math-17k has a hundred copies of each.
+_Stretch = tuple[list[str], list[str], Any]
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def read_prompts(
             if source.startswith(REASONING_GYM)
             else _read_file(source, prompt_key, instruction)
         )
-        for keys, answers, take in reader:
+        for keys, answers, take in _named(source, reader):
             kept = []
             for place, (key, answer) in enumerate(zip(keys, answers, strict=True)):
                 if deduplicate and key in seen:
@@ -87,13 +93,20 @@ def read_prompts(
                 seen[key] = answer
                 kept.append(place)
             counts.rows += len(keys)
-            prompts += take(kept)
+            with damage_named(source):
+                prompts += take(kept)
     return prompts, counts
 
 
-# A reader yields, for a stretch of rows: the prompts' keys for de-duplication, their answers, and a function that
-# builds the rows at given places. Only distinct rows are ever built: DAPO-Math-17k has a hundred copies of each.
-_Stretch = tuple[list[str], list[str], Any]
+def _named(source: str, stretches: Iterator[_Stretch]) -> Iterator[_Stretch]:
+    """``stretches``, with the source's name in every error of reading them, as a date that Python does not know."""
+    while True:
+        try:
+            with damage_named(source):
+                stretch = next(stretches)
+        except StopIteration:
+            return
+        yield stretch
 
 
 def _read_file(source: str, prompt_key: str, instruction: str) -> Iterator[_Stretch]:
@@ -183,7 +196,17 @@ def _ground_truth(source: str, number: int, reward_model: Any) -> Any:
     reward_model = decode_json(reward_model, source, number, "reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError(f"{source}, row {number}, column 'reward_model': expected a mapping with ground_truth")
-    return reward_model["ground_truth"]
+    return _exact(reward_model["ground_truth"], source, number, "reward_model")
+
+
+def _exact(truth: Any, source: str, number: int, column: str) -> Any:
+    """``truth``. Raises DataError where it is a number that has lost digits on its way into the file."""
+    if isinstance(truth, float) and not abs(truth) <= 2**53:
+        raise DataError(
+            f"{source}, row {number}, column {column!r}: the ground truth {truth!r} is beyond what a number holds "
+            "exactly: store it as text"
+        )
+    return truth
 
 
 def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, instruction: str) -> RawPrompt:
@@ -211,9 +234,10 @@ def _messages(source: str, number: int, prompt: Any, prompt_key: str, instructio
         if not prompt.lstrip().startswith("[{"):
             return _question(prompt, instruction)
         try:
-            prompt = json.loads(prompt)
-        except json.JSONDecodeError:
+            prompt = load_json(prompt)
+        except ValueError:
             return _question(prompt, instruction)
+        check_text(prompt, source, number, prompt_key)
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(
@@ -251,6 +275,7 @@ def _competition_rows(
             for column in table.column_names
             if column not in (problem, by_lower["answer"]) and column.lower() != "solution" and row[column] is not None
         }
+        answer = _exact(answer, source, number, by_lower["answer"])
         truth = str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
         messages = _question(question, instruction)
         prompts.append(RawPrompt(source, number, name, messages, truth, {"index": number, **extra}))
@@ -279,8 +304,8 @@ def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
     settings = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         try:
-            settings[name] = json.loads(value)
-        except json.JSONDecodeError:
+            settings[name] = load_json(value)
+        except ValueError:
             settings[name] = value
     settings.setdefault("size", 1000)
     settings.setdefault("seed", 0)

@@ -15,6 +15,7 @@ from megatron_retool.config import ConfigError, DataConfig
 from megatron_retool.data.chat_template import ChatTemplateError, render, tokenize
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prompt_files import RawPrompt, read_prompts
+from megatron_retool.data.token_bounds import TokenBound
 
 logger = logging.getLogger(__name__)
 
@@ -144,17 +145,25 @@ class PromptSource:
         """Go on from ``state``.
 
         Raises:
-            DataError: the prompts, their seed or their shuffling are not the ones that the state was saved with.
+            DataError: the prompts, their seed or their shuffling are not the ones that the state was saved with, or it
+                is no position at all.
         """
         current = self.state_dict()
         for key, setting in (("seed", "trainer.seed"), ("shuffle", "data.shuffle"), ("prompts", "data.train_files")):
-            if state[key] != current[key]:
+            if state.get(key) != current[key]:
                 raise DataError(
-                    f"the checkpoint's data position was saved with another {setting} ({state[key]}, now "
+                    f"the checkpoint's data position was saved with another {setting} ({state.get(key)}, now "
                     f"{current[key]}): resume with the same data settings, or start a new run"
                 )
-        self._drawn = int(state["drawn"])
-        self._again = [int(draw) for draw in state["again"]]
+        drawn, again = state.get("drawn"), state.get("again")
+        for key, numbers in (("drawn", [drawn]), ("again", again)):
+            if not isinstance(numbers, list) or not all(type(each) is int and each >= 0 for each in numbers):
+                raise DataError(
+                    f"the checkpoint's data position is damaged: {key}={state.get(key)!r:.60}: resume from an older "
+                    "checkpoint (trainer.resume_from_path)"
+                )
+        assert isinstance(drawn, int) and isinstance(again, list)
+        self._drawn, self._again = drawn, again
 
     def _prompt(self, draw: int) -> PromptRow:
         epoch, place = divmod(draw, len(self._rows))
@@ -201,11 +210,18 @@ def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> t
     raw, counts = read_prompts(files, config.prompt_key, config.question_instruction, config.deduplicate)
     rows = []
     overlong = 0
-    for prompt, ids in zip(raw, _tokenize_prompts(raw, tokenizer, tools), strict=True):
-        if len(ids) > config.max_prompt_length:
+    texts = _render_all(raw, tokenizer, tools)
+    bound = TokenBound(tokenizer)
+    fewest = [bound.fewest(text) if len(text) > 16 * config.max_prompt_length else 0 for text in texts]
+    enormous = [least > config.max_prompt_length for least in fewest]
+    tokenized = iter(tokenize(tokenizer, [text for text, skip in zip(texts, enormous, strict=True) if not skip]))
+    for prompt, least, skip in zip(raw, fewest, enormous, strict=True):
+        ids = [] if skip else next(tokenized)
+        if skip or len(ids) > config.max_prompt_length:
             if config.overlong_prompts == "error":
+                count = f"at least {least}" if skip else len(ids)
                 raise DataError(
-                    f"{prompt.file}, row {prompt.row}, column {config.prompt_key!r}: {len(ids)} tokens, more than "
+                    f"{prompt.file}, row {prompt.row}, column {config.prompt_key!r}: {count} tokens, more than "
                     f"data.max_prompt_length={config.max_prompt_length}; raise it, or set data.overlong_prompts=filter"
                 )
             overlong += 1
@@ -229,7 +245,7 @@ def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> t
     return rows, PromptCounts(counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows))
 
 
-def _tokenize_prompts(prompts: Sequence[RawPrompt], tokenizer: Any, tools: PromptTools) -> list[list[int]]:
+def _render_all(prompts: Sequence[RawPrompt], tokenizer: Any, tools: PromptTools) -> list[str]:
     """Each prompt with the tools that it has; prompts of the same tools are rendered together."""
     places_of: dict[str, list[int]] = {}
     schemas_of: dict[str, list[dict[str, Any]]] = {}
@@ -246,7 +262,7 @@ def _tokenize_prompts(prompts: Sequence[RawPrompt], tokenizer: Any, tools: Promp
         rendered = _render_prompts([prompts[place] for place in places], tokenizer, schemas_of[names])
         for place, text in zip(places, rendered, strict=True):
             texts[place] = text
-    return tokenize(tokenizer, texts)
+    return texts
 
 
 def _render_prompts(prompts: Sequence[RawPrompt], tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_retool.data.chat_template import (
     drop_none,
     normalize_messages,
 )
-from megatron_retool.data.files import DataError, decode_json, read_table, require_columns
+from megatron_retool.data.files import DataError, check_text, decode_json, read_table, require_columns
 from megatron_retool.trajectory import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -210,6 +210,7 @@ def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any
         return DataError(f"{path}, row {row}, column {column!r}: {reason}")
 
     cell = decode_json(cell, path, row, column)
+    check_text(cell, path, row, column)
     if not isinstance(cell, list) or not cell:
         raise fail(f"expected a list of messages, found {cell!r:.60}")
     for message in cell:
@@ -225,6 +226,7 @@ def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any
 
 def _tools(path: str, row: int, text: str, column: str) -> list[dict[str, Any]] | None:
     tools = decode_json(text, path, row, column) if text.strip() else None
+    check_text(tools, path, row, column)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{path}, row {row}, column {column!r}: expected a list of tool schemas, found {tools!r:.60}")
     return drop_none(tools) if tools else None

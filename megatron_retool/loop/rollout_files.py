@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.parquet_files import read_parquet
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
 
@@ -49,10 +50,12 @@ def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
 
 
 def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:
-    """What ``write_estimates`` wrote: (group_id, index) -> column -> float32 [R]."""
-    import pyarrow.parquet as pq
+    """What ``write_estimates`` wrote: (group_id, index) -> column -> float32 [R].
 
-    table = pq.read_table(path)
+    Raises:
+        UnreadableFile: the file is missing or damaged.
+    """
+    table = read_parquet(path)
     names = [name for name in table.column_names if name not in ("group_id", "index")]
     keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
     columns = {name: table[name].combine_chunks() for name in names}

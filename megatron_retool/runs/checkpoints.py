@@ -32,6 +32,7 @@ from conversion.files.directory import publish
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.untrusted import load_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
 
@@ -58,8 +59,20 @@ class Checkpoint:
         return self.path / PAUSED_GROUPS
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the checkpoint."""
-        data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        """A JSON file of the checkpoint.
+
+        Raises:
+            ConfigError: it is missing or damaged.
+        """
+        path = self.path / name
+        cure = "go back to an older one with trainer.resume_mode=resume_path and trainer.resume_from_path"
+        try:
+            data = load_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{path}: cannot be read: {reason}. The checkpoint is damaged: {cure}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: expected a mapping, found {data!r:.60}. The checkpoint is damaged: {cure}")
         return data
 
     def check_quickly(self) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_retool.parquet_files import damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, ToolCall
+from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.tool_call_formats import ParsedCall
 
@@ -83,22 +85,29 @@ def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None
 
 
 def read_paused_groups(path: str | Path) -> list[PausedGroup]:
-    """Read what ``write_paused_groups`` wrote; the states' ``prompt_ids`` are empty."""
-    table = pq.read_table(path)
-    about_groups = json.loads(table.schema.metadata[b"groups"])
-    groups = {about["group_id"]: PausedGroup(states=[], **about) for about in about_groups}
-    for row in table.to_pylist():
-        progress = json.loads(row.pop("progress"))
-        reason = progress.pop("finish_reason")
-        group = groups[row["group_id"]]
-        state = TrajectoryState(
-            prompt_ids=[],
-            age=group.age,
-            finish_reason=None if reason is None else FinishReason(reason),
-            tool_calls=[ToolCall(**call) for call in progress.pop("tool_calls")],
-            pending_calls=[ParsedCall(**call) for call in progress.pop("pending_calls")],
-            **progress,
-            **row,
-        )
+    """Read what ``write_paused_groups`` wrote; the states' ``prompt_ids`` are empty.
+
+    Raises:
+        UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
+    """
+    table = read_parquet(path, columns=_SCHEMA.names)
+    with damage_named(path):
+        about_groups = load_json((table.schema.metadata or {})[b"groups"])
+        groups = {about["group_id"]: PausedGroup(states=[], **about) for about in about_groups}
+    for number, row in enumerate(table.to_pylist()):
+        with damage_named(f"{path}, row {number}"):
+            progress = load_json(row.pop("progress"))
+            reason = progress.pop("finish_reason")
+            group = groups[row["group_id"]]
+            state = TrajectoryState(
+                prompt_ids=[],
+                age=group.age,
+                finish_reason=None if reason is None else FinishReason(reason),
+                tool_calls=[ToolCall(**call) for call in progress.pop("tool_calls")],
+                pending_calls=[ParsedCall(**call) for call in progress.pop("pending_calls")],
+                **progress,
+                **row,
+            )
+            state.check_contract(state.finish_reason is not None)
         group.states.append(state)
     return list(groups.values())

@@ -1,0 +1,103 @@
+"""Reading parquet files that may be damaged: one error for everything, with the place of the damage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class UnreadableFile(ValueError):
+    """A file is missing, damaged, or of another kind. The message names it, row and column where known, and a cure."""
+
+
+def read_parquet(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table, whose checksums (where it has some), lengths and text have been checked.
+
+    Args:
+        columns: those that must be there, and are read; None: all.
+
+    Raises:
+        UnreadableFile: naming file, row and column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        _check_columns(path, file.schema_arrow.names, columns)
+        try:
+            table = file.read(columns=None if columns is None else list(columns))
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _damaged(path, error, _place_of_damage(file, columns)) from error
+    return table
+
+
+@contextlib.contextmanager
+def damage_named(path: str | Path) -> Iterator[None]:
+    """Make every error of reading ``path`` in the block an UnreadableFile."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except UnreadableFile:
+        raise
+    except FileNotFoundError as error:
+        raise UnreadableFile(f"{path}: the file does not exist") from error
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, OverflowError, MemoryError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str | Path, error: BaseException, place: str = "") -> UnreadableFile:
+    reason = (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+    return UnreadableFile(
+        f"{path}{place}: cannot be read: {reason}. It is damaged or cut short: fetch or make it again"
+    )
+
+
+def _check_columns(path: Path, found: Sequence[str], wanted: Sequence[str] | None) -> None:
+    for name in set(found):
+        if found.count(name) > 1:
+            raise UnreadableFile(f"{path}: column {name!r} appears {found.count(name)} times")
+    missing = [name for name in wanted or () if name not in found]
+    if missing:
+        raise UnreadableFile(
+            f"{path}: column {missing[0]!r} is missing; the file has {', '.join(found)}: name another file here"
+        )
+
+
+def _place_of_damage(file: Any, columns: Sequence[str] | None) -> str:
+    """ ", rows 0 to 99, column 'prompt'", or less where the damage is not in one column's values."""
+    import pyarrow as pa
+
+    first = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        for name in columns or file.schema_arrow.names:
+            try:
+                column = file.read_row_group(group, columns=[name]).column(0)
+            except (pa.ArrowException, OSError, ValueError):
+                return f", rows {first} to {first + count - 1}, column {name!r}"
+            try:
+                column.validate(full=True)
+            except pa.ArrowException:
+                return f"{_row_of(column, first)}, column {name!r}"
+        first += count
+    return ""
+
+
+def _row_of(column: pa.ChunkedArray, first: int) -> str:
+    """The first row that is not valid."""
+    import pyarrow as pa
+
+    for row in range(len(column)):
+        try:
+            column.slice(row, 1).validate(full=True)
+        except pa.ArrowException:
+            return f", row {first + row}"
+    return f", rows {first} to {first + len(column) - 1}"
