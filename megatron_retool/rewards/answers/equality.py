@@ -53,7 +53,8 @@ from megatron_retool.rewards.answers.values import (
 from megatron_retool.rewards.answers.words import calendar_date, clock_time, number_word, plain_words
 
 MAX_CHARACTERS = 1000
-_SECONDS = 0.4
+_SECONDS = 0.3
+_VOTED_BITS = 4000
 _TRIALS = 5
 _ROUNDED_DIGITS = 6
 _LONG_DIGITS = 10
@@ -80,14 +81,14 @@ def equivalent(prediction: str, truth: str) -> bool:
         return _chosen(plain[0]) == plain[1].strip("()")
     comparison = _Comparison(Deadline(_SECONDS))
     try:
-        return any(
-            comparison.same_answer(left, right)
-            for units in (True, False)
-            for right in readings(truth, units)
-            for left in readings(prediction, units)
-        )
-    except UndecidedError:
-        return False
+        for units in (True, False):
+            predicted = readings(prediction, units)
+            if any(comparison.same_answer(left, right) for right in readings(truth, units) for left in predicted):
+                return True
+    except (UndecidedError, RecursionError):
+        # A sum of hundreds of terms is read, but may be too deep to compare.
+        pass
+    return False
 
 
 _CHOICE = re.compile(r"\(?([A-J])\)?\Z")
@@ -111,13 +112,12 @@ def canonical(text: str) -> str:
     """One spelling for answers that are plainly equal (0.5, 1/2 and \\frac12; 5 and 5 cm), to count votes by."""
     if len(text) > MAX_CHARACTERS:
         return text
-    answer = readings(text, units=True)[0]
-    amount = answer.amount if isinstance(answer, Quantity) else answer
-    if isinstance(amount, (Number, Symbol, Call)):
-        with contextlib.suppress(UndefinedError, UndecidedError):
-            value = exact(amount, Deadline(_SECONDS))
-            if value is not None:
-                return str(value)
+    with contextlib.suppress(UndefinedError, UndecidedError, RecursionError):
+        answer = readings(text, units=True)[0]
+        amount = answer.amount if isinstance(answer, Quantity) else answer
+        value = exact(amount, Deadline(_SECONDS)) if isinstance(amount, (Number, Symbol, Call)) else None
+        if value is not None and max(value.numerator.bit_length(), value.denominator.bit_length()) < _VOTED_BITS:
+            return str(value)
     return without_spacing(spelled(text)).replace(" ", "")
 
 
