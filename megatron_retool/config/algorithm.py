@@ -115,6 +115,8 @@ class AlgorithmConfig:
     kl_in_loss: float = 0.0
     kl_in_reward: float = 0.0
     kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
+    kl_k3_limit: float | None = 10.0
+    """The largest k3 of a token, beyond which it has no gradient (as in verl); null: no limit."""
     adaptive_kl_target: float | None = None
     adaptive_kl_horizon: int = 10000
     """Responses over which a KL 20 % off its target changes kl_in_reward by 20 %."""
@@ -140,6 +142,7 @@ class AlgorithmConfig:
             entropy_coefficient=self.entropy_coefficient,
             kl_in_loss=self.kl_in_loss,
             kl_estimator=self.kl_estimator,
+            kl_k3_limit=self.kl_k3_limit,
             rejection=self.rollout_correction if self.rollout_correction.bypass_old_log_probs else None,
         )
 
@@ -184,6 +187,8 @@ class AlgorithmConfig:
                 "algorithm.kl_in_loss and algorithm.kl_in_reward penalise the same KL twice: set one to 0"
             )
         self.rollout_correction.check()
+        if self.kl_k3_limit is not None and self.kl_k3_limit <= 0:
+            raise ConfigError(f"algorithm.kl_k3_limit={self.kl_k3_limit} must be positive (10 is verl's), or be null")
         if self.adaptive_kl_target is not None and (not self.kl_in_reward or self.adaptive_kl_target <= 0):
             raise ConfigError("algorithm.adaptive_kl_target must be positive, and needs kl_in_reward as its start")
         if self.dual_clip is not None and self.dual_clip <= 1:
