@@ -27,9 +27,7 @@ K3_LIMIT = 10.0
 _MAX_EXPONENT = 20.0
 
 
-def kl_penalty(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: str, k3_limit: float | None = K3_LIMIT
-) -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, k3_limit: float | None = K3_LIMIT) -> Tensor:
     """Per-token estimate of KL(pi || pi_ref) at the sampled tokens; differentiable in ``log_probs``.
 
     Args:

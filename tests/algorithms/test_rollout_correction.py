@@ -110,7 +110,9 @@ def test_chi2_of_responses_limits_the_log_ratio_and_not_its_double():
         config = RolloutCorrectionConfig(mode="none", rejection=[], veto_threshold=None)
         ids, turns = torch.zeros(count, dtype=torch.long), torch.zeros(count)
         every = torch.ones(count, dtype=torch.bool)
-        return rollout_correction(train, torch.zeros(count), every, ids, 1, turns, config).metrics["rollout_corr/chi2_seq"]
+        return rollout_correction(train, torch.zeros(count), every, ids, 1, turns, config).metrics[
+            "rollout_corr/chi2_seq"
+        ]
 
     assert chi2([6.0, 6.0]) == pytest.approx(math.exp(24) - 1)
     assert chi2([15.0, 15.0]) == pytest.approx(math.exp(40))

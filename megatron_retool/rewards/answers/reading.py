@@ -45,14 +45,18 @@ _EVERY_REAL = re.compile(r"(?:the set of )?(?:all )?(?:the )?real(?: numbers|s)\
 _NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?\Z|empty set\Z")
 _TO_RATIO = re.compile(r"(\d+) to (\d+)\Z")
 _COMPOUND = re.compile(r"(\d+(?:\.\d+)?) ([a-z]+) (?:and )?(\d+(?:\.\d+)?) ([a-z]+)\Z")
-_CONSTRUCTORS = re.compile(r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b")
+_CONSTRUCTORS = re.compile(
+    r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b"
+)
 _MAX_ITEMS = 100
 _SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
 _MAX_SETS = 12
 
 
 def readings(text: str, units: bool) -> list[Structure]:
-    """What ``text`` may mean, the likeliest first; at least one (plain words). Two differ in whether 1,234 is one number.
+    """What ``text`` may mean, the likeliest first; at least one (plain words).
+
+    Two readings differ in whether 1,234 is one number.
 
     Args:
         units: read what may be a unit behind a number as a unit; else as variables (m, s) or a factor (%).

@@ -15,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_retool.rewards.answers.expressions import E, I, INFINITY, PI, Call, Expression, Number, Symbol
+from megatron_retool.rewards.answers.expressions import INFINITY, PI, Call, E, Expression, I, Number, Symbol
 
 _MAX_BITS = 50_000
 _MAX_COUNT = 3000
@@ -277,7 +277,10 @@ _OPERATIONS: Mapping[str, Any] = {
     "abs": lambda left, _: abs(left),
 }
 _FUNCTIONS: Mapping[str, Any] = {
-    **{name: getattr(mpmath, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "exp", "sinh", "cosh", "tanh")},
+    **{
+        name: getattr(mpmath, name)
+        for name in ("sin", "cos", "tan", "sec", "csc", "cot", "exp", "sinh", "cosh", "tanh")
+    },
     **{"arcsin": mpmath.asin, "arccos": mpmath.acos, "arctan": mpmath.atan},
     **{name: getattr(mpmath, name) for name in ("asinh", "acosh", "atanh", "factorial", "binomial", "floor", "ceil")},
 }
