@@ -9,6 +9,10 @@ k3    r - 1 - log r        unbiased, never negative, low variance; the usual los
 abs   |log r|              total-variation-like penalty
 mse   (log r)^2 / 2        another name of k2
 ====  ===================  ==============================================================================
+
+k3's gradient in log pi is 1 - r: where pi is likelier than the reference it lowers log pi, where it is less likely it
+raises it, exponentially hard (at log r = 20 one token's k3 is 4.9e8). Hence a limit, verl's by default: a token's k3 is
+at most 10, and has no gradient beyond that, nor beyond |log r| = 20.
 """
 
 from __future__ import annotations
@@ -19,15 +23,17 @@ import torch
 from torch import Tensor
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "mse")
+K3_LIMIT = 10.0
 _MAX_EXPONENT = 20.0
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, k3_limit: float | None = K3_LIMIT) -> Tensor:
     """Per-token estimate of KL(pi || pi_ref) at the sampled tokens; differentiable in ``log_probs``.
 
     Args:
         log_probs, ref_log_probs: float [T], of the sampled tokens.
         estimator: k1, k2, k3, abs or mse.
+        k3_limit: the largest k3 of a token; None: no limit.
 
     Returns:
         [T] of ``log_probs``'s dtype.
@@ -44,18 +50,26 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
         return difference.abs()
     if estimator == "k3":
         # expm1 keeps the digits that exp(x) - 1 - x loses where the policies nearly agree.
-        return torch.expm1((-difference).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)) + difference
+        bounded = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+        penalty = torch.expm1(-bounded) + bounded
+        return penalty if k3_limit is None else penalty.clamp(max=k3_limit)
     raise ValueError(f"algorithm.kl_estimator={estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
 
 
 def kl_reward(
-    log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, coefficient: float, estimator: str
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    coefficient: float,
+    estimator: str,
+    k3_limit: float | None = K3_LIMIT,
 ) -> tuple[Tensor, float]:
     """Per-token rewards -coefficient * KL for ``compute_advantages``'s ``token_rewards``, and the mean KL per token.
 
     Args:
         log_probs: float [T], of the policy that the advantages are for (old_log_probs).
         ref_log_probs: float [T]. loss_mask: bool [T].
+        estimator, k3_limit: of ``kl_penalty``.
 
     Returns:
         (float32 [T], 0 where ``loss_mask`` is false or a log-prob is not finite; mean KL over the other tokens, 0.0 if
@@ -63,8 +77,8 @@ def kl_reward(
         coefficient must outlive them.
     """
     with torch.no_grad():
-        penalty = kl_penalty(log_probs, ref_log_probs, estimator)
-        known = loss_mask & torch.isfinite(penalty)
+        penalty = kl_penalty(log_probs, ref_log_probs, estimator, k3_limit)
+        known = loss_mask & torch.isfinite(log_probs - ref_log_probs)
         penalty = torch.where(known, penalty, 0.0)
         count = int(known.sum())
         mean = float(penalty.to(torch.float64).sum()) / count if count else 0.0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_retool.algorithms.kl import kl_penalty
+from megatron_retool.algorithms.kl import K3_LIMIT, kl_penalty
 from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
 from megatron_retool.algorithms.rollout_correction import rejection_mask
 from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
@@ -192,7 +192,7 @@ class PolicyObjective:
     Attributes:
         loss: the policy term.
         entropy_coefficient, kl_in_loss: coefficients of the other two terms.
-        kl_estimator: see ``kl``.
+        kl_estimator, kl_k3_limit: see ``kl``.
         rejection: in bypass mode, where ``old_log_probs`` are the engine's: its rules and veto are applied to the
             current log-probs against them, and rejected tokens weigh 0.
     """
@@ -201,6 +201,7 @@ class PolicyObjective:
     entropy_coefficient: float = 0.0
     kl_in_loss: float = 0.0
     kl_estimator: str = "k3"
+    kl_k3_limit: float | None = K3_LIMIT
     rejection: RolloutCorrectionSettings | None = None
 
 
@@ -228,10 +229,11 @@ def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOut
         weights = torch.where(kept, weights, 0.0)
     inputs = replace(inputs, loss_mask=loss_mask, loss_weights=weights)
     active = inputs.active
+    inputs = replace(inputs, advantages=_selected(inputs.advantages, active))
 
     losses, own_metrics = token_losses(inputs, objective.loss)
     if inputs.importance_weights is not None:
-        losses = losses * inputs.importance_weights.detach()
+        losses = losses * _selected(inputs.importance_weights.detach(), active)
     pg_loss = _weighted_sum(losses, weights)
     loss = pg_loss
     num_active = active.sum()
@@ -249,7 +251,12 @@ def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOut
     if objective.kl_in_loss:
         if inputs.ref_log_probs is None:
             raise ValueError("algorithm.kl_in_loss needs the reference policy's log-probs")
-        penalty = kl_penalty(inputs.log_probs, inputs.ref_log_probs, objective.kl_estimator)
+        penalty = kl_penalty(
+            _selected(inputs.log_probs, active),
+            _selected(inputs.ref_log_probs, active),
+            objective.kl_estimator,
+            objective.kl_k3_limit,
+        )
         kl_loss = _weighted_sum(penalty, weights)
         loss = loss + objective.kl_in_loss * kl_loss
         metrics["actor/kl_loss"] = _metric(kl_loss, torch.zeros_like(num_active))
@@ -289,6 +296,11 @@ def token_losses(inputs: PolicyLossInputs, loss: Extension[PolicyLoss]) -> Token
             raise ExtensionError(f"{loss.label}: {full_name} is a metric of every loss: give {name!r} another name")
         metrics[full_name] = column
     return TokenLosses(losses, metrics)
+
+
+def _selected(values: Tensor, active: Tensor) -> Tensor:
+    """``values`` where a token gives loss, else 0: before any product, whose gradient would carry a nan along."""
+    return torch.where(active, values, 0.0)
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -346,6 +358,7 @@ def value_loss(
     )
     weights = torch.where(loss_mask.bool(), loss_weights, 0.0)
     active = weights != 0
+    values, old_values, returns = (_selected(column, active) for column in (values, old_values, returns))
     errors = (values - returns).square()
     clipped = torch.zeros_like(active)
     losses = errors

@@ -111,7 +111,7 @@ def rollout_correction(
     weights, inside = _importance_weights(units, config)
     kept = kept & inside
     if config.batch_normalize:
-        weights = weights / _mean(weights[kept]) if bool(kept.any()) else weights
+        weights = _normalized(units, weights, kept, config)
 
     metrics = _metrics(units, weights, kept, vetoed)
     categories = [
@@ -271,6 +271,17 @@ def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings
     raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of {', '.join(CORRECTION_MODES)}")
 
 
+def _normalized(units: _SampledTokens, weights: Tensor, kept: Tensor, config: RolloutCorrectionSettings) -> Tensor:
+    """``weights`` over their mean; as they are where there is nothing to take it over, or it is 0."""
+    if config.batch_normalize_over == "all" and config.level != "token":
+        # A response's weight once, however many tokens it has.
+        means = units.sum_by_sequence(weights)[units.nonempty] / units.counts[units.nonempty]
+    else:
+        means = weights[kept] if config.batch_normalize_over == "kept_tokens" else weights
+    mean = _mean(means) if len(means) else torch.zeros(())
+    return weights / mean if float(mean) > 0 else weights
+
+
 def _mean(values: Tensor) -> Tensor:
     return values.mean(dtype=torch.float64)
 
@@ -300,7 +311,7 @@ def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tenso
         "log_ppl_diff_min": log_ppl_diff.min(),
         "ppl_ratio": _mean(_exp(log_ppl_diff)),
         "chi2_token": _mean(ratio.square()) - 1.0,
-        "chi2_seq": _mean(_exp(2.0 * units.difference_sums[nonempty])) - 1.0,
+        "chi2_seq": _mean(_exp(units.difference_sums[nonempty]).square()) - 1.0,
         "total_variation": 0.5 * _mean((1.0 - ratio).abs()),
         "is_weight_mean": mean_weight,
         "is_weight_std": _mean((weights - mean_weight).square()).sqrt(),

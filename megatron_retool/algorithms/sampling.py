@@ -10,8 +10,10 @@ parameters) draws a token in four steps:
                  least one; ties are broken by token id, lowest first)
 4. min_p:        keep tokens with p >= min_p * max(p)
 
-and renormalises what all three filters keep: mu(y) = p(y) 1[kept] / sum_kept p.  Each filter looks at the full p, not
-at the renormalised remainder of another.
+and renormalises what the filters keep: mu(y) = p(y) 1[kept] / sum_kept p.  Each filter looks at the full p, not at the
+renormalised remainder of another.  That is what SGLang does with one or two of the filters; with all three its
+flashinfer sampler renormalises after top_k and takes top_p of that, so that the configuration refuses the three
+together for training.
 
 What goes into the ratio, in one sentence: the policy *is* mu, on both sides.
 

@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
 """Setting of the section algorithm -> names of what is built in -> what that needs of the run."""
 
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
+NORMALIZE_OVER = ("kept_tokens", "all")
 CORRECTION_MODES = ("truncate", "none", "clip", "mask")
 
 
@@ -65,5 +66,8 @@ class RolloutCorrectionSettings:
     """Skip the update where the batch's k3 KL exceeds it; null: never."""
     batch_normalize: bool = False
     """Divide the weights by their mean over the whole global batch."""
+    batch_normalize_over: str = field(default="kept_tokens", metadata={"choices": NORMALIZE_OVER})
+    """kept_tokens: the mean over the tokens that give loss, so that the weights that count average to 1. all: verl's,
+    over all sampled tokens, at the levels sequence and geometric over all responses."""
     bypass_old_log_probs: bool = False
     """Take the rollout log-probs as old_log_probs and skip the learner's recomputation."""

@@ -130,6 +130,8 @@ class AlgorithmConfig:
     """Coefficient of the KL to the initial policy in each token's reward; 0: off."""
     kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
     """How that KL is estimated from one token."""
+    kl_k3_limit: float | None = positive(10.0)
+    """The largest k3 of a token, beyond which it has no gradient (as in verl); null: no limit."""
     adaptive_kl_target: float | None = positive(None)
     """KL that kl_in_reward is adapted to; null: it stays as it is."""
     adaptive_kl_horizon: int = at_least_one(10000)
@@ -159,6 +161,7 @@ class AlgorithmConfig:
             entropy_coefficient=self.entropy_coefficient,
             kl_in_loss=self.kl_in_loss,
             kl_estimator=self.kl_estimator,
+            kl_k3_limit=self.kl_k3_limit,
             rejection=self.rollout_correction if self.rollout_correction.bypass_old_log_probs else None,
         )
 

@@ -108,6 +108,7 @@ def add_advantages(
             loss_mask,
             state.kl.coefficient,
             config.algorithm.kl_estimator,
+            config.algorithm.kl_k3_limit,
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": state.kl.coefficient}
         state.kl = state.kl.updated(measured, len(batch))

@@ -143,7 +143,7 @@ def quick_verdict(prediction: str | None, ground_truth: Any) -> bool | None:
     for truth in _accepted(ground_truth):
         if prediction.strip() == truth.strip():
             return bool(prediction.strip())
-        integers = [_INTEGER.match(text.strip().strip("$")) for text in (prediction, truth)]
+        integers = [_INTEGER.match(text.strip(" $\n")) for text in (prediction, truth)]
         if integers[0] is None or integers[1] is None:
             undecided = True
         elif _integer(integers[0]) == _integer(integers[1]):

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -32,6 +34,20 @@ def test_equal_policies_have_no_penalty_and_far_ones_stay_finite(estimator):
 def test_k3_keeps_its_digits_for_small_differences():
     tiny = kl_penalty(torch.tensor([-1.0]) + 2**-12, torch.tensor([-1.0]), "k3")
     assert tiny.item() == pytest.approx(2**-25, rel=1e-2)
+
+
+def test_k3_is_limited_and_has_no_gradient_beyond():
+    log_probs = torch.tensor([-2.0, -3.0, -8.0, -30.0, -0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -3.0, -1.0, -1.0, -60.0], dtype=torch.float64)
+    penalty = kl_penalty(log_probs, reference, "k3")
+    (gradient,) = torch.autograd.grad(penalty.sum(), log_probs)
+    assert penalty.tolist() == pytest.approx([math.e - 2, 0.0, 10.0, 10.0, 10.0])
+    assert gradient.tolist() == pytest.approx([1 - math.e, 0.0, 0.0, 0.0, 0.0])
+    free = kl_penalty(log_probs, reference, "k3", None)
+    (gradient,) = torch.autograd.grad(free.sum(), log_probs)
+    assert free[2].item() == pytest.approx(math.exp(7) - 8)
+    # Never the wrong sign: a likelihood far below the reference's is not lowered further.
+    assert gradient[2].item() == pytest.approx(1 - math.exp(7)) and gradient[3].item() == 0.0
 
 
 def test_kl_as_a_reward():

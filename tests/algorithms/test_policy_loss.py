@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_retool.algorithms.kl import KL_ESTIMATORS
 from megatron_retool.algorithms.loss_aggregation import loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import (
     PolicyLossInputs,
@@ -216,6 +217,31 @@ def test_rejected_and_tool_tokens_cannot_poison_the_loss():
         assert all(math.isfinite(value) for value in reduce_metrics([metrics]).values())
 
 
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_token_without_loss_holds_reaches_neither_loss_nor_gradient(name, estimator):
+    config = AlgorithmConfig(policy_loss=name, dual_clip=3.0, kl_in_loss=0.1, kl_estimator=estimator).objective
+    data = columns()
+    keep = data["sequence_ids"] != 1
+    weights = weights_of(data, "token-mean", keep_mask=keep)
+    rejected = weights == 0
+    floats = ("log_probs", "old_log_probs", "advantages", "importance_weights", "ref_log_probs")
+
+    def learn(garbage, columns_with_it):
+        changed = {key: torch.where(rejected, garbage, data[key].detach()) for key in columns_with_it}
+        log_probs = changed.pop("log_probs", data["log_probs"]).detach().requires_grad_()
+        inputs = PolicyLossInputs(**{**data, **changed, "log_probs": log_probs}, loss_weights=weights)
+        loss = policy_loss(inputs, config).loss
+        return loss.detach(), torch.autograd.grad(loss, log_probs)[0]
+
+    expected = learn(0.0, floats)
+    assert bool(torch.isfinite(expected[1]).all()) and not bool(expected[1][rejected].any())
+    for garbage in (float("nan"), float("inf"), float("-inf")):
+        for key in floats:
+            torch.testing.assert_close(learn(garbage, [key]), expected, rtol=0, atol=0)
+        torch.testing.assert_close(learn(garbage, floats), expected, rtol=0, atol=0)
+
+
 def test_everything_rejected_is_a_zero_loss():
     data = columns()
     nothing = torch.zeros_like(data["loss_mask"])
@@ -275,6 +301,20 @@ def test_what_settings_need_is_asked_for():
         token_weights(loss_aggregations.bind("seq-mean-token-sum-norm"), data["loss_mask"], data["sequence_ids"], 5)
     with pytest.raises(ValueError, match="equally long"):
         policy_loss(replace(inputs, advantages=torch.zeros(2)), AlgorithmConfig().objective)
+
+
+@pytest.mark.parametrize("column", ["old_values", "returns"])
+def test_values_of_tokens_without_loss_teach_the_critic_nothing(column):
+    data = columns()
+    weights = weights_of(data, "token-mean")
+    given = {"values": data["log_probs"], "old_values": data["old_log_probs"], "returns": data["advantages"]}
+    gradients = []
+    for garbage in (0.0, float("nan"), float("inf")):
+        given[column] = torch.where(weights == 0, garbage, given[column])
+        loss = value_loss(**given, loss_mask=data["loss_mask"], loss_weights=weights, value_clip=0.2).loss
+        gradients += torch.autograd.grad(loss, data["log_probs"])
+    assert bool(torch.isfinite(gradients[0]).all())
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 @pytest.mark.parametrize("value_clip", [None, 0.2])

@@ -103,6 +103,21 @@ def test_golden_metrics():
     assert truncated["rollout_corr/eff_sample_size"] == pytest.approx(0.89436, abs=5e-6)
 
 
+def test_chi2_of_responses_limits_the_log_ratio_and_not_its_double():
+    def chi2(differences):
+        train = torch.tensor(differences, dtype=torch.float64)
+        count = len(differences)
+        config = RolloutCorrectionConfig(mode="none", rejection=[], veto_threshold=None)
+        ids, turns = torch.zeros(count, dtype=torch.long), torch.zeros(count)
+        every = torch.ones(count, dtype=torch.bool)
+        return rollout_correction(train, torch.zeros(count), every, ids, 1, turns, config).metrics[
+            "rollout_corr/chi2_seq"
+        ]
+
+    assert chi2([6.0, 6.0]) == pytest.approx(math.exp(24) - 1)
+    assert chi2([15.0, 15.0]) == pytest.approx(math.exp(40))
+
+
 def test_remaining_metrics_by_their_definitions():
     metrics = correct_golden(rejection=["geometric_ratio 0.999 1.002"], veto_threshold=1e-4).metrics
     d = GOLDEN[:4]
@@ -183,6 +198,30 @@ def test_batch_normalisation_over_kept_tokens():
     assert result.importance_weights[result.keep_mask].mean().item() == pytest.approx(1.0)
     scale = plain.importance_weights[plain.keep_mask].mean()
     torch.testing.assert_close(result.importance_weights, plain.importance_weights / scale)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_batch_normalisation_over_all(level):
+    lengths = [1, 4, 2]
+    train = torch.tensor([0.3, -0.2, 0.1, 0.4, -0.3, 0.6, 0.2], dtype=torch.float64)
+    ids = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    rules = ["sequence_ratio 0.9 1.2"]
+
+    def weights(**settings):
+        config = RolloutCorrectionConfig(level=level, mode="truncate", upper=1.5, rejection=rules, **settings)
+        every = torch.ones(7, dtype=torch.bool)
+        result = rollout_correction(train, torch.zeros(7), every, ids, 3, torch.zeros(7), config)
+        assert 0 < int(result.keep_mask.sum()) < 7
+        return result.importance_weights, result.keep_mask
+
+    by_response = torch.stack([part.sum() for part in train.split(lengths)])
+    if level == "token":
+        mean = train.exp().clamp(max=1.5).mean()
+    else:
+        log_ratio = by_response if level == "sequence" else by_response / torch.tensor(lengths)
+        mean = log_ratio.exp().clamp(max=1.5).mean()
+    (plain, kept), (normalized, _) = weights(), weights(batch_normalize=True, batch_normalize_over="all")
+    torch.testing.assert_close(normalized[kept], (plain / mean)[kept].float(), check_dtype=False)
 
 
 def test_non_finite_log_probs_drop_their_response_alone():

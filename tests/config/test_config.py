@@ -51,6 +51,14 @@ def test_bad_override_names_key_and_cure(override, words):
         assert word in str(caught.value)
 
 
+def test_three_filters_at_once_are_refused_for_training():
+    filters = [f"rollout.{{}}.{setting}" for setting in ("top_k=50", "top_p=0.9", "min_p=0.01")]
+    with pytest.raises(ConfigError, match="top_k=50, top_p=0.9 and min_p=0.01 together"):
+        load_config(None, [setting.format("train") for setting in filters])
+    load_config(None, [setting.format("train") for setting in filters[:2]])
+    load_config(None, [setting.format("val") for setting in filters])
+
+
 def test_both_kl_penalties_are_refused():
     with pytest.raises(ConfigError, match="same KL twice"):
         load_config(None, ["algorithm.kl_in_loss=0.1", "algorithm.kl_in_reward=0.1"])

@@ -19,6 +19,9 @@ from megatron_retool.rewards.math import (
         ("\\boxed{\\frac{1}{2}} done", "\\frac{1}{2}"),
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
         ("\\boxed {3} \\fbox{4}", "4"),
+        ("so \\boxed 5.", "5"),
+        ("\\boxed12", "12"),
+        ("\\boxed{3 + \\boxed{5}}", "5"),
         ("<answer>7</answer>", "7"),
         ("\\boxed{6} <answer>\\boxed{7}</answer>", "7"),
         ("<answer>7</answer> wait \\boxed{8}", "8"),
@@ -49,40 +52,19 @@ def test_only_the_final_turn_is_read():
         ("42", "42", True),
         ("042", 42, True),
         ("41", "42", False),
-        ("42.0", "42", True),
-        ("1/2", "0.5", True),
-        ("\\frac12", "0.5", True),
-        ("\\dfrac{84}{2}", "42", True),
-        ("-\\frac{3}{4}", "-0.75", True),
-        ("0.333333", "1/3", True),
-        ("0.3333", "1/3", False),
         ("1,234,567", "1234567", True),
-        ("1{,}234", "1234", True),
-        ("50\\%", "50", True),
-        ("50\\%", "0.5", True),
-        ("50\\%", "5", False),
-        ("10\\text{ cm}", "10", True),
-        ("10 \\mathrm{m}^2", "10", True),
-        ("10 apples", "10", True),
-        ("10cm", "10 m", True),
-        ("60^\\circ", "60", True),
-        ("\\$5", "5", True),
-        ("\\(7\\)", "7", True),
-        ("$ 7 $", "7.", True),
-        ("\\text{(A)}", "(A)", True),
+        ("$ 7 $", "7", True),
+        ("x + 1", "x + 1", True),
         ("7", ["5", "7"], True),
         ("6", ["5", "7"], False),
         ("7", "\\boxed{7}", True),
         (None, "7", False),
-        # Not plain: left to the symbolic comparison.
+        # Not plain: left to a reading of both.
+        ("42.0", "42", None),
+        ("1/2", "0.5", None),
         ("5x", "5", None),
-        ("2m", "2", None),
-        ("2", "2xyz", None),
-        ("3h", "3g", None),
-        ("2sinx", "2", None),
-        ("\\sqrt{4}", "2", None),
-        ("1/0", "3", None),
-        ("x=3", "3", None),
+        ("7", ["5", "\\sqrt{49}"], None),
+        ("12,345", "12", None),
     ],
 )
 def test_quick_verdicts(prediction, truth, verdict):
@@ -92,42 +74,22 @@ def test_quick_verdicts(prediction, truth, verdict):
 @pytest.mark.parametrize(
     ("prediction", "truth", "expected"),
     [
-        ("\\sqrt{4}", "2", True),
+        ("42.0", 42, True),
         ("\\frac{\\sqrt 2}{2}", "\\frac{1}{\\sqrt{2}}", True),
-        ("(x+1)^2", "x^2+2x+1", True),
-        ("\\{2, 1\\}", "\\{1, 2\\}", True),
-        ("\\{1, 2, 3\\}", "\\{1, 2\\}", False),
-        ("[0, 1)", "[0,1)", True),
-        ("(0, 1]", "[0,1)", False),
-        ("(-\\infty, 2) \\cup (3, \\infty)", "(3,\\infty)\\cup(-\\infty,2)", True),
+        ("7", ["5", "\\boxed{\\sqrt{49}}"], True),
+        ("5 thousand", 5, False),
         ("x=3", "3", True),
-        ("2**10", "1024", True),
-        ("9**9", "9", False),
-        ("3 4", "34", False),
-        ("3 4", "7", False),
-        ("3 \\frac{1}{2}", "3.5", True),
-        ("1 \\, 000", "1000", False),
-        ("1.5 \\times 10^3", "1500", True),
-        ("((((", "3", False),
-        ("\\frac{1}{0}", "3", False),
-        ("5x", "5", False),
-        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
+        ("", "3", False),
+        ("10^{10^{10}}", "5", False),
     ],
 )
-def test_symbolic_equivalence(prediction, truth, expected):
-    assert compute_score("", f"\\boxed{{{prediction}}}", [truth])["acc"] == expected
+def test_scores(prediction, truth, expected):
+    assert compute_score("", f"\\boxed{{{prediction}}}", truth)["acc"] == expected
 
 
 def test_scores_are_plus_and_minus_one():
     assert compute_score("", "\\boxed{2}", "2") == {"score": 1.0, "acc": 1.0, "pred": "2"}
     assert compute_score("", "\\boxed{\\pi}", "3.14") == {"score": -1.0, "acc": 0.0, "pred": "\\pi"}
-
-
-def test_hostile_expressions_end_with_a_timeout():
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match="took over 3 s"):
-        compute_score("", "\\boxed{10^{10^{10}}}", "5")
-    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 
+from megatron_retool.rewards.answers.cursor import TokenCursor, digit
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
     PI,
@@ -21,13 +21,12 @@ from megatron_retool.rewards.answers.expressions import (
     integer,
     is_expression,
 )
+from megatron_retool.rewards.answers.spelling import listed
 from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError
-from megatron_retool.rewards.answers.units import is_unit_word, parse_unit, stands_alone
 from megatron_retool.rewards.answers.words import BARE_FUNCTIONS, GREEK, split_word
 
-_MAX_DEPTH = 80
 _FUNCTIONS = frozenset(
-    "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln gcd lcm max min lg".split()
+    listed("sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh exp log ln gcd lcm max min lg")
 )
 _ALIASES = {
     **{"asin": "arcsin", "acos": "arccos", "atan": "arctan", "Abs": "abs", "ceiling": "ceil", "arcsinh": "asinh"},
@@ -35,90 +34,18 @@ _ALIASES = {
 }
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _DECORATIONS = frozenset(
-    "angle triangle overline vec overrightarrow overleftrightarrow widehat hat bar widetilde tilde odot square "
-    "measuredangle parallelogram overarc".split()
+    listed(
+        "angle triangle overline vec overrightarrow overleftrightarrow widehat hat bar widetilde tilde odot "
+        "square measuredangle parallelogram overarc"
+    )
 )
 _CLOSING = {"(": ")", "[": "]", "\\{": "\\}", "{": "}"}
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _FUNCTION_LETTERS = frozenset("fghFGHP")
 
 
-class Grammar:
+class Grammar(TokenCursor):
     """A recursive-descent reader of one slice of tokens. Depth is bounded; reading takes linear time."""
-
-    def __init__(self, tokens: Sequence[Token], units: bool) -> None:
-        """
-        Args:
-            tokens: all that is to be read.
-            units: stop before a unit that ends the slice, instead of reading its letters as variables.
-        """
-        self.tokens = list(tokens)
-        self.position = 0
-        self.units = units
-        self._depth = 0
-        self._nesting = 0
-        self._bars = 0
-        self._unit_at: dict[int, bool] = {}
-
-    # Tokens.
-
-    @property
-    def token(self) -> Token | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
-
-    def sees(self, *signs: str) -> bool:
-        """Is the next token one of these signs or commands?"""
-        token = self.token
-        return token is not None and token.kind in ("sign", "command") and token.text in signs
-
-    def take(self, *signs: str) -> bool:
-        """Pass over the next token if it is one of ``signs``."""
-        if self.sees(*signs):
-            self.position += 1
-            return True
-        return False
-
-    def expect(self, *signs: str) -> str:
-        """Pass over one of ``signs``, which must stand here."""
-        token = self.token
-        if not self.take(*signs) or token is None:
-            raise UnreadableError(f"{signs} expected")
-        return token.text
-
-    def unit_text(self) -> str:
-        """The rest of the slice, as far as it could be a unit; empty if it could not."""
-        parts = []
-        for token in self.tokens[self.position :]:
-            if token.kind in ("word", "text", "number") or token.text in ("^", "/", "{", "}", "%", "\\%", "-", "*"):
-                parts.append("%" if token.text == "\\%" else token.text)
-            elif token.kind == "command" and token.text in ("\\circ", "\\cdot", "\\frac"):
-                parts.append({"\\cdot": "*"}.get(token.text, token.text[1:]))
-            else:
-                return ""
-            if len(parts) > 16:
-                return ""
-        return _plain_unit(" ".join(parts))
-
-    def _unit_ahead(self) -> bool:
-        if not self.units or self._depth:
-            return False
-        if self.position not in self._unit_at:
-            self._unit_at[self.position] = self._is_unit_ahead()
-        return self._unit_at[self.position]
-
-    def _is_unit_ahead(self) -> bool:
-        token = self.token
-        assert token is not None
-        if token.kind == "word":
-            first = token.text
-            if not is_unit_word(first) or (stands_alone(first) and not token.spaced):
-                return False
-        elif token.kind == "command":
-            if token.text != "\\frac":
-                return False
-        elif token.kind not in ("text",) and token.text not in ("^", "%", "\\%"):
-            return False
-        return parse_unit(self.unit_text()) is not None
 
     # Expressions.
 
@@ -148,9 +75,9 @@ class Grammar:
     def _signed(self) -> Structure:
         for signs, name in ((("-",), "neg"), (("+",), ""), (("\\pm", "+/-"), "pm"), (("\\mp",), "mp")):
             if self.take(*signs):
-                self._enter(1, shields=False)
+                self.enter(1, shields=False)
                 inner = self._signed()
-                self._leave(1, shields=False)
+                self.leave(1, shields=False)
                 if not name:
                     return inner
                 operand = _expression(inner)
@@ -159,7 +86,7 @@ class Grammar:
 
     def _factor_follows(self) -> bool:
         token = self.token
-        if token is None or self._unit_ahead():
+        if token is None or self.unit_ahead():
             return False
         if token.kind in ("number", "word"):
             return token.text not in ("and", "or", "mod", "in")
@@ -173,7 +100,7 @@ class Grammar:
                 or name in _FUNCTIONS
                 or name in _INVERSES.values()
             )
-        return token.text in ("(", "{", "[") or (token.text == "|" and not self._bars)
+        return token.text in ("(", "{", "[") or (token.text == "|" and not self.bars)
 
     def _beside(self, left: Structure) -> Structure:
         token = self.tokens[self.position]
@@ -193,12 +120,12 @@ class Grammar:
         return _mixed(left, right) if mixed else Call("mul", (_expression(left), right))
 
     def _power(self) -> Structure:
-        self._enter(1, shields=False)
+        self.enter(1, shields=False)
         base = self._postfix(self._primary())
-        if self.sees("^", "**") and not self._unit_ahead():
+        if self.sees("^", "**") and not self.unit_ahead():
             self.position += 1
             base = self._raised(_expression(base))
-        self._leave(1, shields=False)
+        self.leave(1, shields=False)
         return base
 
     def _raised(self, base: Expression) -> Structure:
@@ -215,13 +142,13 @@ class Grammar:
         if self.take("-"):
             return Call("neg", (self._exponent(),))
         self.take("+")
-        self._first_letter_alone()
-        self._enter(1)
+        self.first_letter_alone()
+        self.enter(1)
         exponent = _expression(self._postfix(self._primary()))
         if self.take("^", "**"):
-            self._first_letter_alone()
+            self.first_letter_alone()
             exponent = Call("pow", (exponent, self._exponent()))
-        self._leave(1)
+        self.leave(1)
         return exponent
 
     def _braced_circle(self) -> bool:
@@ -241,7 +168,7 @@ class Grammar:
             elif self.sees("'") and isinstance(base, Symbol):
                 self.position += 1
                 base = Symbol(base.name + "'")
-            elif self.sees("%", "\\%") and not self._unit_ahead():
+            elif self.sees("%", "\\%") and not self.unit_ahead():
                 self.position += 1
                 base = Call("div", (_expression(base), integer(100)))
             elif self.sees("_") and isinstance(base, Number):
@@ -269,11 +196,11 @@ class Grammar:
         if token.text in ("(", "[", "\\{", "{"):
             return self._bracketed(token.text)
         if token.text == "|":
-            self._enter(1)
-            self._bars += 1
+            self.enter(1)
+            self.bars += 1
             inner = _expression(self.sum())
-            self._bars -= 1
-            self._leave(1)
+            self.bars -= 1
+            self.leave(1)
             self.expect("|")
             return Call("abs", (inner,))
         raise UnreadableError(f"unexpected {token.text}")
@@ -356,15 +283,15 @@ class Grammar:
         if name == "sqrt":
             return self._root()
         if name in ("lfloor", "lceil"):
-            self._enter(1)
+            self.enter(1)
             inner = _expression(self.sum())
-            self._leave(1)
+            self.leave(1)
             self.expect("\\r" + name[1:])
             return Call("floor" if name == "lfloor" else "ceil", (inner,))
         if name == "langle":
             return self._bracketed("\\langle")
         if name == "mathbb":
-            field = self._argument_text()
+            field = self.argument_text()
             return REALS if field == "R" else Symbol(f"field {field}")
         if name in ("emptyset",):
             return Collection(())
@@ -375,7 +302,7 @@ class Grammar:
         if name in GREEK:
             return self._symbol(name)
         if name in _DECORATIONS:
-            return Symbol(f"{name} {self._argument_text()}")
+            return Symbol(f"{name} {self.argument_text()}")
         raise UnreadableError(f"\\{name}")
 
     def _function(self, name: str, natural_log: bool) -> Structure:
@@ -395,7 +322,9 @@ class Grammar:
             raise UnreadableError(f"{name} without an argument")
         if name == "sqrt" or name == "cbrt":
             exponent = Call("div", (integer(1), integer(2 if name == "sqrt" else 3)))
-            return Call("root", (arguments[0], integer(2 if name == "sqrt" else 3))) if len(arguments) == 1 else exponent
+            return (
+                Call("root", (arguments[0], integer(2 if name == "sqrt" else 3))) if len(arguments) == 1 else exponent
+            )
         if name == "log":
             if len(arguments) == 2:
                 base = arguments[1]
@@ -415,7 +344,7 @@ class Grammar:
 
     def _bare_argument(self, name: str) -> Expression:
         """What \\sin x takes without brackets: the factors beside each other up to the next function or operator."""
-        self._enter(1)
+        self.enter(1)
         negative = self.take("-")
         if name in ("sqrt", "cbrt"):
             argument = _expression(self._primary())
@@ -426,7 +355,7 @@ class Grammar:
             if self.sees("/") and self.position + 1 < len(self.tokens) and self.tokens[self.position + 1].numeral:
                 self.position += 1
                 argument = Call("div", (argument, _expression(self._power())))
-        self._leave(1)
+        self.leave(1)
         return Call("neg", (argument,)) if negative else argument
 
     def _function_follows(self) -> bool:
@@ -436,14 +365,14 @@ class Grammar:
     def _root(self) -> Expression:
         degree: Expression = integer(2)
         if self.take("["):
-            self._enter(1)
+            self.enter(1)
             degree = _expression(self.sum())
-            self._leave(1)
+            self.leave(1)
             self.expect("]")
-        self._first_letter_alone()
-        self._enter(1)
+        self.first_letter_alone()
+        self.enter(1)
         inner = _expression(self._primary())
-        self._leave(1)
+        self.leave(1)
         return Call("root", (inner, degree))
 
     def _argument(self, first: bool = False) -> Expression:
@@ -453,72 +382,44 @@ class Grammar:
             following = self.tokens[self.position + 1 : self.position + 2]
             apart = first and following and following[0].kind == "number"
             if not apart and (len(token.text) == 2 if first else False):
-                self.tokens[self.position : self.position + 1] = [_digit(character) for character in token.text]
+                self.tokens[self.position : self.position + 1] = [digit(character) for character in token.text]
             elif not apart and not token.spaced:
                 raise UnreadableError("digits that TeX would part")
-        self._first_letter_alone()
-        self._enter(1)
+        self.first_letter_alone()
+        self.enter(1)
         argument = _expression(self._primary())
-        self._leave(1)
+        self.leave(1)
         return argument
 
-    def _argument_text(self) -> str:
-        if self.take("{"):
-            parts = []
-            while not self.take("}"):
-                if self.token is None:
-                    raise UnreadableError("an open brace")
-                parts.append(self.token.text)
-                self.position += 1
-            return "".join(parts)
-        token = self.token
-        if token is None:
-            raise UnreadableError("something is missing at the end")
-        self.position += 1
-        return token.text
-
     def _script(self) -> Expression:
-        self._first_letter_alone(digits=True)
-        self._enter(1)
+        self.first_letter_alone(digits=True)
+        self.enter(1)
         script = _expression(self._primary())
-        self._leave(1)
+        self.leave(1)
         return script
 
     def _subscript(self) -> str:
         if not self.sees("{"):
-            self._first_letter_alone()
-        return self._argument_text().strip("()")
-
-    def _first_letter_alone(self, digits: bool = False) -> None:
-        """TeX takes one letter (and for a subscript one digit) where no braces stand."""
-        token = self.token
-        if token is None or len(token.text) < 2:
-            return
-        if token.kind == "word" and token.text not in BARE_FUNCTIONS and token.text not in ("pi", "oo"):
-            self.tokens[self.position : self.position + 1] = [
-                Token("word", token.text[0]),
-                Token("word", token.text[1:]),
-            ]
-        elif digits and token.kind == "number" and token.text.isdigit():
-            following = self.tokens[self.position + 1 : self.position + 2]
-            if not following or following[0].text not in ("(", "{") and following[0].kind not in ("number", "word"):
-                self.tokens[self.position : self.position + 1] = [_digit(token.text[0]), *_numerals(token.text[1:])]
+            self.first_letter_alone()
+        return self.argument_text().strip("()")
 
     # Brackets.
 
     def _arguments(self) -> tuple[Expression, ...]:
         opening = self.expect("(", "[")
-        self._enter(1)
+        self.enter(1)
         arguments = [_expression(self.sum())]
         while self.take(","):
             arguments.append(_expression(self.sum()))
-        self._leave(1)
+        self.leave(1)
         self.expect(_CLOSING[opening])
         return tuple(arguments)
 
     def _bracketed(self, opening: str) -> Structure:
-        self._enter(1)
-        closings = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",)}.get(opening, (_CLOSING.get(opening, ""),))
+        self.enter(1)
+        closings = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",)}.get(
+            opening, (_CLOSING.get(opening, ""),)
+        )
         items: list[Structure] = []
         if not self.sees(*closings):
             items.append(self.sum())
@@ -528,7 +429,7 @@ class Grammar:
             while self.take(",", ";"):
                 items.append(self.sum())
         closing = self.expect(*closings)
-        self._leave(1)
+        self.leave(1)
         if opening == "{":
             if len(items) == 1:
                 return items[0]
@@ -543,16 +444,6 @@ class Grammar:
             raise UnreadableError("nothing in brackets")
         return Group(opening, closing, tuple(items))
 
-    def _enter(self, levels: int, shields: bool = True) -> None:
-        self._depth += levels if shields else 0
-        self._nesting += levels
-        if self._nesting > _MAX_DEPTH:
-            raise UnreadableError("nested too deeply")
-
-    def _leave(self, levels: int, shields: bool = True) -> None:
-        self._depth -= levels if shields else 0
-        self._nesting -= levels
-
 
 def _raise(name: str) -> Expression:
     raise UnreadableError(f"{name} with too many arguments")
@@ -564,14 +455,6 @@ def _expression(structure: Structure) -> Expression:
     if isinstance(structure, (Number, Symbol, Call)):
         return structure
     raise UnreadableError("a structure inside an expression")
-
-
-def _digit(character: str) -> Token:
-    return Token("number", character, Numeral(Fraction(int(character))))
-
-
-def _numerals(text: str) -> list[Token]:
-    return [Token("number", text, Numeral(Fraction(int(text))))] if text else []
 
 
 def _is_proper_fraction(expression: Expression) -> bool:
@@ -604,18 +487,3 @@ def _in_base(numeral: Numeral, subscript: str) -> Number:
     if numeral.step is not None or not 2 <= base <= 36 or not digits.isdigit() or int(max(digits)) >= base:
         raise UnreadableError(f"{digits} is no number of base {subscript}")
     return Number(Numeral(Fraction(int(digits, base))))
-
-
-def _plain_unit(text: str) -> str:
-    """frac { m } { s } as m/s, and ^ { circ } C as ^circ C."""
-    if text.startswith("frac"):
-        parts = text[4:].replace("}", "{").split("{")
-        if len(parts) == 5 and not (parts[0] + parts[2] + parts[4]).strip():
-            return f"{parts[1]} / {parts[3]}"
-        return ""
-    if text.startswith("^"):
-        rest = text[1:].replace("{", " ").replace("}", " ").split()
-        if rest[:1] == ["circ"]:
-            return " ".join(rest[1:]) or "degree"
-        return ""
-    return text.replace("{", " ").replace("}", " ")

@@ -45,12 +45,18 @@ _EVERY_REAL = re.compile(r"(?:the set of )?(?:all )?(?:the )?real(?: numbers|s)\
 _NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?\Z|empty set\Z")
 _TO_RATIO = re.compile(r"(\d+) to (\d+)\Z")
 _COMPOUND = re.compile(r"(\d+(?:\.\d+)?) ([a-z]+) (?:and )?(\d+(?:\.\d+)?) ([a-z]+)\Z")
-_CONSTRUCTORS = re.compile(r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b")
+_CONSTRUCTORS = re.compile(
+    r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b"
+)
 _MAX_ITEMS = 100
+_SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
+_MAX_SETS = 12
 
 
 def readings(text: str, units: bool) -> list[Structure]:
-    """What ``text`` may mean, the likeliest first; at least one (plain words). Two differ in whether 1,234 is one number.
+    """What ``text`` may mean, the likeliest first; at least one (plain words).
+
+    Two readings differ in whether 1,234 is one number.
 
     Args:
         units: read what may be a unit behind a number as a unit; else as variables (m, s) or a factor (%).
@@ -234,8 +240,8 @@ class Reader:
 
     def side(self, slice_: Sequence[Token]) -> Structure:
         """Sets with \\cup \\cap \\setminus between them, a ratio, a residue or a quantity."""
-        if not slice_:
-            raise UnreadableError("an empty side")
+        if not slice_ or sum(token.text in _SET_OPERATORS for token in slice_) > _MAX_SETS:
+            raise UnreadableError("an empty side, or too many sets")
         for names, operator in (((("\\setminus"),), "setminus"), (("\\cup",), "cup"), (("\\cap",), "cap")):
             position = _last_outside(slice_, names)
             if position > 0:

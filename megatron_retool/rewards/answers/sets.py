@@ -226,6 +226,7 @@ def _starts_before(one: Piece, two: Piece, deadline: Deadline) -> bool:
 
 def _compare(left: Expression, right: Expression, deadline: Deadline) -> int:
     """-1, 0 or 1 as ``left`` is below, at or above ``right``."""
+    deadline.check()
     if left == right:
         return 0
     if left == _MINUS_INFINITY or right == INFINITY:

@@ -9,6 +9,12 @@ from __future__ import annotations
 import re
 import unicodedata
 
+
+def listed(words: str) -> tuple[str, ...]:
+    """The words of a table that is written as running text."""
+    return tuple(words.split())
+
+
 # Private stand-ins for signs whose plain form means something else in LaTeX.
 DOLLAR = "\ue000"
 
@@ -29,10 +35,10 @@ _CHARACTERS = {
             "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
             (
                 f"\\{name} "
-                for name in (
+                for name in listed(
                     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
                     "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-                ).split()
+                )
             ),
             strict=True,
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from megatron_retool.rewards.answers.spelling import listed
+
 _MEASURES: dict[str, tuple[str, str]] = {
     # spellings: (factor, dimension)
     "m meter meters metre metres": ("1", "length"),
@@ -73,27 +75,29 @@ _MEASURES: dict[str, tuple[str, str]] = {
     "byte bytes": ("8", "bit"),
 }
 # Things that are counted. Each is a dimension of its own: 5 apples are not 5 pears.
-_COUNTED = """
-adult animal answer apple bacterium bag ball balloon banana bar basket bead bean bear bee bike bird block boat book bottle
-bowl box boy bracelet brick brownie bucket bug bus bushel cake can candle candy car card carrot case cat chair chicken
-chocolate class clip coin color computer container cookie couple cow crate crayon customer cube cupcake diamond dime dish doctor dog
-doll donut door dot dress duck edge egg employee eraser face family fan fish flight floor flower foot friend frog fruit
-game gift girl goat group guest hat head hen horse house invitation jar job key kid kitten leaf lemon lesson
-letter line lollipop loaf man marble mango match meal member message mug muffin nail necklace nickel night note nut
-orange outfit oyster packet page painting pair pancake parent passenger path patient peach peanut pear pen pencil
-person phone photo picture pie pig pill pizza plant plate player point potato present prize puppy question rabbit
-rectangle ribbon ring room rope rose row sandwich seashell seat seed segment sheep sheet shelf shell ship shirt shoe
-shot sibling side sister brother slice snack sock song sticker stamp star step stick stone stop store story strawberry
-student sweet table tank teacher team tile ticket toffee toy train tree triangle trip truck tulip turkey turtle
-vase vehicle vertex visitor vote vowel wheel window woman word worker worm game problem
-""".split()
+_COUNTED = listed(
+    "adult animal answer apple bacterium bag ball balloon banana bar basket bead bean bear bee bike bird block "
+    "boat book bottle bowl box boy bracelet brick brownie bucket bug bus bushel cake can candle candy car card "
+    "carrot case cat chair chicken chocolate class clip coin color computer container cookie couple cow crate "
+    "crayon customer cube cupcake diamond dime dish doctor dog doll donut door dot dress duck edge egg "
+    "employee eraser face family fan fish flight floor flower foot friend frog fruit game gift girl goat group "
+    "guest hat head hen horse house invitation jar job key kid kitten leaf lemon lesson letter line lollipop "
+    "loaf man marble mango match meal member message mug muffin nail necklace nickel night note nut orange "
+    "outfit oyster packet page painting pair pancake parent passenger path patient peach peanut pear pen "
+    "pencil person phone photo picture pie pig pill pizza plant plate player point potato present prize puppy "
+    "question rabbit rectangle ribbon ring room rope rose row sandwich seashell seat seed segment sheep sheet "
+    "shelf shell ship shirt shoe shot sibling side sister brother slice snack sock song sticker stamp star "
+    "step stick stone stop store story strawberry student sweet table tank teacher team tile ticket toffee toy "
+    "train tree triangle trip truck tulip turkey turtle vase vehicle vertex visitor vote vowel wheel window "
+    "woman word worker worm game problem"
+)
 # What a count may be called without saying of what.
-_GENERIC = """
-unit integer number solution way time value case total item piece thing people element subset outcome choice combination
-arrangement permutation possibility term digit root zero factor divisor prime multiple set function pair triple
-triplet quadruple square circle degree_of_freedom cubic_unit real_number real_root distinct_solution ordered_pair
-different_way possible_value year_old
-""".split()
+_GENERIC = listed(
+    "unit integer number solution way time value case total item piece thing people element subset outcome "
+    "choice combination arrangement permutation possibility term digit root zero factor divisor prime multiple "
+    "set function pair triple triplet quadruple square circle degree_of_freedom cubic_unit real_number "
+    "real_root distinct_solution ordered_pair different_way possible_value year_old"
+)
 _PLURALS = {
     **{"person": "persons", "man": "men", "woman": "women", "child": "children", "foot": "feet", "leaf": "leaves"},
     **{"loaf": "loaves", "shelf": "shelves", "vertex": "vertices", "fish": "fish", "sheep": "sheep", "goose": "geese"},
@@ -103,7 +107,14 @@ _SCALES = {
     **{"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
     **{"hundreds": 100, "thousands": 1000, "millions": 10**6, "billions": 10**9, "dozens": 12},
 }
-_SHORTHANDS = {"mph": "mile/hour", "kmh": "km/h", "kph": "km/h", "kmph": "km/h", "mpg": "mile/gallon", "bpm": "beat/min"}
+_SHORTHANDS = {
+    "mph": "mile/hour",
+    "kmh": "km/h",
+    "kph": "km/h",
+    "kmph": "km/h",
+    "mpg": "mile/gallon",
+    "bpm": "beat/min",
+}
 # These letters are units only where they stand apart from the number: 2m is a product.
 _SINGLE_LETTERS = frozenset("mgshLKNJWV")
 _ATOM = re.compile(r"[A-Za-z_]+|%")
@@ -172,8 +183,12 @@ def parse_unit(text: str) -> Unit | None:
     if not text or len(text) > 80:
         return None
     lowered = re.sub(r"\b(years?) old\b", r"\1_old", text)
-    lowered = re.sub(r"\b(real|distinct|different|possible|ordered|cubic|US) (?=(?:number|solution|root|way|value|pair|unit"
-                     r"|dollar|integer)s?\b)", "", lowered)
+    lowered = re.sub(
+        r"\b(real|distinct|different|possible|ordered|cubic|US) (?=(?:number|solution|root|way|value|pair|unit"
+        r"|dollar|integer)s?\b)",
+        "",
+        lowered,
+    )
     lowered = re.sub(r"\bdegrees? (?=[CF]\b|celsius|fahrenheit)", "", lowered, flags=re.IGNORECASE)
     lowered = re.sub(r"\^?\s*\\?circ\s*(?=[CF]\b)", "", lowered)
     if lowered in ("C", "F"):

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import re
 
+from megatron_retool.rewards.answers.spelling import listed
 from megatron_retool.rewards.answers.tokens import UnreadableError
 
 GREEK = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar".split()
+    listed(
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
+        "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar"
+    )
 )
 # Functions that Python and plain text write without a backslash, with their argument in brackets.
 BARE_FUNCTIONS = frozenset(
-    "sqrt cbrt abs floor ceil factorial binomial root asinh acosh atanh Fraction Rational".split()
+    listed("sqrt cbrt abs floor ceil factorial binomial root asinh acosh atanh Fraction Rational")
 )
 _GLUED = re.compile(r"(arcsin|arccos|arctan|sin|cos|tan|sec|csc|cot|log|ln)([a-zA-Z])\Z")
-_ANSWER_WORDS = frozenset("yes no true false none odd even nan null undefined dne".split())
+_ANSWER_WORDS = frozenset(listed("yes no true false none odd even nan null undefined dne"))
 _SHORT_WORDS = frozenset(
-    "no if is of or to on in at it an as by we he me my so up us do go be th st nd rd not and but the all any one two "
-    "six ten odd yes non for may bad dad cab dab".split()
+    listed(
+        "no if is of or to on in at it an as by we he me my so up us do go be th st nd rd not and but the all any one "
+        "two six ten odd yes non for may bad dad cab dab"
+    )
 )
-_NUMBER_WORDS = {
-    word: number
-    for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
-    )
-}
-_MONTHS = {
-    name: index + 1
-    for index, name in enumerate(
-        "january february march april may june july august september october november december".split()
-    )
-}
+_NUMBERS = listed(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_NUMBER_WORDS = {word: number for number, word in enumerate(_NUMBERS)}
+_MONTH_NAMES = listed("january february march april may june july august september october november december")
+_MONTHS = {name: index + 1 for index, name in enumerate(_MONTH_NAMES)}
 _MONTHS |= {name[:3]: number for name, number in _MONTHS.items()}
 _CLOCK = re.compile(r"(\d{1,2})(?::(\d{2})(?::(\d{2}))?)?([ap]m)?\Z", re.IGNORECASE)
 _ISO_DATE = re.compile(r"(\d{4})-(\d{2})-(\d{2})\Z")

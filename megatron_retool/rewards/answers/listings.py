@@ -1,0 +1,158 @@
+"""What lists, equations and \\pm state: their values, by name, in order or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_retool.rewards.answers.expressions import (
+    INFINITY,
+    PI,
+    Call,
+    Collection,
+    E,
+    Expression,
+    Group,
+    Listing,
+    Number,
+    Quantity,
+    Relation,
+    Structure,
+    Symbol,
+    is_expression,
+    symbols_of,
+)
+from megatron_retool.rewards.answers.values import UndefinedError
+
+
+def as_expression(structure: Structure) -> Expression:
+    if isinstance(structure, (Number, Symbol, Call)):
+        return structure
+    raise UndefinedError("no expression")
+
+
+def simplified(structure: Structure) -> Structure:
+    """With \\pm written out, and a single item in brackets as the item."""
+    if isinstance(structure, (Call, Quantity, Relation)) and _has_sign_choice(structure):
+        return Listing((_with_sign(structure, 1), _with_sign(structure, -1)), "or")
+    if isinstance(structure, (Listing, Collection)) and any(_has_sign_choice(item) for item in structure.items):
+        items: list[Structure] = []
+        for item in structure.items:
+            if _has_sign_choice(item):
+                items += [_with_sign(item, 1), _with_sign(item, -1)]
+            else:
+                items.append(item)
+        return replace(structure, items=tuple(items))
+    if isinstance(structure, Group) and len(structure.items) == 1 and is_expression(structure.items[0]):
+        return structure.items[0]
+    return structure
+
+
+def _has_sign_choice(structure: Structure) -> bool:
+    if isinstance(structure, Call):
+        return structure.function in ("pm", "mp") or any(_has_sign_choice(each) for each in structure.arguments)
+    if isinstance(structure, Quantity):
+        return _has_sign_choice(structure.amount)
+    return isinstance(structure, Relation) and any(_has_sign_choice(side) for side in structure.sides)
+
+
+def _with_sign(structure: Structure, sign: int) -> Structure:
+    if isinstance(structure, Call):
+        function = structure.function
+        if function in ("pm", "mp"):
+            function = "add" if (function == "pm") == (sign > 0) else "sub"
+        return Call(function, tuple(as_expression(_with_sign(each, sign)) for each in structure.arguments))
+    if isinstance(structure, Quantity):
+        return Quantity(as_expression(_with_sign(structure.amount, sign)), structure.unit)
+    if isinstance(structure, Relation):
+        return Relation(tuple(_with_sign(side, sign) for side in structure.sides), structure.operators)
+    return structure
+
+
+def is_name(side: Structure) -> bool:
+    if isinstance(side, Symbol):
+        return side not in (E, PI, INFINITY)
+    if isinstance(side, Call):
+        if side.function == "abs":
+            return isinstance(side.arguments[0], Symbol) and len(side.arguments[0].name) > 1
+        return side.function.startswith("unknown ")
+    return isinstance(side, Group) and all(isinstance(item, Symbol) for item in side.items)
+
+
+def is_asked_for(side: Structure) -> bool:
+    """m + n or 100m + n: what a question asks for the value of. Not 2x or x - 1, which would have to be solved."""
+    return is_expression(side) and len(symbols_of(as_expression(side))) > 1
+
+
+def has_names(sides: Sequence[Structure]) -> bool:
+    return any(not is_expression(side) or symbols_of(as_expression(side)) for side in sides)
+
+
+def same_name(one: Structure, two: Structure) -> bool:
+    if one == two:
+        return True
+    functions = [side for side in (one, two) if isinstance(side, Call)]
+    return len(functions) == 1 and Symbol("y") in (one, two) and functions[0].function == "unknown f"
+
+
+def has_relations(structure: Structure) -> bool:
+    return isinstance(structure, Listing) and any(isinstance(item, Relation) for item in structure.items)
+
+
+def assignment(structure: Structure) -> dict[str, Structure] | None:
+    """{"x": 1, "y": 2} of x = 1, y = 2 and of (x, y) = (1, 2)."""
+    found: dict[str, Structure] = {}
+    if isinstance(structure, Relation) and structure.operators == ("=",):
+        names, values = structure.sides
+        if not (isinstance(names, Group) and isinstance(values, Group) and len(names.items) == len(values.items)):
+            return None
+        for name, value in zip(names.items, values.items, strict=True):
+            if not isinstance(name, Symbol):
+                return None
+            found[name.name] = value
+        return found
+    if not isinstance(structure, Listing) or structure.word == "or":
+        return None
+    for item in structure.items:
+        if not (isinstance(item, Relation) and item.operators == ("=",) and isinstance(item.sides[0], Symbol)):
+            return None
+        found[item.sides[0].name] = item.sides[1]
+    several = len({name.partition("_")[0] for name in found}) == len(found) == len(structure.items)
+    return found if several else None
+
+
+def items_of(structure: Structure) -> list[Structure] | None:
+    """The items of what has no order: a listing, a set, a Python list against a listing."""
+    if isinstance(structure, Listing):
+        items: list[Structure] = []
+        base: str | None = None
+        for index, item in enumerate(structure.items):
+            if isinstance(item, Relation) and set(item.operators) == {"="} and is_name(item.sides[0]):
+                name = item.sides[0].name.partition("_")[0] if isinstance(item.sides[0], Symbol) else "()"
+                if len(item.sides) != 2 or (index and name != base):
+                    return None
+                base = name
+                items.append(item.sides[1])
+            elif isinstance(item, Relation):
+                return None
+            else:
+                items.append(item)
+        return items
+    if isinstance(structure, Collection):
+        return list(structure.items)
+    if isinstance(structure, Group) and structure.opening + structure.closing == "[]":
+        return list(structure.items)
+    return None
+
+
+def items_in_order(structure: Structure) -> Sequence[Structure] | None:
+    if isinstance(structure, Group):
+        return structure.items
+    return structure.items if isinstance(structure, Listing) and structure.word != "or" else None
+
+
+def with_less(relation: Relation) -> Relation:
+    if relation.operators[0] in (">", ">="):
+        flipped = {">": "<", ">=": "<="}[relation.operators[0]]
+        return Relation((relation.sides[1], relation.sides[0]), (flipped,))
+    return relation
