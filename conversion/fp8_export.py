@@ -28,15 +28,15 @@ import torch
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_jobs
-from conversion.model.block_fp8 import BLOCK, SCALE_SUFFIX
+from conversion.model.block_fp8 import BLOCK, Form
 
 
-def quantized_specs(spec: TensorSpec) -> list[TensorSpec]:
+def quantized_specs(spec: TensorSpec, form: Form) -> list[TensorSpec]:
     """What one weight becomes in a block-FP8 checkpoint: the e4m3 weight and its scales."""
     rows, columns = spec.shape
     return [
         TensorSpec(spec.name, spec.shape, torch.float8_e4m3fn),
-        TensorSpec(spec.name + SCALE_SUFFIX, (rows // BLOCK, columns // BLOCK), torch.float32),
+        TensorSpec(spec.name + form.suffix, (rows // BLOCK, columns // BLOCK), torch.float32),
     ]
 
 

@@ -51,7 +51,15 @@ from conversion.files.hf_checkpoint import (
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
 from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import blockwise_quantization_config, is_quantized, quantize_named, quantized_names
+from conversion.model.block_fp8 import (
+    FORMS,
+    Form,
+    blockwise_quantization_config,
+    form_of,
+    is_quantized,
+    quantize_named,
+    quantized_names,
+)
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
@@ -108,9 +116,11 @@ def export(
         check_tokenizer(companions)
     checkpoint = DistCheckpoint(mcore_dir)
     weight_map = WeightMap(architecture)
+    form = None
     if fp8:
         quantized_names(weight_map)  # raises where there is nothing to quantise
-    files = plan_files(_specs(checkpoint, weight_map, dtype, fp8), max_file_bytes)
+        form = form_of(weight_map)
+    files = plan_files(_specs(checkpoint, weight_map, dtype, form), max_file_bytes)
     total = sum(spec.nbytes for _, specs in files for spec in specs)
 
     records: dict[str, FileRecord] = {}
@@ -173,7 +183,7 @@ def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None
 
 
 def _specs(
-    checkpoint: DistCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None, fp8: bool
+    checkpoint: DistCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None, form: Form | None
 ) -> Iterator[list[TensorSpec]]:
     """The tensors to write, grouped by parameter. Raises DistCheckpointError where the checkpoint does not fit."""
     for mapping in weight_map.exported():
@@ -186,8 +196,8 @@ def _specs(
             )
         named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
         specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
-        if fp8 and is_quantized(mapping):
-            specs = [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec)]
+        if form is not None and is_quantized(mapping):
+            specs = [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec, form)]
         yield specs
 
 
@@ -220,6 +230,7 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> dict[str, FileRecord]:
 def _contents(
     checkpoint: DistCheckpoint, mappings: Sequence[Mapping], job: _Job, report: Callable[[int], None]
 ) -> Iterator[tuple[str, Tensor | list[ByteRange]]]:
+    form = FORMS[job.architecture.declaration.block_fp8]
     for mapping in mappings:
         quantize = job.fp8 and is_quantized(mapping)
         as_stored = job.dtype is None and not quantize
@@ -232,7 +243,7 @@ def _contents(
         full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
         for name, tensor in to_hf(mapping, full).items():
             tensor = tensor if job.dtype is None else tensor.to(job.dtype)
-            for item in quantize_named(name, tensor) if quantize else [(name, tensor)]:
+            for item in quantize_named(name, tensor, form) if quantize else [(name, tensor)]:
                 yield item
                 report(item[1].nbytes)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.workers import run_jobs
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import SCALE_SUFFIX, dequantize_blockwise, is_quantized, round_to_blocks
+from conversion.model.block_fp8 import SCALE_SUFFIXES, dequantize_blockwise, is_quantized, round_to_blocks
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 
 NUM_SEQUENCES = 2
@@ -122,11 +122,16 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
 def dequantized(hf_dir: Path) -> dict[str, Tensor]:
     """Every tensor of a block-FP8 directory, the quantised ones as the float32 matrices that they stand for."""
     checkpoint = HFCheckpoint(hf_dir)
-    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if not name.endswith(SCALE_SUFFIXES)}
+    scales = {
+        name: checkpoint.read(name + suffix)
+        for name in tensors
+        for suffix in SCALE_SUFFIXES
+        if name + suffix in checkpoint.tensors
+    }
     return {
-        name: dequantize_blockwise(tensor, tensors[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in tensors else tensor
+        name: dequantize_blockwise(tensor, scales[name]) if name in scales else tensor
         for name, tensor in tensors.items()
-        if not name.endswith(SCALE_SUFFIX)
     }
 
 

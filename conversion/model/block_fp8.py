@@ -6,31 +6,102 @@ and transformers read it. Export, weight sync, engines and ``--verify`` all ask 
     linear      the matrices of linear layers: what FP8 serving computes in FP8, and what an imitation of it rounds
     quantized   those of them that are stored in FP8: both sides are multiples of 128
 
-The other linear layers keep their dtype and are listed in the ``modules_to_not_convert`` of
-``blockwise_quantization_config``.
+The other linear layers keep their dtype and are listed in ``blockwise_quantization_config``.
+
+The numbers are the same in both ``FORMS``; what the scales are called, and what config.json says, is the form's. The
+family declares the one that SGLang's class of the model loads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conversion.model.weight_map import Mapping, WeightMap
+from conversion.model.weight_map import Mapping as WeightMapping
+from conversion.model.weight_map import WeightMap
 
 BLOCK = 128
 E4M3_MAX = 448.0
-SCALE_SUFFIX = "_scale_inv"
-"""A weight's scales carry its name with this suffix: ``….q_proj.weight_scale_inv``."""
 
 
-def is_linear(mapping: Mapping) -> bool:
+@dataclass(frozen=True)
+class Form:
+    """How a block-FP8 checkpoint is written down.
+
+    Attributes:
+        suffix: a weight's scales carry its name with this suffix, as in ``….q_proj.weight_scale_inv``.
+        describe: names of the modules that stay as they are -> config.json's ``quantization_config``.
+    """
+
+    suffix: str
+    describe: Callable[[Sequence[str]], dict[str, Any]]
+
+
+def _describe_fp8(kept: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(kept),
+    }
+
+
+_MERGED_BY_ENGINES = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def _describe_compressed_tensors(kept: Sequence[str]) -> dict[str, Any]:
+    # SGLang looks modules up under the names of its own merged ones too.
+    parts = [name.rpartition(".") for name in kept]
+    merged = {f"{path}.{_MERGED_BY_ENGINES[last]}" for path, _, last in parts if last in _MERGED_BY_ENGINES}
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**float8, "strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False},
+                "input_activations": {**float8, "strategy": "group", "group_size": BLOCK, "dynamic": True},
+            }
+        },
+        "ignore": [*kept, *sorted(merged)],
+    }
+
+
+FORMS: Mapping[str, Form] = MappingProxyType(
+    {
+        "fp8": Form("_scale_inv", _describe_fp8),
+        "compressed-tensors": Form("_scale", _describe_compressed_tensors),
+    }
+)
+"""By quant_method: DeepSeek's own, and compressed-tensors' float-quantized with the strategy "block"."""
+SCALE_SUFFIXES = tuple(form.suffix for form in FORMS.values())
+
+
+def form_of(weight_map: WeightMap) -> Form:
+    """The form that the model's family is written in."""
+    return FORMS[weight_map.architecture.declaration.block_fp8]
+
+
+def is_linear(mapping: WeightMapping) -> bool:
     """Whether the parameter is the matrix of a linear layer: not embedding, router, output layer, norm or bias."""
     return mapping.tp_dim is not None and mapping.layer is not None and len(mapping.mcore_shape) == 2
 
 
-def is_quantized(mapping: Mapping) -> bool:
+def is_quantized(mapping: WeightMapping) -> bool:
     """Whether a checkpoint of the scheme, and an engine that serves it, holds the parameter in FP8.
 
     Both sides of every matrix have to be multiples of 128: transformers takes the block size from the ratio of the
@@ -95,13 +166,13 @@ def round_to_blocks(weight: Tensor) -> Tensor:
     return dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
 
 
-def quantize_named(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-    """``quantize_blockwise`` under the names of a block-FP8 checkpoint.
+def quantize_named(name: str, weight: Tensor, form: Form) -> list[tuple[str, Tensor]]:
+    """``quantize_blockwise`` under the names of a block-FP8 checkpoint of a form.
 
     At a weight sync: for the names that ``quantized_names`` gives, and for no others.
     """
     quantized, scale = quantize_blockwise(weight)
-    return [(name, quantized), (name + SCALE_SUFFIX, scale)]
+    return [(name, quantized), (name + form.suffix, scale)]
 
 
 def blockwise_quantization_config(weight_map: WeightMap) -> dict[str, Any]:
@@ -112,10 +183,4 @@ def blockwise_quantization_config(weight_map: WeightMap) -> dict[str, Any]:
         if mapping.layer is not None and len(mapping.mcore_shape) == 2 and not is_quantized(mapping)
         for name in mapping.hf_names
     }
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [weight_map.output_name.removesuffix(".weight"), *sorted(kept)],
-    }
+    return form_of(weight_map).describe([weight_map.output_name.removesuffix(".weight"), *sorted(kept)])

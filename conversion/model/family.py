@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder
 from conversion.model.rules import EMBEDDING_NAME, OUTPUT_NAME, SIZES, Rules
@@ -36,12 +36,14 @@ class Family:
             learner does not compute.
         engine_classes: name in config.json's ``architectures`` -> SGLang's class as "module:class". Engines on CPU
             start faster with it; SGLang finds classes that it knows without.
+        block_fp8: the form of block-FP8 weights that SGLang's class of the family takes, see ``block_fp8.FORMS``.
     """
 
     model_type: str
     rules: Rules
     read: Callable[[ConfigReader], Mapping[str, Any]] = decoder
     engine_classes: Mapping[str, str] = field(default_factory=dict)
+    block_fp8: Literal["fp8", "compressed-tensors"] = "fp8"
 
     def __post_init__(self) -> None:
         names = {rule.mcore for rule in self.rules}

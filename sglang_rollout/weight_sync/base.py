@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
+from conversion.model.block_fp8 import SCALE_SUFFIXES
 from sglang_rollout.engine.base import EngineClientError, SyncReport
 from sglang_rollout.engine.client import BlockingClient
 from sglang_rollout.weight_sync.checksums import ExpectedChecksums
@@ -207,7 +208,7 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def _plain_float(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not name.endswith("_scale_inv")
+    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not name.endswith(SCALE_SUFFIXES)
 
 
 def is_local(url: str) -> bool:

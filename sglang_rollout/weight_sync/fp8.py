@@ -12,7 +12,7 @@ import torch
 
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import linear_names, quantize_named, quantized_names, round_to_blocks
+from conversion.model.block_fp8 import Form, form_of, linear_names, quantize_named, quantized_names, round_to_blocks
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ModelConfig
 
@@ -26,12 +26,20 @@ class Fp8:
     Attributes:
         model: whose weights are sent.
         rounded: True: linear weights of any size keep their names and dtype, and lose what FP8 cannot hold. False:
-            block-FP8 form, named as in FP8 checkpoints: a weight [out, in] becomes weight (float8_e4m3fn [out, in]) and
-            weight_scale_inv (inverse scales, float32 [out/128, in/128]).
+            block-FP8, named as in FP8 checkpoints of the family: a weight [out, in] becomes weight (float8_e4m3fn
+            [out, in]) and weight_scale_inv or weight_scale (what to multiply with, float32 [out/128, in/128]).
     """
 
     model: ModelConfig
     rounded: bool = False
+
+    @cached_property
+    def _weight_map(self) -> WeightMap:
+        return WeightMap(Architecture.from_pretrained(local_directory(self.model.path), self.model.families))
+
+    @cached_property
+    def _form(self) -> Form:
+        return form_of(self._weight_map)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -40,9 +48,7 @@ class Fp8:
         Raises:
             ValueError: the model's sizes allow no block.
         """
-        architecture = Architecture.from_pretrained(local_directory(self.model.path), self.model.families)
-        weight_map = WeightMap(architecture)
-        return linear_names(weight_map) if self.rounded else quantized_names(weight_map)
+        return linear_names(self._weight_map) if self.rounded else quantized_names(self._weight_map)
 
     def __call__(self, bucket: Bucket) -> Bucket:
         converted: Bucket = []
@@ -52,7 +58,7 @@ class Fp8:
             elif self.rounded:
                 converted.append((name, round_to_blocks(tensor)))
             else:
-                converted += quantize_named(name, tensor)
+                converted += quantize_named(name, tensor, self._form)
         return converted
 
 

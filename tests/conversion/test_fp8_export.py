@@ -12,7 +12,7 @@ from conversion.fp8_export import export_with_modelopt, read_calibration
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import quantize_blockwise, quantized_names
+from conversion.model.block_fp8 import form_of, quantize_blockwise, quantized_names
 from conversion.model.weight_map import WeightMap
 from tests.conversion.conftest import assert_same_bits, read_all
 
@@ -41,7 +41,8 @@ def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers:
     original, written = read_all(source), read_all(tmp_path / "hf")
     kept = ["lm_head", *(f"model.layers.{layer}.{name}" for layer in range(2) for name in kept_layers)]
     projections = {n for n in original if n.endswith("_proj.weight") and n.removesuffix(".weight") not in kept}
-    scales = {f"{name}_scale_inv" for name in projections}
+    form = form_of(WeightMap(Architecture.from_pretrained(source)))
+    scales = {f"{name}{form.suffix}" for name in projections}
     assert projections == quantized_names(WeightMap(Architecture.from_pretrained(source)))
     assert written.keys() == original.keys() | scales
     assert_same_bits(
@@ -51,15 +52,21 @@ def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers:
     for name in projections:
         expected, scale = quantize_blockwise(original[name])
         assert torch.equal(written[name].view(torch.uint8), expected.view(torch.uint8))
-        assert torch.equal(written[f"{name}_scale_inv"], scale)
+        assert torch.equal(written[f"{name}{form.suffix}"], scale)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
-    assert config == {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": kept,
-    }
+    if family != "mistral":
+        assert config == {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": kept,
+        }
+    else:
+        merged = [f"model.layers.{layer}.mlp.gate_up_proj" for layer in range(2)]
+        assert config["quant_method"] == "compressed-tensors" and config["ignore"] == [*kept, *merged]
+        (group,) = config["config_groups"].values()
+        assert group["weights"]["strategy"] == "block" and group["weights"]["block_structure"] == [128, 128]
 
 
 def test_a_model_without_whole_blocks_is_refused(model_directory, tmp_path: Path) -> None:

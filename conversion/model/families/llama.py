@@ -10,5 +10,7 @@ FAMILY = Family(
     "llama",
     rules=decoder_rules(*ATTENTION, *SWIGLU),
     read=unbiased_decoder,
+    # SGLang's loader renames weight_scale_inv to weight_scale, which only this form registers.
+    block_fp8="compressed-tensors",
     engine_classes={"LlamaForCausalLM": "sglang.srt.models.llama:LlamaForCausalLM"},
 )

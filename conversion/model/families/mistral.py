@@ -13,4 +13,5 @@ def read(config: ConfigReader) -> dict[str, Any]:
     return {**unbiased_decoder(config), **sliding_window(config)}
 
 
-FAMILY = Family("mistral", rules=decoder_rules(*ATTENTION, *SWIGLU), read=read)
+# SGLang loads it with Llama's class.
+FAMILY = Family("mistral", rules=decoder_rules(*ATTENTION, *SWIGLU), read=read, block_fp8="compressed-tensors")
