@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_retool.config import verl_keys
 from megatron_retool.config.base import ConfigError
 from megatron_retool.config.tree import Config, check_choices, validate
 
@@ -139,6 +140,9 @@ def _reject_unknown_keys(node: Any, schema: type, source: str, prefix: str = "")
     for key, value in node.items():
         dotted = f"{prefix}{key}"
         if key not in known:
+            if (translated := verl_keys.explain(dotted, value)) is not None:
+                whole = "; `megatron-retool config from-verl FILE` translates a whole file"
+                raise ConfigError(f"{source}: unknown key: {translated}{whole if isinstance(value, dict) else ''}")
             nearest = difflib.get_close_matches(dotted, _dotted_keys(Config), n=1, cutoff=0.0)
             raise ConfigError(f"{source}: unknown key {dotted!r}; the nearest known key is {nearest[0]!r}")
         inner = _dataclass_of(schema, key)

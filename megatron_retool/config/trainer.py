@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, choice
@@ -10,6 +11,8 @@ from megatron_retool.config.base import ConfigError, choice
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    project_name: str = "megatron-retool"
+    """What wandb, MLflow, SwanLab and Trackio file the run under."""
     experiment_name: str = "experiment"
     runs_dir: str = "runs"
     seed: int = 0
@@ -23,6 +26,11 @@ class TrainerConfig:
     save_freq: int = 30
     """Steps between checkpoints; 0: only at the end."""
     val_before_train: bool = True
+    val_only: bool = False
+    """Validate the newest checkpoint, or the model where there is none, and end without training."""
+    rollout_data_dir: str | None = None
+    """Where rollouts lie, in a folder of the run's name; None: rollouts/ in the run's directory, which leads there
+    otherwise."""
     log_val_generations: int = 4
     resume_mode: str = choice("auto", "disable", "resume_path")
     resume_from_path: str | None = None
@@ -55,6 +63,10 @@ class TrainerConfig:
     hang_action: str = choice("dump", "abort")
     """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or one's own: path/to/file.py:Class or
+    package.module:Class."""
+    logger_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
 
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
