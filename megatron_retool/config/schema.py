@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_retool.config.base import ConfigError
 from megatron_retool.config.nearest import nearest_key
+from megatron_retool.config.verl_keys import explain
 
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -40,8 +41,10 @@ def fitted(given: Any, schema: type, *, root: type, source: str = "", prefix: st
         if name not in hints:
             whole = key
             while isinstance(value, Mapping) and value:
-                name, value = next(iter(value.items()))
-                whole = f"{whole}.{name}"
+                inner, value = next(iter(value.items()))
+                whole = f"{whole}.{inner}"
+            if (translated := explain(key, given[name])) is not None:
+                raise ConfigError(f"{where}unknown key: {translated}")
             raise ConfigError(f"{where}unknown key {whole!r}{_suggestion(key, root)}")
         fitting[name] = _value(value, hints[name], root, source, key)
     return fitting

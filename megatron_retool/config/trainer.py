@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number
@@ -15,6 +16,8 @@ AT_END = ("export", "report", "summary")
 
 @dataclass(frozen=True)
 class TrainerConfig:
+    project_name: str = "megatron-retool"
+    """What wandb, MLflow, SwanLab and Trackio file the run under."""
     experiment_name: str = "experiment"
     """Name of the run, and of its directory below runs_dir; team/name makes a directory in a directory."""
     runs_dir: str = "runs"
@@ -33,6 +36,11 @@ class TrainerConfig:
     """Steps between checkpoints; 0: only at the end."""
     val_before_train: bool = True
     """A validation before the first step."""
+    val_only: bool = False
+    """Validate the newest checkpoint, or the model where there is none, and end without training."""
+    rollout_data_dir: str | None = None
+    """Where rollouts lie, in a folder of the run's name; null: rollouts/ in the run's directory, which leads there
+    otherwise."""
     log_val_generations: int = not_negative(4)
     """Responses that each validation prints."""
     resume_mode: str = choice("auto", "disable", "resume_path")
@@ -75,7 +83,10 @@ class TrainerConfig:
     """What a run does that has reached its last step: export (the last checkpoint as a Hugging Face one, in export/),
     report (the curves as a page), summary (a table)."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    """Where metrics go: console, jsonl (metrics.jsonl), tensorboard, wandb."""
+    """console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or one's own: path/to/file.py:Class or
+    package.module:Class."""
+    logger_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
 
     def check(self) -> None:
         """Raise ConfigError where the run's name is none, or settings of this section contradict each other."""

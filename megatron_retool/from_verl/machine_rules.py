@@ -1,0 +1,244 @@
+"""Rules as in ``rules``, about GPUs, learner, engines and the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_retool.config.verl_keys import ACTOR, MODEL, ROLLOUT
+from megatron_retool.from_verl.rules import Settings, VerlValues
+
+SANDBOX_TOOL, SEARCH_TOOL = "SandboxFusionTool", "SearchTool"
+
+
+def gpus(values: VerlValues) -> Settings:
+    """Learner and engines on the same GPUs, as verl's hybrid engine has them, and how the model is cut."""
+    nodes, per_node = int(values.number("trainer.nnodes", 1)), int(values.number("trainer.n_gpus_per_node", 8))
+    world = nodes * per_node
+    found: Settings = {
+        "cluster.nodes": nodes,
+        "cluster.gpus_per_node": per_node,
+        "cluster.placement": "colocated",
+        "weight_sync.method": "tensor",
+        "learner.world_size": world,
+        **_layout(values),
+    }
+    engine = int(values.number(f"{ROLLOUT}.tensor_model_parallel_size", 2))
+    stages = int(values.number(f"{ROLLOUT}.pipeline_model_parallel_size", 1))
+    if stages > 1:
+        engine *= stages
+        values.decide(f"engines have no pipeline stages here: rollout.engine.tensor_parallel_size={engine} in their place")
+    if engine > per_node:
+        values.decide(f"an engine of {engine} GPUs would span nodes of {per_node}: it gets {per_node}")
+        engine = per_node
+    found["rollout.engine.tensor_parallel_size"] = engine
+    found["rollout.engine.count"] = max(world // engine, 1)
+    parts = found["learner.tensor_model_parallel_size"] * found["learner.pipeline_model_parallel_size"]
+    data_parallel = max(world // (parts * found["learner.context_parallel_size"]), 1)
+    return found | _batches(values, data_parallel, found["learner.context_parallel_size"])
+
+
+def _layout(values: VerlValues) -> Settings:
+    """Sizes of the parallel layout; of FSDP's, Megatron's nearest."""
+    if not values.megatron:
+        size = int(values.number(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+        values.decide(
+            "the file is for FSDP, which shards the weights over all GPUs: the nearest of Megatron is "
+            f"learner.tensor_model_parallel_size={size} (ulysses_sequence_parallel_size). `megatron-retool plan` says "
+            "whether the model fits like this and proposes faster layouts"
+        )
+        checkpointing = values.get(f"{MODEL}.enable_gradient_checkpointing", True)
+        recompute = {"granularity": "full", "method": "uniform", "num_layers": 1} if checkpointing else {}
+        return {
+            "learner.tensor_model_parallel_size": size,
+            "learner.sequence_parallel": size > 1,
+            "learner.pipeline_model_parallel_size": 1,
+            "learner.context_parallel_size": 1,
+            **{f"learner.recompute.{name}": value for name, value in recompute.items()},
+        }
+    prefix = f"{ACTOR}.megatron"
+    found: Settings = {
+        f"learner.{name}": int(values.number(f"{prefix}.{name}", 1))
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        )
+    }
+    found["learner.sequence_parallel"] = (
+        found["learner.tensor_model_parallel_size"] > 1 and values.get(f"{prefix}.sequence_parallel", True) is True
+    )
+    virtual = values.get(f"{prefix}.virtual_pipeline_model_parallel_size")
+    if isinstance(virtual, int) and found["learner.pipeline_model_parallel_size"] > 2:
+        found["learner.virtual_pipeline_model_parallel_size"] = virtual
+    elif isinstance(virtual, int):
+        found["learner.virtual_pipeline_model_parallel_size"] = None
+        values.decide("virtual pipeline stages need learner.pipeline_model_parallel_size of at least 4: they are left out")
+    expert_tensor = values.get(f"{prefix}.expert_tensor_parallel_size")
+    if isinstance(expert_tensor, int):
+        found["learner.expert_tensor_parallel_size"] = expert_tensor
+    for name in ("granularity", "method", "num_layers", "modules"):
+        value = values.get(f"{prefix}.override_transformer_config.recompute_{name}")
+        if value is not None and (name == "granularity" or "learner.recompute.granularity" in found):
+            found[f"learner.recompute.{name}"] = value
+    if found.get("learner.recompute.granularity") == "full":
+        found.pop("learner.recompute.modules", None)
+        found.setdefault("learner.recompute.method", "uniform")
+        found.setdefault("learner.recompute.num_layers", 1)
+    return found
+
+
+def _batches(values: VerlValues, data_parallel: int, context_parallel: int) -> Settings:
+    """Mini-batches count responses here and prompts in verl; the micro-batch's budget is of all its ranks together."""
+    n = int(values.number(f"{ROLLOUT}.n", 1))
+    if n < 2 and values.get("algorithm.adv_estimator") in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
+        values.decide(f"{ROLLOUT}.n={n} in verl's words: an estimator that compares answers needs rollout.train.n >= 2")
+    responses = int(values.number("data.train_batch_size", 1024)) * n
+    wanted = min(int(values.number(f"{ACTOR}.ppo_mini_batch_size", 256)) * n, responses)
+    fitting = [size for size in range(1, wanted + 1) if responses % size == 0 and size % data_parallel == 0]
+    mini_batch = fitting[-1] if fitting else wanted
+    if mini_batch != wanted:
+        values.decide(
+            f"learner.mini_batch_size={mini_batch} in place of {wanted}: it has to divide {responses} responses and to be "
+            f"a multiple of the data parallel size {data_parallel}"
+        )
+    longest = int(values.number("data.max_prompt_length", 512) + values.number("data.max_response_length", 512))
+    if values.is_true(f"{ACTOR}.use_dynamic_bsz"):
+        shares = context_parallel if values.megatron else int(values.number(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+        tokens = int(values.number(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)) * shares
+    else:
+        tokens = int(values.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)) * longest
+    return {"learner.mini_batch_size": mini_batch, "learner.max_tokens_per_micro_batch": max(tokens, longest)}
+
+
+def optimizers(values: VerlValues) -> Settings:
+    """Policy's and, for gae, critic's optimizer."""
+    found: Settings = {}
+    pairs = [(f"{ACTOR}.optim", "learner.optimizer", f"{ACTOR}.grad_clip", 1e-6)]
+    if values.get("algorithm.adv_estimator") == "gae":
+        pairs.append(("critic.optim", "learner.critic.optimizer", "critic.grad_clip", 1e-5))
+    for theirs, ours, old_clip, rate in pairs:
+        lr = float(values.number(f"{theirs}.lr", rate))
+        styles = ("lr_decay_style", "lr_scheduler_type", "warmup_style")
+        style = next((values.get(f"{theirs}.{name}") for name in styles if values.get(f"{theirs}.{name}")), "constant")
+        if style not in ("constant", "linear", "cosine"):
+            values.decide(f"{theirs}: the schedule {style} has no counterpart: {ours}.schedule=constant is taken")
+            style = "constant"
+        ratio = values.get(f"{theirs}.min_lr_ratio")
+        found |= {
+            f"{ours}.lr": lr,
+            f"{ours}.min_lr": float(values.number(f"{theirs}.min_lr", 0.0)) if ratio is None else lr * float(ratio),
+            f"{ours}.betas": list(values.get(f"{theirs}.betas", [0.9, 0.999])),
+            f"{ours}.weight_decay": float(values.number(f"{theirs}.weight_decay", 0.01)),
+            f"{ours}.clip_grad": float(values.get(f"{theirs}.clip_grad", values.get(old_clip, 1.0))),
+            f"{ours}.schedule": style,
+            f"{ours}.warmup_steps": _warmup_steps(values, theirs, ours),
+        }
+        if values.is_true(f"{theirs}.override_optimizer_config.optimizer_cpu_offload"):
+            found[f"{ours}.cpu_offload"] = True
+    return found
+
+
+def _warmup_steps(values: VerlValues, theirs: str, ours: str) -> int:
+    steps = int(values.number(f"{theirs}.lr_warmup_steps", -1))
+    if steps >= 0:
+        return steps
+    ratio = float(values.number(f"{theirs}.lr_warmup_steps_ratio", 0.0))
+    total = values.get("trainer.total_training_steps")
+    if ratio and not isinstance(total, int):
+        values.decide(f"{theirs}.lr_warmup_steps_ratio={ratio:g}: set {ours}.warmup_steps to that share of the run's steps")
+        return 0
+    return int(ratio * total) if ratio else 0
+
+
+def engines(values: VerlValues) -> Settings:
+    """How responses are sampled for validation, and SGLang's own arguments."""
+    val = f"{ROLLOUT}.val_kwargs"
+    temperature = float(values.number(f"{val}.temperature"))
+    if values.get(f"{ROLLOUT}.mode") == "sync" and not values.is_true(f"{val}.do_sample"):
+        temperature = 0.0
+    top_k = int(values.number(f"{val}.top_k", -1))
+    found: Settings = {
+        "rollout.train.n": values.get(f"{ROLLOUT}.n"),
+        "rollout.val.n": values.get(f"{val}.n"),
+        "rollout.val.temperature": temperature,
+        "rollout.val.top_p": float(values.number(f"{val}.top_p", 1.0)),
+        "rollout.val.top_k": top_k if top_k > 0 else -1,
+    }
+    arguments = []
+    if values.is_true(f"{ROLLOUT}.enforce_eager"):
+        arguments.append("--disable-cuda-graph")
+    if values.get(f"{ROLLOUT}.enable_prefix_caching") is False:
+        arguments.append("--disable-radix-cache")
+    experts = values.get(f"{ROLLOUT}.expert_parallel_size", 1)
+    if isinstance(experts, int) and experts > 1:
+        arguments += ["--ep-size", str(experts)]
+    prefix = f"{ROLLOUT}.engine_kwargs.sglang."
+    for key, value in values.given.items():
+        if key.startswith(prefix) and value is not None and value is not False:
+            option = "--" + key.removeprefix(prefix).replace("_", "-")
+            arguments += [option] if value is True else [option, str(value)]
+    if arguments:
+        found["rollout.engine.extra_args"] = arguments
+    return found
+
+
+def agent(values: VerlValues) -> Settings:
+    """Turns and tools; verl's runs without multi_turn have neither."""
+    prefix, ours = f"{ROLLOUT}.multi_turn", "rollout.multi_turn"
+    tools = values.get(f"{prefix}.tool_config_path", values.get("data.tool_config_path"))
+    # An agent loop with tools does not ask for multi_turn.enable.
+    if not values.is_true(f"{prefix}.enable") and not tools:
+        return {f"{ours}.tools": [], f"{ours}.max_assistant_turns": 1}
+    found: Settings = {}
+    turns = values.get(f"{prefix}.max_assistant_turns", values.get(f"{prefix}.max_turns"))
+    if isinstance(turns, int):
+        found[f"{ours}.max_assistant_turns"] = turns
+    else:
+        values.decide(f"{prefix}.max_assistant_turns is not limited in the file: {ours}.max_assistant_turns is 8 here")
+    results = values.get(f"{prefix}.max_user_turns", turns)
+    if isinstance(results, int):
+        found[f"{ours}.max_tool_calls"] = results * int(values.number(f"{prefix}.max_parallel_calls", 1))
+    if values.get(f"{prefix}.format") not in (None, "hermes"):
+        values.decide(f"{prefix}.format={values.get(f'{prefix}.format')}: see {ours}.format for the formats there are")
+    found["tools.code_interpreter.max_output_characters"] = int(values.number(f"{prefix}.max_tool_response_length", 256))
+    return found | _tools(values, tools)
+
+
+def _tools(values: VerlValues, path: Any) -> Settings:
+    """The tools that verl's tool file lists, as far as they are built in here."""
+    key = "rollout.multi_turn.tools"
+    own = f"each own tool becomes a class or a function that {key} names (docs/extending.md)"
+    file = values.find_file(str(path)) if path else None
+    if file is None:
+        values.decide(f"verl's tools ({path}) were not found: {key}=[code_interpreter] is taken; {own}")
+        return {key: ["code_interpreter"]}
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    entries = content.get("tools") if isinstance(content, dict) else None
+    found: Settings = {key: []}
+    for entry in entries or []:
+        name = str(entry.get("class_name", "")).rpartition(".")[2]
+        settings = entry.get("config") or {}
+        if name.endswith(SANDBOX_TOOL):
+            found[key].append("code_interpreter")
+            for theirs, ours in (("num_workers", "workers"), ("memory_limit_mb", "memory_limit_mb"),
+                                 ("default_timeout", "run_timeout_seconds")):  # fmt: skip
+                if isinstance(settings.get(theirs), (int, float)):
+                    found[f"tools.code_interpreter.{ours}"] = settings[theirs]
+            if settings.get("sandbox_fusion_url"):
+                values.decide(
+                    "the trainer starts sandboxes of its own: set tools.code_interpreter.url="
+                    f"{str(settings['sandbox_fusion_url']).removesuffix('/run_code')} to use the file's server"
+                )
+        elif name.endswith(SEARCH_TOOL):
+            found[key].append("search")
+            values.decide("tools.search looks in a file of passages in place of a server: set tools.search.corpus")
+        else:
+            values.decide(f"the tool {entry.get('class_name')} is written for verl: {own}")
+    return found
+
+
+MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, optimizers, engines, agent)

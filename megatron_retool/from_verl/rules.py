@@ -1,0 +1,315 @@
+"""Settings of verl that stand for ours only together: each rule reads some of verl's and gives some of ours.
+
+A rule also writes what verl does where a file is silent, wherever our own default is another: a translated run is
+verl's run. What a rule cannot decide it says with ``VerlValues.decide``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.config.verl_keys import ACTOR, CORRECTION, ROLLOUT, advantage, kl_estimator, policy_loss
+
+Settings = dict[str, Any]
+"""Our dotted key -> value."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.truncation": "error",
+    f"{ACTOR}.clip_ratio": 0.2,
+    f"{ACTOR}.clip_ratio_c": 3.0,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{ROLLOUT}.n": 1,
+    f"{ROLLOUT}.mode": "async",
+    f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{ROLLOUT}.val_kwargs.temperature": 0.0,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -1,
+    f"{ROLLOUT}.val_kwargs.n": 1,
+    f"{ROLLOUT}.multi_turn.max_parallel_calls": 1,
+    f"{ROLLOUT}.multi_turn.max_tool_response_length": 256,
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.log_val_generations": 0,
+}
+"""What verl 0.7 does where a setting is not given, as far as a rule asks for it."""
+
+
+class VerlValues:
+    """The settings of one verl file.
+
+    Args:
+        given: verl's dotted key -> value.
+        megatron: whether it is for verl's Megatron workers; None: judged by the keys.
+        directory: relative paths are looked up there and in the directories above it.
+
+    Attributes:
+        decisions: what the reader of the translation has to decide.
+    """
+
+    def __init__(self, given: Mapping[str, Any], megatron: bool | None = None, directory: Path | None = None) -> None:
+        self.given = dict(given)
+        self.directory = directory
+        self.decisions: list[str] = []
+        asked = any(key.startswith(f"{ACTOR}.megatron.") for key in given) or given.get(f"{ACTOR}.strategy") == "megatron"
+        self.megatron = asked if megatron is None else megatron
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value that is given, else verl's default, else ``default``."""
+        value = self.given.get(key)
+        if value is not None:
+            return value
+        return DEFAULTS.get(key, default)
+
+    def number(self, key: str, default: float = 0) -> Any:
+        """As ``get``, for a number; one that is none is left for the reader to decide."""
+        value = self.get(key, default)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return value
+        self.decide(f"{key}={value!r} is no number; {default} is taken")
+        return default
+
+    def decide(self, text: str) -> None:
+        if text not in self.decisions:
+            self.decisions.append(text)
+
+    def find_file(self, name: str) -> Path | None:
+        """The file that a setting names, beside the translated file, above it, or in the working directory."""
+        path = Path(name).expanduser()
+        above = [] if self.directory is None else [self.directory, *self.directory.resolve().parents]
+        return next((base / path for base in [Path.cwd(), *above] if (base / path).is_file()), None)
+
+    def is_true(self, *keys: str) -> bool:
+        return any(self.given.get(key) is True for key in keys)
+
+
+def kl(values: VerlValues) -> Settings:
+    """The KL in the loss or in the reward, with the estimator of the one that is on."""
+    found: Settings = {"algorithm.kl_in_loss": 0.0, "algorithm.kl_in_reward": 0.0}
+    if values.is_true(f"{ACTOR}.use_kl_loss"):
+        found["algorithm.kl_in_loss"] = values.get(f"{ACTOR}.kl_loss_coef")
+        found["algorithm.kl_estimator"] = kl_estimator(values.get(f"{ACTOR}.kl_loss_type"))
+    if values.is_true("algorithm.use_kl_in_reward"):
+        if found["algorithm.kl_in_loss"]:
+            values.decide("both KL penalties are on: algorithm.kl_in_loss is kept, algorithm.kl_in_reward is 0 here")
+            return found
+        found["algorithm.kl_in_reward"] = values.get("algorithm.kl_ctrl.kl_coef")
+        found["algorithm.kl_estimator"] = kl_estimator(values.get("algorithm.kl_penalty"))
+        if values.get("algorithm.kl_ctrl.type") == "adaptive":
+            found["algorithm.adaptive_kl_target"] = values.get("algorithm.kl_ctrl.target_kl")
+            found["algorithm.adaptive_kl_horizon"] = values.get("algorithm.kl_ctrl.horizon")
+    return found
+
+
+def advantage_and_loss(values: VerlValues) -> Settings:
+    """Estimator, clipping, aggregation and the discounts, where verl's defaults are not ours."""
+    clip = values.get(f"{ACTOR}.clip_ratio")
+    found = {
+        "algorithm.advantage": advantage(values.get("algorithm.adv_estimator")),
+        "algorithm.gamma": values.get("algorithm.gamma"),
+        "algorithm.gae_lambda": values.get("algorithm.lam"),
+        "algorithm.policy_loss": policy_loss(values.get(f"{ACTOR}.policy_loss.loss_mode")),
+        "algorithm.clip_ratio_low": values.get(f"{ACTOR}.clip_ratio_low", clip),
+        "algorithm.clip_ratio_high": values.get(f"{ACTOR}.clip_ratio_high", clip),
+        "algorithm.loss_aggregation": values.get(f"{ACTOR}.loss_agg_mode"),
+    }
+    if found["algorithm.policy_loss"] == "clip":
+        found["algorithm.dual_clip"] = values.get(f"{ACTOR}.clip_ratio_c")
+    for key, ours in (("algorithm.adv_estimator", "algorithm.advantage"),
+                      (f"{ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss")):  # fmt: skip
+        if found[ours] is None:
+            values.decide(f"{key}={values.get(key)} has no built-in counterpart: write it as a function and name it in "
+                          f"{ours} (docs/extending.md)")  # fmt: skip
+            del found[ours]
+    if f"{ACTOR}.clip_ratio" in values.given and f"{ACTOR}.clip_ratio_low" not in values.given:
+        values.decide(
+            f"{ACTOR}.clip_ratio={clip} alone: verl from 0.5 on ignores it, for clip_ratio_low and clip_ratio_high "
+            "default to 0.2; here it is taken for both"
+        )
+    return found
+
+
+def dynamic_sampling(values: VerlValues) -> Settings:
+    """DAPO's filter_groups, which is off in verl where nothing is said."""
+    prefix = "algorithm.filter_groups"
+    if not values.is_true(f"{prefix}.enable"):
+        return {"algorithm.dynamic_sampling.enable": False}
+    return {
+        "algorithm.dynamic_sampling.enable": True,
+        "algorithm.dynamic_sampling.metric": "acc" if values.get(f"{prefix}.metric") == "acc" else "reward",
+        "algorithm.dynamic_sampling.max_generation_rounds": max(int(values.number(f"{prefix}.max_num_gen_batches")), 0),
+    }
+
+
+def rollout_correction(values: VerlValues) -> Settings:
+    """Weights and rejection against the mismatch, in the words of verl 0.5 (tis), 0.6 and 0.7."""
+    ours = "algorithm.rollout_correction"
+    found: Settings = {f"{ours}.mode": "none", f"{ours}.rejection": [], f"{ours}.veto_threshold": None}
+    old_threshold = values.get("algorithm.rollout_is_threshold")
+    cap = values.get(f"{ACTOR}.tis_imp_ratio_cap", -1)
+    level = values.get(f"{CORRECTION}.rollout_is")
+    if level in ("token", "sequence"):
+        found |= {f"{ours}.level": level, f"{ours}.mode": "truncate"}
+        found[f"{ours}.upper"] = values.get(f"{CORRECTION}.rollout_is_threshold")
+    elif old_threshold is not None and values.is_true("algorithm.rollout_is"):
+        mask = values.get("algorithm.rollout_is_mode") == "mask"
+        lower = values.get("algorithm.rollout_is_threshold_lower", 1.0 / float(old_threshold))
+        found |= {
+            f"{ours}.level": values.get("algorithm.rollout_is_level", "token"),
+            f"{ours}.mode": "mask" if mask else "truncate",
+            f"{ours}.lower": lower if mask else 0.0,
+            f"{ours}.upper": old_threshold,
+        }
+    elif isinstance(cap, (int, float)) and cap > 0:
+        found |= {f"{ours}.level": "token", f"{ours}.mode": "truncate", f"{ours}.upper": float(cap)}
+    found[f"{ours}.rejection"] = _rejection(values)
+    veto = values.get(f"{CORRECTION}.rollout_token_veto_threshold", values.get("algorithm.rollout_is_veto_threshold"))
+    if isinstance(veto, float) and 0 < veto < 1:
+        found[f"{ours}.veto_threshold"] = veto
+    if values.is_true(f"{CORRECTION}.bypass_mode"):
+        found |= {f"{ours}.bypass_old_log_probs": True, f"{ours}.mode": "none"}
+        if values.get(f"{CORRECTION}.loss_type") == "reinforce":
+            found["algorithm.policy_loss"] = "policy_gradient"
+    if values.is_true(f"{CORRECTION}.rollout_is_batch_normalize"):
+        found[f"{ours}.batch_normalize"] = True
+    if found[f"{ours}.mode"] == "none" and not found[f"{ours}.rejection"]:
+        values.decide(
+            "rollout correction is off, as in the file; between Megatron and SGLang our defaults are advised: remove "
+            "algorithm.rollout_correction from the translation to have them (docs/mismatch.md)"
+        )
+    return found
+
+
+def _rejection(values: VerlValues) -> list[str]:
+    names, bounds = values.get(f"{CORRECTION}.rollout_rs"), values.get(f"{CORRECTION}.rollout_rs_threshold")
+    if not names or str(names).lower() == "none":
+        return []
+    bounds = values.get(f"{CORRECTION}.rollout_is_threshold") if bounds is None else bounds
+    rules = []
+    all_bounds = [part.strip() for part in str(bounds).split(",")]
+    for place, name in enumerate(part.strip() for part in str(names).split(",")):
+        lower, _, upper = all_bounds[min(place, len(all_bounds) - 1)].rpartition("_")
+        if name in ("token", "sequence", "geometric") or name in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
+            # k1 is bounded on the ratio itself.
+            rule = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name, name)
+            given = values.get(f"{CORRECTION}.rollout_rs_threshold_lower")
+            low = float(lower) if lower else (float(given) if given is not None else 1.0 / float(upper))
+            rules.append(f"{rule}_ratio {low:g} {float(upper):g}")
+        elif name.startswith(("token_k", "seq_")):
+            rules.append(f"{name.replace('seq_', 'sequence_', 1)} -inf {float(upper):g}")
+        else:
+            values.decide(f"{CORRECTION}.rollout_rs={name} has no counterpart: see algorithm.rollout_correction.rejection")
+    return rules
+
+
+def reward(values: VerlValues) -> Settings:
+    """The reward function and DAPO's punishment of overlong responses."""
+    found: Settings = {}
+    path = next((values.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward.")
+                 if values.get(f"{prefix}custom_reward_function.path")), None)  # fmt: skip
+    if path:
+        name = values.get("custom_reward_function.name", values.get("reward.custom_reward_function.name", "compute_score"))
+        found["reward.function"] = f"{path}:{name}" if str(path).endswith(".py") else f"{path}.py:{name}"
+        if values.find_file(str(path)) is None:
+            values.decide(
+                f"reward.function={path}:{name} is not here: put the file there, or take the built-in "
+                "reward.function=math, which reads \\boxed{} and gives +1 or -1"
+            )
+        else:
+            values.decide(f"reward.function={path}:{name}: the file must be importable without verl's own modules")
+    prefixes = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+    for prefix in prefixes:
+        if values.is_true(f"{prefix}.enable"):
+            found["reward.overlong.mode"] = "soft_punish"
+            found["reward.overlong.buffer_length"] = int(values.number(f"{prefix}.len", 4096))
+            found["reward.overlong.penalty"] = float(values.number(f"{prefix}.penalty_factor", 1.0))
+    if values.is_true("reward_model.enable"):
+        values.decide(
+            "reward_model.enable=true: there is no reward model here. A reward function may ask a server that serves "
+            "one (an async def in reward.function, docs/extending.md)"
+        )
+    return found
+
+
+def prompts(values: VerlValues) -> Settings:
+    """What happens to prompts that are too long, and the lengths."""
+    found: Settings = {
+        f"data.{name}": values.get(f"data.{name}")
+        for name in ("train_batch_size", "max_prompt_length", "max_response_length")
+    }
+    filtered = values.is_true("data.filter_overlong_prompts")
+    truncation = values.get("data.truncation")
+    found["data.overlong_prompts"] = "error" if not filtered and truncation == "error" else "filter"
+    if not filtered and truncation != "error":
+        values.decide(
+            f"data.truncation={truncation} cuts long prompts in verl; here they are left out (data.overlong_prompts=filter)"
+        )
+    for name in ("train_files", "val_files"):
+        files = values.get(f"data.{name}")
+        if isinstance(files, str):
+            files = [files]
+        if files:
+            found[f"data.{name}"] = [str(file) for file in files]
+    limit = values.get("data.val_max_samples", -1)
+    if isinstance(limit, int) and limit > 0:
+        found["data.max_val_samples"] = limit
+    return found
+
+
+def run_itself(values: VerlValues) -> Settings:
+    """Length, names, frequencies, loggers and the place of the run."""
+    every = {name: max(int(values.number(f"trainer.{name}")), 0) for name in ("save_freq", "test_freq")}
+    found: Settings = {
+        "trainer.project_name": str(values.get("trainer.project_name")),
+        "trainer.experiment_name": str(values.get("trainer.experiment_name")).replace("/", "_"),
+        "trainer.total_epochs": values.get("trainer.total_epochs"),
+        "trainer.log_val_generations": values.get("trainer.log_val_generations"),
+        **{f"trainer.{name}": value for name, value in every.items()},
+    }
+    local = values.get("trainer.default_local_dir")
+    if local:
+        path = Path(str(local))
+        same = path.name == found["trainer.experiment_name"]
+        found["trainer.runs_dir"] = str(path.parent if same else path)
+    kept = values.get("trainer.max_actor_ckpt_to_keep")
+    if isinstance(kept, int):
+        found["trainer.keep_checkpoints"] = kept
+    loggers = values.get("trainer.logger", ["console", "wandb"])
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+    known = {"file": "jsonl"} | {
+        name: name for name in ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+    }
+    for name in loggers:
+        if name not in known:
+            values.decide(f"trainer.logger: {name} has no counterpart; one's own logger is a class (docs/extending.md)")
+    found["trainer.loggers"] = list(dict.fromkeys([*(known[name] for name in loggers if name in known), "jsonl"]))
+    return found
+
+
+RULES: tuple[Callable[[VerlValues], Settings], ...] = (
+    kl, advantage_and_loss, dynamic_sampling, rollout_correction, reward, prompts, run_itself,
+)  # fmt: skip
+"""The rules about algorithm, data, reward and run; ``machine_rules`` has those about learner and engines."""

@@ -1,0 +1,261 @@
+"""The settings that a shell script hands to verl on its command line.
+
+No shell runs. Of a script's language it reads what examples are written in: variables with defaults, arithmetic,
+arrays, quotes, continued lines, and ``if`` on the comparison of texts or numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_0-9][\w-]*)+)=(?P<value>.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly)\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=")
+_PARAMETER = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*|[@*#?\d])(?:\[[@*]\])?(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
+                        r"|(?P<plain>[A-Za-z_]\w*|[@*#?\d]))")  # fmt: skip
+UNKNOWN = "\0"
+"""Stands around the name of a variable that has no value."""
+_OPERATORS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+
+
+@dataclass
+class Script:
+    """What was read.
+
+    Attributes:
+        overrides: key -> value as text, without quotes; the last one of a key.
+        options: other words of the commands, such as --config-name=ppo_megatron_trainer.yaml.
+    """
+
+    overrides: dict[str, str] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
+
+
+def read_script(text: str, environment: Mapping[str, str] | None = None) -> Script:
+    """The settings in ``text``; a variable without a value is left in its setting between ``UNKNOWN`` marks.
+
+    Args:
+        environment: variables from outside; None: this process's.
+    """
+    variables: dict[str, str | list[str]] = dict(os.environ if environment is None else environment)
+    variables.setdefault("PWD", os.getcwd())
+    script, taken = Script(), [True]
+    done: list[bool] = []
+    for line in _statements(text):
+        word = line.split(maxsplit=1)[0] if line.split() else ""
+        if word in ("if", "elif"):
+            condition = _condition(line.split(maxsplit=1)[1].removesuffix("then").rstrip("; \t"), variables)
+            if word == "if":
+                taken.append(taken[-1] and condition)
+                done.append(condition)
+            elif done:
+                taken[-1] = taken[-2] and not done[-1] and condition
+                done[-1] = done[-1] or condition
+        elif word == "else" and done:
+            taken[-1] = taken[-2] and not done[-1]
+        elif word == "fi" and done:
+            taken.pop()
+            done.pop()
+        elif taken[-1] and word not in ("then", "do", "done"):
+            _statement(line, variables, script)
+    return script
+
+
+def _statements(text: str) -> list[str]:
+    """Logical lines without comments; a parenthesis or a quote that is open goes on in the next line."""
+    lines, current = [], ""
+    for raw in text.splitlines():
+        stripped = raw.strip()
+        if stripped.startswith("#"):
+            continue
+        current += _without_comment(raw)
+        if current.rstrip().endswith("\\"):
+            current = current.rstrip()[:-1] + " "
+        elif _is_open(current):
+            current += "\n"
+        else:
+            lines += [part.strip() for part in _split(current) if part.strip()]
+            current = ""
+    return [*lines, current.strip()] if current.strip() else lines
+
+
+def _scan(text: str) -> list[tuple[str, str]]:
+    """(character, quote that it stands in) of each; a character after a backslash stands in the quote "\\"."""
+    found, quote, escaped = [], "", False
+    for character in text:
+        if escaped:
+            found.append((character, "\\"))
+            escaped = False
+        elif character == "\\" and quote != "'":
+            found.append((character, quote or "\\"))
+            escaped = True
+        elif quote:
+            found.append((character, quote))
+            quote = "" if character == quote else quote
+        else:
+            quote = character if character in "'\"" else ""
+            found.append((character, quote))
+    return found
+
+
+def _is_open(text: str) -> bool:
+    depth, quotes = 0, {"'": 0, '"': 0}
+    for character, quote in _scan(text):
+        if character == quote:
+            quotes[quote] += 1
+        elif not quote:
+            depth += {"(": 1, ")": -1}.get(character, 0)
+    return depth > 0 or any(count % 2 for count in quotes.values())
+
+
+def _without_comment(line: str) -> str:
+    for place, (character, quote) in enumerate(_scan(line)):
+        if character == "#" and not quote and (place == 0 or line[place - 1].isspace()):
+            return line[:place]
+    return line
+
+
+def _split(line: str) -> list[str]:
+    """At semicolons, and behind then and else."""
+    parts, start = [], 0
+    for place, (character, quote) in enumerate(_scan(line)):
+        if character == ";" and not quote:
+            parts.append(line[start:place])
+            start = place + 1
+    parts.append(line[start:])
+    found = []
+    for part in parts:
+        word, _, rest = part.strip().partition(" ")
+        found += [word, rest] if word in ("then", "else") else [part]
+    return found
+
+
+def _statement(line: str, variables: dict[str, str | list[str]], script: Script) -> None:
+    match = _ASSIGNMENT.match(line)
+    if match is not None and "." not in line[: match.end()]:
+        rest = line[match.end() :]
+        old = variables.get(match["name"], "")
+        if rest.startswith("("):
+            items = _words(rest.strip()[1:-1], variables)
+            variables[match["name"]] = [*(old if match["more"] and isinstance(old, list) else []), *items]
+            return
+        words = _words(rest, variables)
+        if len(words) <= 1:
+            value = words[0] if words else ""
+            variables[match["name"]] = f"{old}{value}" if match["more"] and isinstance(old, str) else value
+            return
+    for word in _words(line, variables):
+        override = _OVERRIDE.fullmatch(word)
+        if override is not None:
+            script.overrides[override["key"]] = override["value"]
+        else:
+            script.options.append(word)
+
+
+def _words(text: str, variables: dict[str, str | list[str]]) -> list[str]:
+    """The words of a command, expanded and without their quotes."""
+    words: list[str] = []
+    current: str | None = None
+    place = 0
+    quote = ""
+    while place < len(text):
+        character = text[place]
+        if character == "\\" and quote != "'" and place + 1 < len(text):
+            current = (current or "") + ("" if text[place + 1] == "\n" else text[place + 1])
+            place += 2
+        elif character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+            current = current or ""
+            place += 1
+        elif character == "$" and quote != "'":
+            value, place = _expand(text, place, variables)
+            if isinstance(value, list):
+                words += value
+            else:
+                current = (current or "") + value
+        elif character.isspace() and not quote:
+            words += [] if current is None else [current]
+            current = None
+            place += 1
+        else:
+            current = (current or "") + character
+            place += 1
+    return words if current is None else [*words, current]
+
+
+def _expand(text: str, place: int, variables: dict[str, str | list[str]]) -> tuple[str | list[str], int]:
+    """What the $… at ``place`` stands for, and where it ends."""
+    if text.startswith("$(", place):
+        depth = 0
+        for end in range(place + 1, len(text)):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            if depth == 0:
+                inside = text[place + 2 : end]
+                if inside.startswith("(") and inside.endswith(")"):
+                    return _arithmetic(inside[1:-1], variables), end + 1
+                if inside.strip() == "pwd":
+                    return variables["PWD"], end + 1
+                return f"{UNKNOWN}$({inside}){UNKNOWN}", end + 1
+    match = _PARAMETER.match(text, place)
+    if match is None:
+        return "$", place + 1
+    name, rest = match["braced"] or match["plain"], match["rest"] or ""
+    value = variables.get(name)
+    if not name[0].isalpha() and name[0] != "_":
+        return "", match.end()  # the script's own arguments
+    if value is None or (value == "" and rest.startswith(":")):
+        if rest.lstrip(":").startswith(("-", "=")):
+            value = " ".join(_words(rest.lstrip(":")[1:], variables))
+            if rest.lstrip(":").startswith("="):
+                variables[name] = value
+        elif value is None:
+            value = f"{UNKNOWN}${name}{UNKNOWN}"
+    return value, match.end()
+
+
+def _arithmetic(text: str, variables: dict[str, str | list[str]]) -> str:
+    expanded = " ".join(_words(text, variables))
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name) and isinstance(variables.get(node.id), str):
+            return value(ast.parse(str(variables[node.id]), mode="eval").body)
+        raise ValueError(text)
+
+    try:
+        return str(value(ast.parse(expanded.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return f"{UNKNOWN}$(({text})){UNKNOWN}"
+
+
+def _condition(text: str, variables: dict[str, str | list[str]]) -> bool:
+    """A test in brackets; one that is not understood does not hold."""
+    words = _words(text, variables)
+    if not words or words[0] not in ("[", "[[") or words[-1] not in ("]", "]]"):
+        return False
+    words = words[1:-1]
+    try:
+        if len(words) == 2:
+            return {"-z": not words[1], "-n": bool(words[1])}.get(words[0], False)
+        if len(words) != 3:
+            return False
+        left, test, right = words
+        if test in ("=", "==", "!="):
+            return (left == right) != (test == "!=")
+        compare = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge,
+                   "-le": operator.le}.get(test)  # fmt: skip
+        return compare is not None and bool(compare(int(left), int(right)))
+    except ValueError:
+        return False

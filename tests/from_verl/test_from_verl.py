@@ -1,0 +1,163 @@
+"""Examples in the shape of verl's own, from the file to a configuration that loads."""
+
+import io
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.from_verl.command import main
+from megatron_retool.from_verl.convert import Source, translate
+
+EXAMPLES = Path(__file__).parent / "verl_examples"
+
+
+def from_verl(file, tmp_path):
+    """(exit status, configuration or None, what was printed)."""
+    out = io.StringIO()
+    target = tmp_path / "ours.yaml"
+    status = main(["from-verl", str(file), "--output", str(target)], Console(file=out, width=400))
+    return status, load_config(target) if status == 0 else None, out.getvalue()
+
+
+def test_multi_turn_dapo_on_fsdp(tmp_path):
+    status, config, printed = from_verl(EXAMPLES / "retool_dapo.sh", tmp_path)
+    assert status == 0
+    assert (config.data.train_batch_size, config.rollout.train.n, config.learner.mini_batch_size) == (512, 16, 64 * 16)
+    assert config.data.train_files == ["/data/dapo_math"] and config.data.max_response_length == 16384
+    assert (config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement) == (2, 8, "colocated")
+    assert (config.learner.world_size, config.rollout.engine.count, config.rollout.engine.tensor_parallel_size) == (16, 4, 4)
+    assert (config.learner.tensor_model_parallel_size, config.learner.sequence_parallel) == (8, True)
+    assert config.learner.max_tokens_per_micro_batch == 18432 * 8
+    assert config.learner.recompute.granularity == "full"
+    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high, config.algorithm.dual_clip) == (0.2, 0.28, 10)
+    assert not config.algorithm.dynamic_sampling.enable and config.algorithm.rollout_correction.mode == "none"
+    assert config.rollout.multi_turn.tools == ["code_interpreter"] and config.rollout.multi_turn.max_tool_calls == 8
+    assert config.tools.code_interpreter.workers == 96 and config.tools.code_interpreter.memory_limit_mb == 512
+    assert (config.rollout.val.n, config.rollout.val.top_p, config.rollout.val.temperature) == (30, 0.6, 1.0)
+    assert config.trainer.loggers == ["console", "wandb", "jsonl"]
+    assert (config.trainer.runs_dir, config.trainer.experiment_name) == ("/checkpoints", "math_32b")
+    assert config.learner.optimizer.betas == [0.9, 0.999] and config.learner.optimizer.weight_decay == 0.01
+    assert config.reward.function == "rewards/own.py:compute_score"
+    for words in ("algorithm.adv_estimator -> algorithm.advantage=grpo", "no counterpart", "to decide", "Megatron"):
+        assert words in printed
+
+
+def test_grpo_on_gsm8k_with_megatron(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    status, config, printed = from_verl(EXAMPLES / "grpo_gsm8k_megatron.sh", tmp_path)
+    assert status == 0
+    assert config.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
+    learner = config.learner
+    assert (learner.tensor_model_parallel_size, learner.pipeline_model_parallel_size, learner.world_size) == (2, 2, 8)
+    assert learner.sequence_parallel and learner.mini_batch_size == 256 * 5
+    assert learner.max_tokens_per_micro_batch == 4 * 2048
+    assert (config.algorithm.kl_in_loss, config.algorithm.kl_estimator) == (0.001, "k3")
+    assert config.algorithm.clip_ratio_high == 0.2 and config.algorithm.dual_clip == 3.0
+    assert config.rollout.val.temperature == 0.0 and config.rollout.val.n == 1
+    assert config.rollout.multi_turn.tools == [] and config.rollout.multi_turn.max_assistant_turns == 1
+    assert "data.return_raw_chat=$return_raw_chat has no value" in printed
+
+
+def test_dapo_with_megatron(tmp_path):
+    status, config, _ = from_verl(EXAMPLES / "dapo_megatron.sh", tmp_path)
+    assert status == 0
+    sampling, correction = config.algorithm.dynamic_sampling, config.algorithm.rollout_correction
+    assert (sampling.enable, sampling.metric, sampling.max_generation_rounds) == (True, "acc", 10)
+    assert (correction.level, correction.mode, correction.upper) == ("token", "truncate", 2.0)
+    assert correction.rejection == ["geometric_ratio 0.999 1.001"] and correction.veto_threshold is None
+    overlong = config.reward.overlong
+    assert (overlong.mode, overlong.buffer_length, overlong.penalty) == ("soft_punish", 4096, 1.0)
+    assert config.learner.max_tokens_per_micro_batch == 10240 * 2
+    assert config.learner.recompute.method == "uniform" and config.learner.optimizer.warmup_steps == 10
+    assert (config.trainer.save_freq, config.trainer.total_steps) == (0, 200)
+    assert config.rollout.val.temperature == 1.0 and config.data.overlong_prompts == "filter"
+
+
+def test_a_resolved_yaml_with_interpolations(tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        """
+defaults: [ppo_megatron_trainer]
+actor_rollout_ref:
+  model: {path: /m, _target_: verl.Model}
+  actor: {strategy: megatron, ppo_mini_batch_size: 4, rollout_n: "${actor_rollout_ref.rollout.n}"}
+  rollout: {n: 2, tensor_model_parallel_size: 1, name: "???", prompt_length: "${oc.select:data.max_prompt_length,512}"}
+data: {train_files: a.parquet, train_batch_size: 8}
+critic: {optim: {lr: 2e-5}}
+trainer: {n_gpus_per_node: 1, nnodes: 1, logger: [console, clearml]}
+algorithm: {adv_estimator: gae, use_kl_in_reward: true, kl_penalty: abs, kl_ctrl: {type: adaptive, target_kl: 0.2}}
+"""
+    )
+    status, config, printed = from_verl(file, tmp_path)
+    assert status == 0, printed
+    assert (config.learner.mini_batch_size, config.learner.critic.optimizer.lr) == (8, 2e-5)
+    algorithm = config.algorithm
+    assert (algorithm.kl_in_reward, algorithm.kl_estimator, algorithm.adaptive_kl_target) == (0.001, "abs", 0.2)
+    assert algorithm.gae_lambda == 1.0 and "clearml has no counterpart" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gone.sh", None, "does not exist"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.yaml", "[1]", "must hold a mapping"),
+        ("a.sh", "echo hello", "no setting of verl's"),
+        ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.max_length=3 optim.lr=1e-5", "the section sft"),
+    ],
+)
+def test_files_that_cannot_be_translated(name, content, words, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        main(["from-verl", str(tmp_path / name), "--output", str(tmp_path / "out.yaml")], Console(file=io.StringIO()))
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path):
+    (tmp_path / "ours.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        from_verl(EXAMPLES / "dapo_megatron.sh", tmp_path)
+
+
+def test_what_does_not_load_yet_is_written_and_said(tmp_path):
+    (tmp_path / "a.sh").write_text("x algorithm.adv_estimator=grpo trainer.n_gpus_per_node=2")
+    status, _, printed = from_verl(tmp_path / "a.sh", tmp_path)
+    assert status == 1 and "does not load yet" in printed and "rollout.train.n" in printed
+    assert "To decide" in (tmp_path / "ours.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"algorithm.rollout_is": True, "algorithm.rollout_is_threshold": 4.0, "algorithm.rollout_is_mode": "mask"},
+         {"mode": "mask", "lower": 0.25, "upper": 4.0, "level": "token"}),
+        ({"actor_rollout_ref.actor.tis_imp_ratio_cap": 2}, {"mode": "truncate", "upper": 2.0, "level": "token"}),
+        ({"algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
+          "algorithm.rollout_correction.rollout_rs_threshold": "0.6_1.6,2.5"},
+         {"rejection": ["token_ratio 0.6 1.6", "sequence_max_k2 -inf 2.5"]}),
+        ({"algorithm.rollout_correction.rollout_rs": "sequence", "algorithm.rollout_correction.rollout_rs_threshold": 2.0},
+         {"rejection": ["sequence_ratio 0.5 2"]}),
+        ({"algorithm.rollout_correction.bypass_mode": True}, {"bypass_old_log_probs": True, "mode": "none"}),
+    ],
+)  # fmt: skip
+def test_rollout_correction_of_each_version(given, ours):
+    settings = translate(Source(given)).settings
+    for name, value in ours.items():
+        assert settings[f"algorithm.rollout_correction.{name}"] == value
+
+
+def test_a_mini_batch_that_does_not_fit_is_made_to_fit_and_said():
+    given = {"data.train_batch_size": 10, "actor_rollout_ref.rollout.n": 2, "trainer.n_gpus_per_node": 2,
+             "actor_rollout_ref.actor.ppo_mini_batch_size": 3}  # fmt: skip
+    translation = translate(Source(given))
+    assert translation.settings["learner.mini_batch_size"] == 4
+    assert any("in place of 6" in text for text in translation.decisions)
+
+
+def test_sections_come_in_our_order(tmp_path):
+    from_verl(EXAMPLES / "dapo_megatron.sh", tmp_path)
+    sections = list(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
+    assert sections == [name for name in Config.__dataclass_fields__ if name in sections]

@@ -1,0 +1,72 @@
+set -x
+# multi-turn DAPO with a code tool, FSDP workers and an asynchronous engine
+DATA=${DATA:-/data}
+math=$DATA/dapo_math
+train_files="['$math']"
+test_files="['$DATA/aime']"
+tools=tests/from_verl/verl_examples/tools.yaml
+
+project=tools_project
+name=math_32b
+
+max_turns=8
+max_prompt_length=2048
+max_response_length=$((1024 * 16))
+batch=512
+mini=64
+n=16
+sp=8
+budget=$(( (max_prompt_length + max_response_length) * 1 ))
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    algorithm.use_kl_in_reward=False \
+    algorithm.kl_ctrl.kl_coef=0.0 \
+    data.train_files="$train_files" \
+    data.val_files="$test_files" \
+    data.return_raw_chat=True \
+    data.train_batch_size=$batch \
+    data.max_prompt_length=$max_prompt_length \
+    data.max_response_length=$max_response_length \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    custom_reward_function.path=rewards/own.py \
+    custom_reward_function.name=compute_score \
+    actor_rollout_ref.model.path=$DATA/models/sft_32b \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    actor_rollout_ref.actor.kl_loss_coef=0.0 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.clip_ratio_c=10.0 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=$mini \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$budget \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=$sp \
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.mode=async \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.multi_turn.enable=True \
+    actor_rollout_ref.rollout.multi_turn.max_user_turns=$max_turns \
+    actor_rollout_ref.rollout.multi_turn.max_assistant_turns=$max_turns \
+    actor_rollout_ref.rollout.multi_turn.tool_config_path=$tools \
+    actor_rollout_ref.rollout.multi_turn.format=hermes \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.9 \
+    actor_rollout_ref.rollout.n=$n \
+    actor_rollout_ref.rollout.val_kwargs.top_p=0.6 \
+    actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
+    actor_rollout_ref.rollout.val_kwargs.n=30 \
+    trainer.logger=['console','wandb'] \
+    trainer.project_name=$project \
+    trainer.experiment_name=$name \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=2 \
+    trainer.val_before_train=True \
+    trainer.log_val_generations=100 \
+    trainer.save_freq=30 \
+    trainer.test_freq=5 \
+    trainer.default_local_dir=/checkpoints/$name \
+    trainer.total_epochs=1 $@
