@@ -15,6 +15,7 @@ from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
@@ -75,6 +76,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
         config=config,
         console=console,
         write_errors=WriteErrors(console),
+        activities=Activities(console),
         watchdog=SimpleNamespace(watch=lambda timer: timer),
         weights=SimpleNamespace(sync=sync_weights),
         decode=lambda t: ("prompt", "response"),
