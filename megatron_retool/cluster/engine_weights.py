@@ -13,6 +13,7 @@ from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
+from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 SYNC_ATTEMPTS = 3
@@ -99,15 +100,24 @@ class EngineWeights:
         Returns:
             None: it was replaced already, by a weight sync that met its death first.
         """
-        new_url = await self._start_again(url)
-        if new_url is not None and self._source is not None:
+        for left in reversed(range(SYNC_ATTEMPTS)):
+            new_url = await self._start_again(url)
+            if new_url is None or self._source is None:
+                break
             try:
                 async with self._sending, self._gpu_phases.sending_to_one():
                     await self._source().sync_weights([new_url], self.version)
+                break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
                 text = f"engine {new_url} is back without the current weights: {error}"
                 self._console.print(text, style="yellow", markup=False)
+                break
+            except WeightSyncError:
+                # It died once more, before it served anybody.
+                if not left:
+                    raise
+                url = new_url
         return new_url
 
     async def _start_again(self, url: str) -> str | None:
@@ -122,6 +132,13 @@ class EngineWeights:
 
     async def _start(self, url: str) -> str:
         with self._starting.phase(Phase.START_ENGINE_AGAIN):
-            new_url = await self._engines.restart(self._engines.urls.index(url), self._model_path)
+            place = self._engines.urls.index(url)
+            try:
+                new_url = await self._engines.restart(place, self._model_path)
+            except EngineStartError as error:
+                # What kills an engine may kill it while it starts, too: once more is worth its time.
+                text = f"engine {url} did not start anew, trying once more: {error}"
+                self._console.print(text, style="yellow", markup=False)
+                new_url = await self._engines.restart(place, self._model_path)
         self._gpu_phases.restarted(new_url)
         return new_url

@@ -12,15 +12,20 @@ from megatron_retool.cluster.engine_weights import EngineWeights
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.monitor.metrics import StepTimer
+from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 
 class FakeEngines:
     def __init__(self) -> None:
         self.urls = ["http://e0", "http://e1"]
+        self.failing_starts = 0
 
     async def restart(self, index: int, model_path: str) -> str:
         await asyncio.sleep(0.02)
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise EngineStartError("ended while it was starting")
         self.urls[index] += "-again"
         return self.urls[index]
 
@@ -95,6 +100,18 @@ def test_a_dead_engine_comes_back_with_the_version_that_the_others_serve() -> No
     asyncio.run(weights.sync(5))
     assert asyncio.run(weights.restart("http://e0")) == "http://e0-again"
     assert learner.sent[1:] == [(["http://e0-again"], 5)]
+
+
+def test_an_engine_may_die_again_while_it_starts_and_before_it_has_its_weights() -> None:
+    learner = FakeLearner(WeightSyncError("no answer", ["http://e0-again"]))
+    weights, _, console = weights_of(learner)
+    weights._engines.failing_starts = 1  # type: ignore[attr-defined]
+    assert asyncio.run(weights.restart("http://e0")) == "http://e0-again-again"
+    assert learner.sent == [(["http://e0-again-again"], 0)]
+    assert "http://e0 did not start anew, trying once more" in console.export_text()
+    weights._engines.failing_starts = 2  # type: ignore[attr-defined]
+    with pytest.raises(EngineStartError):
+        asyncio.run(weights.restart("http://e1"))
 
 
 def test_an_engine_comes_back_where_the_learner_is_dead_or_there_is_none() -> None:
