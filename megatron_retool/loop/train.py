@@ -56,14 +56,17 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         if announce_resume(config, resume, console):
             return True
     run = Deployment(config, console)
-    async with run.watchdog, run:
-        checkpointer = Checkpointer(config, console, lambda: run.models, resume, run.gpu_phases.saving)
-        recovery = LearnerRecovery(run, checkpointer)
-        while True:
-            try:
-                return await train_from_checkpoint(run, checkpointer, leave)
-            except LearnerDied as error:
-                await recovery.after(error)
+    try:
+        async with run.watchdog, run:
+            checkpointer = Checkpointer(config, console, lambda: run.models, resume, run.gpu_phases.saving)
+            recovery = LearnerRecovery(run, checkpointer)
+            while True:
+                try:
+                    return await train_from_checkpoint(run, checkpointer, leave)
+                except LearnerDied as error:
+                    await recovery.after(error)
+    finally:
+        remove_unfinished(config.run_dir)  # of a save that was stopped: nobody writes it any more
 
 
 async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, leave: LeaveRequest) -> bool:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config, save_config
-from megatron_retool.runs.checkpoints import set_aside
+from megatron_retool.runs.checkpoints import remove_unfinished, set_aside
 from megatron_retool.runs.leave import LeaveRequest, passed_on
 from megatron_retool.sft.run import Run
 
@@ -42,8 +42,13 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
     """
     _check(config)
     leave = leave or LeaveRequest()
-    if "RANK" in os.environ or config.learner.world_size == 1:
+    if "RANK" in os.environ:
         return Run(config, leave, console).run()
+    if config.learner.world_size == 1:
+        try:
+            return Run(config, leave, console).run()
+        finally:
+            remove_unfinished(config.run_dir)  # of a save that was stopped: nobody writes it any more
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; alone it "
@@ -53,7 +58,10 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
         set_aside(config.run_dir)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, config.run_dir / "config.yaml")
-    _launch(config, config.run_dir / "config.yaml", leave)
+    try:
+        _launch(config, config.run_dir / "config.yaml", leave)
+    finally:
+        remove_unfinished(config.run_dir)
     return (config.run_dir / COMPLETE_NAME).exists()
 
 

@@ -41,7 +41,7 @@ class Blow:
     """Last step in metrics.jsonl."""
     outcome: str = ""
     recovery: float | None = None
-    """Seconds to the next row of metrics.jsonl, or to the run's end."""
+    """Seconds to the end of the first whole step, or to the run's."""
     exits: list[int] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     said: str = ""
@@ -165,7 +165,7 @@ class Campaign:
                 run.start()
                 deadline = max(deadline, time.monotonic() + self.limit)
             rows = len(rows_of(run_dir))
-            if rows > least:
+            if rows > least + 1:  # one more whole step after the one under way, which may have been past all harm
                 break
             least = min(least, rows)
             if time.monotonic() > deadline:

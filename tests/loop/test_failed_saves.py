@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from rich.console import Console
 
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config, load_config
+from megatron_retool.loop import train as train_module
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
-from megatron_retool.runs.checkpoints import SaveError, complete_checkpoints
+from megatron_retool.runs.checkpoints import SaveError, checkpoint_workspace, complete_checkpoints
+from megatron_retool.runs.leave import LeaveRequest
 
 
 class FakeLearner:
@@ -141,3 +145,28 @@ def test_group_tells_why_a_rank_wrote_nothing(tmp_path: Path) -> None:
     group.workers = [SimpleNamespace(save=SimpleNamespace(remote=lambda *_, r=r: answer(r))) for r in reasons]
     with pytest.raises(SaveError, match="rank 1: No space left"):
         asyncio.run(group.save(tmp_path))
+
+
+def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+    """Whatever ends the run, once its processes are gone; what an earlier run left goes at the start, and is named."""
+    config = load_config(None, [f"trainer.runs_dir={tmp_path}"])
+    (config.run_dir / "checkpoints" / "global_step_4").mkdir(parents=True)
+    console = Console(file=io.StringIO(), soft_wrap=True)
+
+    class StoppedDeployment:
+        def __init__(self, *_):
+            self.watchdog = contextlib.nullcontext()
+
+        async def __aenter__(self):
+            assert not (config.run_dir / "checkpoints" / "global_step_4").exists()
+            checkpoint_workspace(config.run_dir, 5)
+            raise asyncio.CancelledError
+
+        async def __aexit__(self, *_):
+            raise AssertionError("was not entered")
+
+    monkeypatch.setattr(train_module, "Deployment", StoppedDeployment)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(train_module.train(config, console, LeaveRequest()))
+    assert list((config.run_dir / "checkpoints").iterdir()) == []
+    assert "global_step_4: it was not complete" in console.file.getvalue()
