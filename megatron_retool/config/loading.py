@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
@@ -157,10 +157,12 @@ def _wrap_single_names(node: DictConfig, schema: type) -> None:
     hints = typing.get_type_hints(schema)
     for key in list(node):
         inner, value = _dataclass_of(schema, key), node._get_node(key)
-        if isinstance(value, DictConfig) and inner is not None and not value._is_none():
-            if not value._is_missing() and not value._is_interpolation():
+        if not isinstance(value, Node) or value._is_none() or value._is_missing() or value._is_interpolation():
+            continue
+        if isinstance(value, DictConfig):
+            if inner is not None:
                 _wrap_single_names(value, inner)
-        elif hints[key] == list[str] and isinstance(value._value(), str) and not value._is_interpolation():
+        elif hints[key] == list[str] and isinstance(value._value(), str):
             node[key] = [value._value()]
 
 
