@@ -288,12 +288,11 @@ class RolloutManager:
         running.in_flight.statistics.failed_trajectories += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_AGENT_FAILURES:
-            problem = RolloutError(
+            problem = (
                 f"the agent (rollout.agent={self.config.rollout.agent}) failed on {self._failures_in_a_row} "
                 f"trajectories in a row; on the last one: {type(error).__name__}: {error}"
             )
-            problem.__cause__ = error
-            running.ready.put_nowait(problem)
+            running.ready.put_nowait(RolloutError(problem))
 
     async def _stop(self, in_flight: InFlight, keep: bool) -> None:
         """Bring every trajectory of a stream to rest; with ``keep``, those that were sampling keep what they have.

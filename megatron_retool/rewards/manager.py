@@ -226,9 +226,10 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
         worker = WorkerProcess(config)
     except ExtensionError as error:
         raise ConfigError(str(error)) from error
+    if prompt is None:
+        worker.kill()
+        return
     try:
-        if prompt is None:
-            return
         answer = f"\\boxed{{{prompt.ground_truth}}}"
         request = {
             "data_source": prompt.data_source,

@@ -223,7 +223,8 @@ def without_reasoning(text: str) -> str:
     head, closing, tail = text.partition("</think>")
     if closing and "<think>" not in head:
         text = tail
-    spoken, position = [], 0
+    spoken: list[str] = []
+    position = 0
     while True:
         opening = text.find("<think>", position)
         if opening < 0:
