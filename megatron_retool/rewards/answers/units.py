@@ -129,7 +129,6 @@ class Unit:
     dimensions: tuple[tuple[str, int], ...]
 
 
-ONE = Unit(Fraction(1), ())
 PERCENT, DEGREE = "percent", "degree"
 
 
