@@ -2,9 +2,9 @@
 
     python benchmarks/grader.py [--table tests/rewards/equal_answers.txt] [--limit 400]
 
-Prints for both: share judged right, false positives, false negatives, median and worst milliseconds of a pair. The table
-has a truth a line, behind it " ;; =equal" and " ;; !unequal" predictions. math-verify is given both sides in a box, its
-defaults otherwise; what it raises counts as unequal.
+Prints for both: share judged right, false positives, false negatives, median and worst milliseconds of a pair. The
+table has a truth a line, behind it " ;; =equal" and " ;; !unequal" predictions. math-verify is given both sides in a
+box, with its defaults otherwise; what it raises counts as unequal.
 """
 
 from __future__ import annotations
