@@ -195,8 +195,8 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.train: top_k={train.top_k}, top_p={train.top_p} and min_p={train.min_p} together: SGLang "
                 "then takes top_p of what top_k left instead of the whole distribution, and the learner's log-probs "
-                "would be of another distribution than the sampled one. Set one of them to its neutral value (top_k=-1, "
-                "top_p=1, min_p=0)"
+                "would be of another distribution than the sampled one. Set one of them to its neutral value "
+                "(top_k=-1, top_p=1, min_p=0)"
             )
         tool_entries(self.multi_turn.tools)
         if self.branching.enable and self.branching.initial_rollouts > self.train.n:

@@ -20,11 +20,10 @@ from megatron_retool.rewards.answers.expressions import (
     Relation,
     Structure,
     Symbol,
-    is_expression,
     symbols_of,
 )
 from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.values import Deadline, Evaluator, UndecidedError, UndefinedError, exact
+from megatron_retool.rewards.answers.values import Deadline, Evaluator, UndefinedError, exact
 
 _MINUS_INFINITY = Call("neg", (INFINITY,))
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "=": "="}
@@ -58,9 +57,11 @@ def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
         return RealSet((Piece(_MINUS_INFINITY, False, INFINITY, False),))
     if isinstance(structure, Group):
         return _interval(structure, deadline)
-    if isinstance(structure, Collection) and all(_is_expression(item) for item in structure.items):
-        points = [Piece(item, True, item, True) for item in structure.items if _is_expression(item)]
-        return _merged(points, None, deadline)
+    if isinstance(structure, Collection):
+        points = [item for item in structure.items if isinstance(item, (Number, Symbol, Call))]
+        if len(points) < len(structure.items):
+            return None
+        return _merged([Piece(point, True, point, True) for point in points], None, deadline)
     if isinstance(structure, Relation):
         return _solved(structure, deadline)
     if isinstance(structure, Listing):
@@ -80,10 +81,6 @@ def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
             right = _complement(right)
         return _folded([left, right], structure.operator == "cup", deadline)
     return None
-
-
-def _is_expression(structure: Structure) -> bool:
-    return is_expression(structure)
 
 
 def _interval(group: Group, deadline: Deadline) -> RealSet | None:
@@ -254,6 +251,3 @@ def same_set(left: RealSet, right: RealSet, equal: Callable[[Any, Any], bool]) -
         and equal(one.high, two.high)
         for one, two in zip(left.pieces, right.pieces, strict=True)
     )
-
-
-__all__ = ["RealSet", "UndecidedError", "real_set", "same_set"]

@@ -78,12 +78,12 @@ _MEASURES: dict[str, tuple[str, str]] = {
 _COUNTED = listed(
     "adult animal answer apple bacterium bag ball balloon banana bar basket bead bean bear bee bike bird block "
     "boat book bottle bowl box boy bracelet brick brownie bucket bug bus bushel cake can candle candy car card "
-    "carrot case cat chair chicken chocolate class clip coin color computer container cookie couple cow crate "
+    "carrot case cat chair chicken chocolate class clip coin color computer container cookie cow crate "
     "crayon customer cube cupcake diamond dime dish doctor dog doll donut door dot dress duck edge egg "
     "employee eraser face family fan fish flight floor flower foot friend frog fruit game gift girl goat group "
     "guest hat head hen horse house invitation jar job key kid kitten leaf lemon lesson letter line lollipop "
     "loaf man marble mango match meal member message mug muffin nail necklace nickel night note nut orange "
-    "outfit oyster packet page painting pair pancake parent passenger path patient peach peanut pear pen "
+    "outfit oyster packet page painting pancake parent passenger path patient peach peanut pear pen "
     "pencil person phone photo picture pie pig pill pizza plant plate player point potato present prize puppy "
     "question rabbit rectangle ribbon ring room rope rose row sandwich seashell seat seed segment sheep sheet "
     "shelf shell ship shirt shoe shot sibling side sister brother slice snack sock song sticker stamp star "
@@ -94,8 +94,8 @@ _COUNTED = listed(
 # What a count may be called without saying of what.
 _GENERIC = listed(
     "unit integer number solution way time value case total item piece thing people element subset outcome "
-    "choice combination arrangement permutation possibility term digit root zero factor divisor prime multiple "
-    "set function pair triple triplet quadruple square circle degree_of_freedom cubic_unit real_number "
+    "choice combination arrangement permutation possibility term digit root zero factor divisor prime "
+    "set function square circle degree_of_freedom cubic_unit real_number "
     "real_root distinct_solution ordered_pair different_way possible_value year_old"
 )
 _PLURALS = {
@@ -129,7 +129,6 @@ class Unit:
     dimensions: tuple[tuple[str, int], ...]
 
 
-ONE = Unit(Fraction(1), ())
 PERCENT, DEGREE = "percent", "degree"
 
 
@@ -182,9 +181,10 @@ def parse_unit(text: str) -> Unit | None:
     text = re.sub(r"(?<=[A-Za-z])\.", "", text).strip()
     if not text or len(text) > 80:
         return None
+    text = re.sub(r"\bordered (?:pair|triple|quadruple)s?\b", "ordered_pair", text)
     lowered = re.sub(r"\b(years?) old\b", r"\1_old", text)
     lowered = re.sub(
-        r"\b(real|distinct|different|possible|ordered|cubic|US) (?=(?:number|solution|root|way|value|pair|unit"
+        r"\b(real|distinct|different|possible|cubic|US) (?=(?:number|solution|root|way|value|pair|unit"
         r"|dollar|integer)s?\b)",
         "",
         lowered,

@@ -137,7 +137,7 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
             return None
         root = _exact_root(base, exponent.denominator)
         return None if root is None else _exact_power(root, Fraction(exponent.numerator))
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    bits = math.log2(max(abs(base.numerator), base.denominator))
     if bits * abs(exponent) > _MAX_BITS:
         raise UndecidedError("too large a power")
     return base ** int(exponent)
