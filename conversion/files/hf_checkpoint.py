@@ -99,8 +99,13 @@ class HFCheckpoint:
         if index.is_file():
             try:
                 self._index: dict[str, str] | None = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise HFCheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise HFCheckpointError(
+                    f"{index} is not a safetensors index: {_what_it_is(index) or repr(error)}"
+                ) from error
+            for name, file in self._index.items():
+                if not isinstance(file, str):
+                    raise HFCheckpointError(f"{index} places tensor {name} in {file!r}, which is no file's name")
             return sorted(set(self._index.values()))
         self._index = None
         if (self.directory / SINGLE_FILE_NAME).is_file():
@@ -219,22 +224,50 @@ def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
+            begin = stream.read(1024)
+            (length,) = struct.unpack("<Q", begin[:8])
+            if length > size - 8:
+                raise ValueError(f"its header would be {length} bytes long, and the file has {size}")
+            stream.seek(8)
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(f"its header holds a {type(header).__name__}, where names of tensors are expected")
     except FileNotFoundError:
         raise HFCheckpointError(f"{path} is missing") from None
-    except (OSError, struct.error, ValueError, OverflowError, MemoryError) as error:
-        raise HFCheckpointError(f"{path} is not a safetensors file: {error}") from error
+    except (OSError, struct.error, ValueError, RecursionError) as error:
+        raise HFCheckpointError(f"{path} is not a safetensors file: {_what_it_is(path) or error}") from error
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _DTYPES:
-            raise HFCheckpointError(f"{path}: tensor {name} has the unknown dtype {entry['dtype']}")
-        begin, end = entry["data_offsets"]
-        tensor = StoredTensor(name, file, tuple(entry["shape"]), _DTYPES[entry["dtype"]], 8 + length + begin)
-        if end - begin != tensor.nbytes or tensor.offset + tensor.nbytes > size:
+        try:
+            dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            sound = all(isinstance(value, int) and value >= 0 for value in (*shape, first, last))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise HFCheckpointError(
+                f"{path}: the header's entry of tensor {name} lacks dtype, shape or data_offsets: fetch the file again"
+            )
+        if dtype not in _DTYPES:
+            raise HFCheckpointError(f"{path}: tensor {name} has the unknown dtype {dtype}")
+        tensor = StoredTensor(name, file, shape, _DTYPES[dtype], 8 + length + first)
+        if last - first != tensor.nbytes or tensor.offset + tensor.nbytes > size:
             raise HFCheckpointError(f"{path}: tensor {name} is cut short: fetch the file again")
         yield tensor
+
+
+def _what_it_is(path: Path) -> str | None:
+    """What lies there in place of a file, where that is easily told, and how to get the real one."""
+    try:
+        with open(path, "rb") as stream:
+            begin = stream.read(512).lstrip().lower()
+    except OSError:
+        return None
+    if begin.startswith(b"version https://git-lfs.github.com/spec/"):
+        return f"it is a Git LFS pointer to it: run `git lfs pull` in {path.parent}, or fetch it with `hf download`"
+    if begin.startswith((b"<!doctype html", b"<html")):
+        return "it is a web page, as a download without permission or from a wrong address leaves: fetch the file again"
+    return "it is empty: fetch the file again" if not begin else None
 
 
 def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:

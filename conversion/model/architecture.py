@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.family import KEY, Family, find_family, load_family
-from conversion.model.hf_config import ConfigReader, RopeScaling, UnsupportedArchitecture
+from conversion.model.hf_config import ConfigReader, RopeScaling, UnsupportedArchitecture, check_layer_types
 from megatron_retool.registry import ExtensionError
 
 
@@ -95,7 +95,7 @@ class Architecture:
             loaded = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
         try:
             return cls.from_hf_config(loaded, families)
@@ -112,17 +112,23 @@ class Architecture:
             ExtensionError: one of ``families`` cannot be loaded, or its reader raises or returns something else than
                 fields of an architecture.
         """
+        if not isinstance(hf_config, Mapping):
+            raise UnsupportedArchitecture(
+                f"it holds a {type(hf_config).__name__}, where a mapping with model_type, hidden_size, … is expected"
+            )
         config = ConfigReader(hf_config)
         model_type = config.text("model_type")
         target, family = find_family(model_type, families)
         try:
-            return cls(
+            architecture = cls(
                 family=model_type,
                 family_target=target,
                 dtype=hf_config.get("dtype") or hf_config.get("torch_dtype"),
                 hf_config=dict(hf_config),
                 **family.read(config),
             )
+            check_layer_types(config, architecture.sliding_window)
+            return architecture
         except UnsupportedArchitecture:
             raise
         except Exception as error:

@@ -134,34 +134,93 @@ def experts(config: ConfigReader) -> dict[str, Any]:
 
 
 def sliding_window(config: ConfigReader) -> dict[str, Any]:
-    """The field of a window that all layers have, where ``sliding_window`` is set."""
-    if config.mapping.get("sliding_window") is None:
-        return {}
-    return {"sliding_window": config.integer("sliding_window")}
+    """The field of a window that all layers have, unless ``sliding_window`` is null."""
+    window = _window(config)
+    return {} if window is None else {"sliding_window": window}
+
+
+def switched_sliding_window(config: ConfigReader) -> dict[str, Any]:
+    """``sliding_window`` where ``use_sliding_window`` turns it on."""
+    return sliding_window(config) if config.flag("use_sliding_window") else {}
 
 
 def optional_sliding_window(config: ConfigReader) -> dict[str, Any]:
-    """The field of a window that ``use_sliding_window`` turns on, above the first ``max_window_layers`` layers.
+    """The field of a window that ``use_sliding_window`` turns on, in the layers that ``layer_types`` or, without it,
+    ``max_window_layers`` names.
 
     Raises:
-        UnsupportedArchitecture: some layers have a window and others have none.
+        UnsupportedArchitecture: some layers have a window and others have none, or layers are to have one that is not
+            set.
     """
-    if config.mapping.get("sliding_window") is None or not config.flag("use_sliding_window"):
+    window = _window(config) if config.flag("use_sliding_window") else None
+    layers, types = config.integer("num_hidden_layers"), layer_types(config)
+    full = int(config.mapping.get("max_window_layers", _MAX_WINDOW_LAYERS))
+    if types is None:
+        named, windowed = f"max_window_layers={full}", 0 if window is None else max(layers - full, 0)
+    else:
+        named, windowed = "layer_types", types.count(_SLIDING)
+    if windowed == 0:
         return {}
-    layers = config.integer("num_hidden_layers")
-    full = int(config.mapping.get("max_window_layers", layers))
-    if full >= layers:
-        return {}
-    if full > 0:
+    if window is None:
         raise UnsupportedArchitecture(
-            f"max_window_layers={full}: sliding-window attention in some of {layers} layers is not supported"
+            f"layer_types asks for {_SLIDING}, but sliding_window is not set or use_sliding_window is false"
         )
-    return sliding_window(config)
+    if windowed < layers:
+        raise UnsupportedArchitecture(f"{named}: sliding-window attention in some of {layers} layers is not supported")
+    return {"sliding_window": window}
+
+
+# What transformers takes for keys that are absent.
+_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _window(config: ConfigReader) -> int | None:
+    if "sliding_window" in config.mapping and config.mapping["sliding_window"] is None:
+        return None
+    return config.integer("sliding_window", _WINDOW)
+
+
+def layer_types(config: ConfigReader) -> list[str] | None:
+    """The attention of each layer, "full_attention" or "sliding_attention"; None where config.json does not say.
+
+    Raises:
+        UnsupportedArchitecture: another kind is among them, or there are not as many as layers.
+    """
+    types = config.mapping.get("layer_types")
+    if types is None:
+        return None
+    layers = config.integer("num_hidden_layers")
+    if not isinstance(types, list) or len(types) != layers:
+        raise UnsupportedArchitecture(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
+    types = [_FULL if kind == "attention" else kind for kind in types]  # its earlier name
+    for number, kind in enumerate(types):
+        if kind not in (_FULL, _SLIDING):
+            raise UnsupportedArchitecture(f"layer_types[{number}]={kind!r} is not one of {_FULL}, {_SLIDING}")
+    return types
+
+
+def check_layer_types(config: ConfigReader, window: int | None) -> None:
+    """Make sure that a model whose layers all have the same ``window`` is the one that ``layer_types`` describes.
+
+    Raises:
+        UnsupportedArchitecture: it is not, and the learner would compute something else.
+    """
+    types, wanted = layer_types(config), _FULL if window is None else _SLIDING
+    for number, kind in enumerate(types or []):
+        if kind != wanted:
+            raise UnsupportedArchitecture(
+                f"layer_types[{number}]={kind!r}, but sliding_window={window} holds for every layer of a "
+                f"{config.text('model_type')} model: make the two agree"
+            )
 
 
 def _rope(config: ConfigReader) -> tuple[float, RopeScaling | None]:
     # transformers 5 keeps theta and scaling together in rope_parameters; 4 has rope_theta and rope_scaling apart.
-    parameters = config.mapping.get("rope_parameters") or config.mapping.get("rope_scaling") or {}
+    key = "rope_parameters" if config.mapping.get("rope_parameters") else "rope_scaling"
+    parameters = config.mapping.get(key) or {}
+    if not isinstance(parameters, Mapping):
+        raise UnsupportedArchitecture(f'{key}={parameters!r} is no mapping, such as {{"rope_theta": 10000.0}}')
     inner = ConfigReader(parameters)
     theta = inner.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))

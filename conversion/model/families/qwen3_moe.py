@@ -9,7 +9,7 @@ from conversion.model.hf_config import (
     ConfigReader,
     UnsupportedArchitecture,
     experts,
-    optional_sliding_window,
+    switched_sliding_window,
     unbiased_decoder,
 )
 from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, decoder_rules
@@ -21,7 +21,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
         raise UnsupportedArchitecture(
             "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
         )
-    return {**fields, **experts(config), **optional_sliding_window(config), "qk_norm": True}
+    return {**fields, **experts(config), **switched_sliding_window(config), "qk_norm": True}
 
 
 FAMILY = Family(

@@ -142,6 +142,51 @@ def test_damaged_directories(model_directory, tmp_path: Path) -> None:
         HFCheckpoint(copy)
 
 
+def header(content: object) -> bytes:
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header([1, 2]), "is not a safetensors file: its header holds a list, where names of tensors are expected"),
+        (header({"w": {"dtype": "F32", "shape": [1]}}), "the header's entry of tensor w lacks .*data_offsets: fetch"),
+        (header({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}), "the header's entry of tensor w lacks"),
+        (header({"w": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}), "the header's entry of tensor w"),
+        (header({"w": [0, 4]}), "the header's entry of tensor w lacks"),
+        (header("w")[:12], "its header would be 3 bytes long|is not a safetensors file: .+"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "is a Git LFS pointer .*`git lfs pull`",
+        ),
+        (b"\n<!DOCTYPE html><html><body>403</body></html>", "is a web page.*fetch the file again"),
+        (b"", "is not a safetensors file: it is empty: fetch the file again"),
+        (b"PK\x03\x04" * 9, "is not a safetensors file: its header would be"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_told(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(HFCheckpointError, match=message) as error:
+        HFCheckpoint(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"weight_map": {"w": 5}}', "places tensor w in 5, which is no file's name"),
+        ('{"weight_map": [1]}', "is not a safetensors index"),
+        ("[]", "is not a safetensors index"),
+        ("version https://git-lfs.github.com/spec/v1\n", "is not a safetensors index: it is a Git LFS pointer"),
+    ],
+)
+def test_indices_that_are_none(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(HFCheckpointError, match=message):
+        HFCheckpoint(tmp_path)
+
+
 def test_tokenizer_and_companions(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ LLAMA: dict[str, Any] = {
     "intermediate_size": 48,
     "vocab_size": 101,
 }
+
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 @pytest.fixture
@@ -162,6 +166,24 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             "max_window_layers=1: sliding-window attention in some of 2 layers",
         ),
+        ({"rope_parameters": "linear"}, "rope_parameters='linear' is no mapping"),
+        ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers=2 kinds"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            r"layer_types\[1\]='chunked_attention' is not one of",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types\[1\]='sliding_attention', but sliding_w",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            r"layer_types\[0\]='full_attention', but sliding_window=8 holds for every layer of a mistral model",
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+            "layer_types asks for sliding_attention, but",
+        ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "a mix of dense and expert layers"),
     ],
 )
@@ -169,6 +191,44 @@ def test_what_no_family_computes_is_named(tmp_path: Path, change: dict[str, Any]
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
     with pytest.raises(UnsupportedArchitecture, match=rf"config\.json: {message}"):
         Architecture.from_pretrained(tmp_path)
+
+
+def test_a_config_that_is_a_list(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UnsupportedArchitecture, match=r"config\.json: it holds a list, where a mapping"):
+        Architecture.from_pretrained(tmp_path)
+
+
+def test_every_layer_attends_as_in_transformers_or_the_model_is_refused() -> None:
+    """Random settings of windows, absent keys among them, against what transformers makes of the same config.json."""
+    from transformers import AutoConfig
+
+    generator, accepted = random.Random(0), Counter[str]()
+    kinds = ("full_attention", "sliding_attention")
+    for _ in range(400):
+        family = generator.choice(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"))
+        config: dict[str, Any] = {**LLAMA, "model_type": family, **MOE}
+        for key, values in (
+            ("sliding_window", (None, 8)),
+            ("use_sliding_window", (False, True)),
+            ("max_window_layers", (0, 1, 2)),
+            ("layer_types", (None, *([first, second] for first in kinds for second in kinds))),
+        ):
+            if generator.random() < 0.6:
+                config[key] = generator.choice(values)
+        expected = AutoConfig.for_model(**config)
+        window = None if family == "llama" else expected.sliding_window
+        windows = [window] * 2
+        if family in ("qwen2", "qwen3"):
+            windows = [window if kind == kinds[1] else None for kind in expected.layer_types]
+        try:
+            found = Architecture.from_hf_config(config).sliding_window
+        except UnsupportedArchitecture:
+            assert "layer_types" in config or windows[0] != windows[1], config
+            continue
+        assert windows == [found] * 2, config
+        accepted[family] += 1
+    assert len(accepted) == 5 and min(accepted.values()) > 20
 
 
 def test_sliding_windows() -> None:
