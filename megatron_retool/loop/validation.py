@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,10 +23,11 @@ from megatron_retool.trajectory import Trajectory, write_trajectories
 _SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
 
 
-async def validate(run: Deployment, step: int) -> dict[str, float]:
+async def validate(run: Deployment, step: int, log: MetricLogger | None = None) -> dict[str, float]:
     """Sample every held-out prompt rollout.val.n times; val-core/* and val-aux/* metrics.
 
-    Trajectories go to validation/step_N.parquet, and the first ``log_val_generations`` are printed as text.
+    Trajectories go to validation/step_N.parquet, and the first ``log_val_generations`` are printed as text and shown
+    by the loggers of ``log`` that have tables.
     """
     config = run.config
     prompts = run.validation_prompts
@@ -46,12 +48,30 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
         run.console.print(
             Panel(escape(printable(response)), title=f"step {step}, reward {trajectory.reward:+g}", expand=False)
         )
+    if log is not None:
+        log.log_samples(step, sample_rows(first_of_group[: config.trainer.log_val_generations]))
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
         **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(_SHOWN)},
         **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
     }
+
+
+def sample_rows(samples: Sequence[tuple[str, Trajectory]]) -> list[dict[str, str | float]]:
+    """Rows of the loggers' tables, from (response as text, trajectory)."""
+    return [
+        {
+            "question": str(t.extra_info.get("question", "")),
+            "truth": str(t.extra_info.get("ground_truth", "")),
+            "prediction": str(t.reward_info.get("pred") or ""),
+            "correct": float(t.reward_info.get("acc", t.reward > 0)),
+            "reward": float(t.reward),
+            "turns": float(t.num_turns),
+            "response": printable(text),
+        }
+        for text, t in samples
+    ]
 
 
 def printable(text: str) -> str:
@@ -68,7 +88,11 @@ def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
 async def evaluate_model(config: Config, console: Console) -> None:
     """Validate ``model.path`` without a learner; metrics.jsonl and validation/ under the run's directory."""
     async with Deployment(config, console, with_learner=False) as run:
-        with MetricLogger(
-            config.run_dir, config.trainer.loggers, console=console, write_errors=run.write_errors
-        ) as log:
-            log.log(0, await validate(run, step=0))
+        with MetricLogger.of_run(config, console, write_errors=run.write_errors) as log:
+            log.log(0, await validate(run, 0, log))
+
+
+async def validate_only(run: Deployment, step: int) -> None:
+    """Validate the policy that the engines serve after ``step``. No row of an earlier run is dropped."""
+    with MetricLogger.of_run(run.config, run.console, first_step=sys.maxsize, write_errors=run.write_errors) as log:
+        log.log(step, await validate(run, step, log))

@@ -23,6 +23,7 @@ from conversion.files.directory import COMPLETE_NAME, publish
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.rollouts import set_rollouts_aside
 
 PAUSED_GROUPS = "paused_groups.parquet"
 
@@ -93,6 +94,7 @@ def set_aside(run_dir: Path) -> Path | None:
         return None
     target = _name_aside(run_dir)
     os.rename(run_dir, target)
+    set_rollouts_aside(target)
     return target
 
 
@@ -120,7 +122,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     for path in later:
         place = target / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(path, place)
+        shutil.move(path, place)  # rollouts may lie on another file system
     for path in map(run_dir.joinpath, ("metrics.jsonl", "config.yaml")):
         if path.exists():
             shutil.copy2(path, target / path.name)
