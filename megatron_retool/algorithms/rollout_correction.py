@@ -33,11 +33,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_retool.algorithms.importance_metrics import importance_metrics
 from megatron_retool.algorithms.ragged import CHUNK, require_matching_shapes, sequence_max, sequence_sum
 from megatron_retool.algorithms.rejection_rules import RejectionRule, parse_rejection_rules
 from megatron_retool.algorithms.settings import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionSettings
@@ -113,7 +114,7 @@ def rollout_correction(
     if config.batch_normalize:
         weights = _normalized(units, weights, kept, config)
 
-    metrics = _metrics(units, weights, kept, vetoed)
+    metrics = _metrics(units, weights, kept, vetoed) | _verl_metrics(units, kept, vetoed, config)
     categories = [
         *_turn_categories(turn_ids[sampled]),
         *_probability_categories(units.rollout_log_probs),
@@ -324,6 +325,31 @@ def _metrics(units: _SampledTokens, weights: Tensor, kept: Tensor, vetoed: Tenso
         "nonfinite_tokens": (~units.finite).sum(),
     }
     return {f"{_PREFIX}{name}": float(value) for name, value in values.items()}
+
+
+def _verl_metrics(
+    units: _SampledTokens, kept: Tensor, vetoed: Tensor, config: RolloutCorrectionSettings
+) -> dict[str, float]:
+    """What verl's dashboards show: ratios before truncation, and what rejection and veto do, as far as they are on."""
+    if len(units) == 0:
+        return {}
+    values: dict[str, float] = {}
+    if config.mode != "none" and not config.bypass_old_log_probs:
+        log_ratio = units.per_token(config.level, units.log_ratio(config.level))
+        values = importance_metrics(
+            log_ratio, units.sequence_ids, units.num_sequences, config.upper, of_responses=config.level != "token"
+        )
+        if config.batch_normalize and bool(kept.any()):
+            values["rollout_is_batch_norm_factor"] = float(_mean(_importance_weights(units, config)[0][kept]))
+    if config.rejection:
+        ruled = _kept_tokens(units, replace(config, veto_threshold=None))[0]
+        values["rollout_rs_masked_fraction"] = float(_mean(~ruled))
+        values["rollout_rs_seq_masked_fraction"] = float(_mean(units.any_by_sequence(~ruled)[units.nonempty]))
+    if config.veto_threshold is not None:
+        below = units.difference < math.log(config.veto_threshold)
+        values["rollout_is_veto_fraction"] = float(_mean(vetoed[units.nonempty]))
+        values["rollout_is_catastrophic_token_fraction"] = float(_mean(below))
+    return {f"{_PREFIX}{name}": value for name, value in values.items()}
 
 
 # A way to split the sampled tokens: (int64 [sampled] category of each token, -1 for none; names of the categories).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_retool.config import Config
+from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.rewards.manager import check_reward
 from sglang_rollout.agent.agents import check_agent
 from sglang_rollout.agent.tool_call_formats import check_format
@@ -20,6 +21,7 @@ def check_extensions(config: Config) -> None:
         ConfigError, ExtensionError: one cannot be imported, has a wrong signature, raises, or returns what is of no
             use. The message names the key, the object and the cure.
     """
+    check_loggers(config.trainer)
     config.algorithm.dry_run()
     check_reward(config.reward)
     check_tools(config)

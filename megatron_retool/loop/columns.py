@@ -17,7 +17,7 @@ from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.monitor.metrics import StepTimer, reward_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.registry import Need
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
@@ -95,7 +95,8 @@ def add_advantages(
     that several of ``trajectories``, the batch's rows, share get the mean of their advantages.
 
     Returns:
-        The batch and actor/reward_kl_penalty (mean KL per token), actor/reward_kl_penalty_coeff.
+        The batch and critic/rewards; with kl_in_reward also actor/reward_kl_penalty (mean KL per token) and
+        actor/reward_kl_penalty_coeff.
     """
     config = state.config
     loss_mask, sequence_ids = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.sequence_ids)
@@ -112,6 +113,7 @@ def add_advantages(
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": state.kl.coefficient}
         state.kl = state.kl.updated(measured, len(batch))
+    metrics |= reward_metrics(batch, None if token_rewards is None else token_rewards.numpy())
     inputs = AdvantageInputs(
         rewards=torch.from_numpy(batch.rewards),
         group_ids=torch.from_numpy(batch.group_ids),

@@ -21,16 +21,39 @@ class Sample:
     """
     Attributes:
         prediction: what the reward function read out of the response; None where it does not say.
-        verdict: right or wrong, or the accuracy where it is something between; then the reward.
+        accuracy: 1 is right, 0 wrong.
+        end: why the response ended, where it was not by itself.
         tools: the statuses of the tool calls, in order.
     """
 
     question: str
     truth: str
     prediction: str | None
-    verdict: str
+    accuracy: float
+    reward: float
+    end: str | None
+    turns: int
     tools: str
     response: str
+
+    @property
+    def verdict(self) -> str:
+        """Right or wrong, or the accuracy where it is something between; then the reward."""
+        words = {0.0: "wrong", 1.0: "right"}.get(self.accuracy, f"acc {self.accuracy:.3g}")
+        end = f", ended by {self.end}" if self.end else ""
+        return f"{words}{end}, reward {self.reward:+g}"
+
+    def row(self) -> dict[str, str | float]:
+        """A row of the loggers' tables."""
+        return {
+            "question": printable(self.question),
+            "truth": printable(self.truth),
+            "prediction": printable(self.prediction or ""),
+            "correct": self.accuracy,
+            "reward": self.reward,
+            "turns": float(self.turns),
+            "response": printable(self.response),
+        }
 
 
 def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
@@ -41,16 +64,16 @@ def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
     """
     info = trajectory.reward_info
     prediction = info.get("pred")
-    accuracy = float(info.get("acc", trajectory.reward > 0))
-    words = {0.0: "wrong", 1.0: "right"}.get(accuracy, f"acc {accuracy:.3g}")
-    if trajectory.finish_reason is not FinishReason.STOP:
-        words += f", ended by {trajectory.finish_reason.value}"
+    ended_by_itself = trajectory.finish_reason is FinishReason.STOP
     calls = ", ".join(f"{call.name} {call.status}" for call in trajectory.tool_calls)
     return Sample(
         question=question,
         truth=str(trajectory.extra_info.get("ground_truth", "not in the data")),
         prediction=None if prediction is None else str(prediction),
-        verdict=f"{words}, reward {trajectory.reward:+g}",
+        accuracy=float(info.get("acc", trajectory.reward > 0)),
+        reward=float(trajectory.reward),
+        end=None if ended_by_itself else trajectory.finish_reason.value,
+        turns=trajectory.num_turns,
         tools=calls or "none",
         response=response,
     )

@@ -22,18 +22,20 @@ from megatron_retool.loop.resume import announce_resume, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import update_actor, update_critic
-from megatron_retool.loop.validation import validate
+from megatron_retool.loop.validation import validate, validate_only
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
     batch_metrics,
     mean_metrics,
+    per_token_metrics,
     performance_metrics,
     rollout_metrics,
 )
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.rollouts import prepare_rollouts
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 
 
@@ -53,8 +55,10 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         moved = set_aside_later(config, resume)
         if moved is not None:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
-        if announce_resume(config, resume, console):
+        if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
+    if not config.trainer.val_only:
+        prepare_rollouts(config)
     run = Deployment(config, console)
     try:
         async with run.watchdog, run:
@@ -80,22 +84,19 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         state = await restore(run, checkpointer)
         with run.activities.part("sending the weights to the engines"):
             await run.weights.sync(state.step)
+    if config.trainer.val_only:
+        await validate_only(run, state.step)
+        return True
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(
-            MetricLogger(
-                config.run_dir,
-                config.trainer.loggers,
-                first_step=first_step,
-                console=run.console,
-                write_errors=run.write_errors,
-            )
+            MetricLogger.of_run(config, run.console, first_step=first_step, write_errors=run.write_errors)
         )
         stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
-            log.log(0, await validate(run, step=0))
+            log.log(0, await validate(run, 0, log))
         while state.step < run.total_steps:
             state.step += 1
             step = state.step
@@ -109,6 +110,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 with timer.phase(Phase.WEIGHT_SYNC):
                     sync_metrics = await run.weights.sync(step)
             metrics = {
+                "training/global_step": float(step),
+                "training/epoch": float(run.prompts.epoch),
                 **rollout_metrics(collected.generated),
                 **collected.metrics,
                 **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
@@ -119,12 +122,13 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **performance_metrics(
                     int(batch.total_lengths.sum()), timer.seconds[Phase.STEP], config.learner.world_size
                 ),
+                **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected, batch)
             last = step == run.total_steps
             if last or state.validation_due():
                 with timer.phase(Phase.VALIDATION):
-                    metrics |= await validate(run, step)
+                    metrics |= await validate(run, step, log)
             leaving = leave.is_set()
             if last or leaving or state.save_due() or checkpointer.overdue:
                 with timer.phase(Phase.SAVE_CHECKPOINT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,10 +22,11 @@ from megatron_retool.trajectory import Trajectory, write_trajectories
 _SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
 
 
-async def validate(run: Deployment, step: int) -> dict[str, float]:
+async def validate(run: Deployment, step: int, log: MetricLogger | None = None) -> dict[str, float]:
     """Sample every held-out prompt rollout.val.n times; val-core/* and val-aux/* metrics.
 
-    Trajectories go to validation/step_N.parquet, and the first ``log_val_generations`` are printed as text.
+    Trajectories go to validation/step_N.parquet, and the first ``log_val_generations`` are printed as text and shown
+    by the loggers of ``log`` that have tables.
     """
     config = run.config
     prompts = run.validation_prompts
@@ -42,10 +44,14 @@ async def validate(run: Deployment, step: int) -> dict[str, float]:
         write_trajectories(trajectories, stored, texts=texts)
     messages = {prompt.group_id: prompt.messages for prompt in prompts}
     first_of_group = [(text, t) for text, t in zip(texts, trajectories, strict=True) if t.index == 0]
-    shown = first_of_group[: config.trainer.log_val_generations]
-    for number, ((prompt, response), t) in enumerate(shown, start=1):
-        sample = sample_of(t, question_of(messages[t.group_id], prompt), response)
+    shown = [
+        sample_of(t, question_of(messages[t.group_id], prompt), response)
+        for (prompt, response), t in first_of_group[: config.trainer.log_val_generations]
+    ]
+    for number, sample in enumerate(shown, start=1):
         print_sample(run.console, f"step {step}, validation sample {number} of {len(shown)}", sample)
+    if log is not None:
+        log.log_samples(step, [sample.row() for sample in shown])
     behaviour = rollout_metrics(trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
@@ -63,7 +69,11 @@ def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
 async def evaluate_model(config: Config, console: Console) -> None:
     """Validate ``model.path`` without a learner; metrics.jsonl and validation/ under the run's directory."""
     async with Deployment(config, console, with_learner=False) as run:
-        with MetricLogger(
-            config.run_dir, config.trainer.loggers, console=console, write_errors=run.write_errors
-        ) as log:
-            log.log(0, await validate(run, step=0))
+        with MetricLogger.of_run(config, console, write_errors=run.write_errors) as log:
+            log.log(0, await validate(run, 0, log))
+
+
+async def validate_only(run: Deployment, step: int) -> None:
+    """Validate the policy that the engines serve after ``step``. No row of an earlier run is dropped."""
+    with MetricLogger.of_run(run.config, run.console, first_step=sys.maxsize, write_errors=run.write_errors) as log:
+        log.log(step, await validate(run, step, log))

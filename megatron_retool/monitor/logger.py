@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl (always the record), TensorBoard, the console, and wandb where it is installed.
+"""Where metrics go: metrics.jsonl (always the record), the console, and the services of ``monitor.loggers``.
 
 One call, ``MetricLogger.log(step, metrics)``, writes one JSON object per step. A resumed run appends; rows of steps
 that the run is about to repeat are dropped first, so that the file has one row per step. Rows that the disk has no room
@@ -7,21 +7,23 @@ for are written once it has.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
+from megatron_retool.config import Config
+from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
 from megatron_retool.runs.metrics_file import drop_rows_from
-
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 CONSOLE_COLUMNS = {
     "critic/score/mean": "score",
@@ -53,15 +55,17 @@ class MetricLogger:
     """Writes every step's metrics to the chosen places.
 
     Args:
-        run_dir: runs/<experiment_name>; metrics.jsonl and tensorboard/ are made in it.
-        loggers: any of console, jsonl, tensorboard, wandb.
+        run_dir: runs/<experiment_name>; metrics.jsonl, tensorboard/ and what other loggers keep are made in it.
+        loggers: console, jsonl, names of ``monitor.loggers``, or own classes.
         first_step: rows of metrics.jsonl from this step on are removed (the run repeats those steps after a resume).
         console: where the step table is printed.
+        config: of the whole run, for the loggers that show it.
         write_errors: counts what cannot be written; monitor/write_errors is logged once that is not 0.
+        project: trainer.project_name.
+        logger_kwargs: logger -> keyword arguments.
 
     Raises:
-        ValueError: an unknown logger.
-        RuntimeError: wandb is asked for and not installed.
+        ConfigError: a logger is unknown or its package is not installed.
     """
 
     def __init__(
@@ -73,10 +77,10 @@ class MetricLogger:
         console: Console | None = None,
         config: Mapping[str, Any] | None = None,
         write_errors: WriteErrors | None = None,
+        project: str = "megatron-retool",
+        logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        unknown = sorted(set(loggers) - set(LOGGERS))
-        if unknown:
-            raise ValueError(f"trainer.loggers: unknown logger {unknown[0]!r}; known are {', '.join(LOGGERS)}")
+        bound = bind_loggers(loggers, logger_kwargs or {})
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.console = console or Console()
@@ -84,24 +88,49 @@ class MetricLogger:
         self._print = "console" in loggers
         self._rows_printed = 0
         self._jsonl: AppendFile | None = None
-        self._tensorboard: Any = None
-        self._wandb: Any = None
         if "jsonl" in loggers:
             path = self.run_dir / "metrics.jsonl"
             drop_rows_from(path, first_step)
             self._jsonl = AppendFile(path)
-        if "tensorboard" in loggers:
-            from megatron_retool.monitor.event_file import EventFile
+        run = LoggedRun(self.run_dir, project, self.run_dir.name, first_step, dict(config or {}))
+        self._loggers: dict[str, Logger] = {}
+        for name, make in bound.items():
+            with self._tolerated(name):
+                self._loggers[name] = make(run)
 
-            self._tensorboard = EventFile(self.run_dir / "tensorboard", first_step)
-        if "wandb" in loggers:
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        console: Console,
+        *,
+        first_step: int = 0,
+        write_errors: WriteErrors | None = None,
+    ) -> MetricLogger:
+        """The loggers that ``config`` asks for."""
+        trainer = config.trainer
+        return cls(
+            config.run_dir,
+            trainer.loggers,
+            first_step=first_step,
+            console=console,
+            config=dataclasses.asdict(config),
+            write_errors=write_errors,
+            project=trainer.project_name,
+            logger_kwargs=trainer.logger_kwargs,
+        )
+
+    @contextlib.contextmanager
+    def _tolerated(self, name: str) -> Iterator[None]:
+        """What a logger raises is counted and printed as an error of a file is: it only describes the run."""
+        logger = self._loggers.get(name)
+        with self._write_errors.tolerated(logger.path if logger is not None else self.run_dir / name):
             try:
-                import wandb
-            except ImportError as error:
-                raise RuntimeError("trainer.loggers names wandb, which is not installed: pip install wandb") from error
-            self._wandb = wandb.init(
-                project="megatron-retool", name=self.run_dir.name, dir=str(self.run_dir), config=dict(config or {})
-            )
+                yield
+            except OSError:
+                raise
+            except Exception as error:
+                raise OSError(f"{type(error).__name__}: {error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. Values that are not finite are kept as null in the file, so that it stays valid JSON."""
@@ -112,14 +141,18 @@ class MetricLogger:
             row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
             with self._write_errors.tolerated(self._jsonl.path):
                 self._jsonl.append(json.dumps(row).encode() + b"\n")
-        if self._tensorboard is not None:
-            with self._write_errors.tolerated(self._tensorboard.path):
-                self._tensorboard.add_scalars(step, values)
-        if self._wandb is not None:
-            with self._write_errors.tolerated(self.run_dir / "wandb" / "run"):
-                self._wandb.log(values, step=step)
+        for name, logger in self._loggers.items():
+            with self._tolerated(name):
+                logger.log(step, values)
         if self._print:
             self._print_row(step, values)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show validation samples in the loggers that have tables; each row has the same names."""
+        if rows:
+            for name, logger in self._loggers.items():
+                with self._tolerated(name):
+                    logger.log_samples(step, rows)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
         own = {name: value for name, value in values.items() if not name.startswith(("val-core/", "val-aux/"))}
@@ -140,10 +173,9 @@ class MetricLogger:
     def close(self) -> None:
         if self._jsonl is not None:
             self._jsonl.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for name, logger in self._loggers.items():
+            with self._tolerated(name):
+                logger.close()
 
     def __enter__(self) -> MetricLogger:
         return self

@@ -31,7 +31,7 @@ def _spread(prefix: str, values: npt.NDArray[Any]) -> dict[str, float]:
 def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
     """critic/score, critic/advantages, critic/returns, response_length and prompt_length of the trained batch.
 
-    clip_ratio is the share of sequences at the limit. With a critic also critic/values and critic/vf_explained_var =
+    response/aborted_ratio is the share of empty responses, which response_length_non_aborted leaves out. clip_ratio is the share of sequences at the limit. With a critic also critic/values and critic/vf_explained_var =
     1 - Var(returns - values) / Var(returns) over sampled tokens: 1 is a perfect critic, 0 one that knows the mean.
     """
     metrics = _spread("critic/score", batch.rewards)
@@ -49,7 +49,42 @@ def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_l
         metrics |= _spread(name, lengths)
         if len(lengths):
             metrics[f"{name}/clip_ratio"] = float((lengths >= limit).mean())
+    if len(batch.response_lengths):
+        there = batch.response_lengths[batch.response_lengths > 0]
+        metrics["response/aborted_ratio"] = 1.0 - len(there) / len(batch.response_lengths)
+        metrics |= _spread("response_length_non_aborted", there)
+        if len(there):
+            metrics["response_length_non_aborted/clip_ratio"] = float((there >= max_response_length).mean())
     return metrics
+
+
+def reward_metrics(batch: TrajectoryBatch, token_rewards: npt.NDArray[Any] | None = None) -> dict[str, float]:
+    """critic/rewards: score plus what is added token by token, of the responses that are not empty.
+
+    Args:
+        token_rewards: float [T], the KL penalty in the reward (negative); None: there is none.
+    """
+    rewards = batch.rewards.astype(np.float64)
+    if token_rewards is not None:
+        rewards = rewards + np.bincount(batch.sequence_ids, token_rewards, minlength=len(batch))
+    return _spread("critic/rewards", rewards[batch.response_lengths > 0])
+
+
+_TOKENS_OF_PHASES = (Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE, Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC)
+
+
+def per_token_metrics(seconds: Mapping[Phase, float], prompt_tokens: int, response_tokens: int) -> dict[str, float]:
+    """timing_per_token_ms/<phase>: milliseconds for each token of the trained batch.
+
+    Generation counts response tokens (tool results among them), the other phases prompts too. What was generated and
+    not trained on is in the time and not in the count.
+    """
+    counts = dict.fromkeys(_TOKENS_OF_PHASES, prompt_tokens + response_tokens) | {Phase.GENERATION: response_tokens}
+    return {
+        f"timing_per_token_ms/{phase.value}": 1000.0 * seconds[phase] / count
+        for phase, count in counts.items()
+        if phase in seconds and count
+    }
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -66,6 +101,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     executed = [call for call in calls if call.status in _EXECUTED]
     total = max(len(calls), 1)
     metrics = _spread("num_turns", np.array([t.num_turns for t in trajectories]))
+    metrics |= _spread("tool_call_counts", np.array([len(t.tool_calls) for t in trajectories]))
     metrics |= {
         "rollout/score/mean": float(np.mean([t.reward for t in trajectories])),
         "rollout/acc/mean": float(np.mean([float(t.reward_info.get("acc", t.reward > 0)) for t in trajectories])),

@@ -32,6 +32,7 @@ from conversion.files.directory import publish
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.rollouts import set_rollouts_aside
 from megatron_retool.untrusted import load_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
@@ -167,6 +168,7 @@ def set_aside(run_dir: Path) -> Path | None:
         return None
     target = _name_aside(run_dir)
     os.rename(run_dir, target)
+    set_rollouts_aside(target)
     return target
 
 
@@ -194,7 +196,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     for path in later:
         place = target / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(path, place)
+        shutil.move(path, place)  # rollouts may lie on another file system
     for path in map(run_dir.joinpath, ("metrics.jsonl", "config.yaml")):
         if path.exists():
             shutil.copy2(path, target / path.name)

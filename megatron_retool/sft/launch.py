@@ -18,6 +18,7 @@ from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config, save_config
+from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.runs.checkpoints import remove_unfinished, set_aside
 from megatron_retool.runs.leave import LeaveRequest, passed_on
 from megatron_retool.sft.run import Run
@@ -66,6 +67,7 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
 
 
 def _check(config: Config) -> None:
+    check_loggers(config.trainer)
     if not config.sft.stages:
         raise ConfigError("sft.stages is empty: name at least one stage with train_files")
     if not config.model.path:

@@ -228,9 +228,7 @@ class Run:
     def _metric_logger(self, first_step: int) -> contextlib.AbstractContextManager[MetricLogger | None]:
         if self.rank:
             return contextlib.nullcontext()
-        return MetricLogger(
-            self.config.run_dir, self.config.trainer.loggers, first_step=first_step, console=self.console
-        )
+        return MetricLogger.of_run(self.config, self.console, first_step=first_step)
 
     @staticmethod
     def _barrier() -> None:

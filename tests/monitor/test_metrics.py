@@ -1,6 +1,6 @@
 import numpy as np
 
-from megatron_retool.monitor.metrics import StepTimer, batch_metrics, rollout_metrics
+from megatron_retool.monitor.metrics import StepTimer, batch_metrics, per_token_metrics, reward_metrics, rollout_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch
 
@@ -70,3 +70,34 @@ def test_phases_of_one_name_add_up():
         with timer.phase(Phase.GENERATION):
             pass
     assert set(timer.metrics()) == {"timing_s/gen"}
+
+
+def test_rewards_are_scores_with_what_is_added_to_tokens():
+    batch = TrajectoryBatch.from_trajectories([trajectory(1, [], 2), trajectory(-1, [], 1), trajectory(3, [], 0)])
+    assert reward_metrics(batch) == {"critic/rewards/mean": 0.0, "critic/rewards/max": 1.0, "critic/rewards/min": -1.0}
+    penalties = np.array([-0.25, -0.25, -0.5])
+    assert reward_metrics(batch, penalties) == {
+        "critic/rewards/mean": -0.5, "critic/rewards/max": 0.5, "critic/rewards/min": -1.5
+    }  # fmt: skip
+
+
+def test_empty_responses_are_counted_and_left_out():
+    batch = TrajectoryBatch.from_trajectories([trajectory(1, [], 4), trajectory(-1, [], 2), trajectory(-1, [], 0)])
+    metrics = batch_metrics(batch, max_prompt_length=9, max_response_length=4)
+    assert metrics["response/aborted_ratio"] == 1 - 2 / 3
+    assert metrics["response_length/mean"] == 2.0 and metrics["response_length_non_aborted/mean"] == 3.0
+    assert metrics["response_length_non_aborted/min"] == 2.0
+    assert metrics["response_length_non_aborted/clip_ratio"] == 0.5
+
+
+def test_milliseconds_by_token():
+    seconds = {Phase.GENERATION: 2.0, Phase.UPDATE_ACTOR: 3.0, Phase.STEP: 9.0}
+    assert per_token_metrics(seconds, prompt_tokens=100, response_tokens=500) == {
+        "timing_per_token_ms/gen": 4.0, "timing_per_token_ms/update_actor": 5.0
+    }  # fmt: skip
+    assert per_token_metrics(seconds, 0, 0) == {}
+
+
+def test_calls_are_counted_by_response():
+    metrics = rollout_metrics([trajectory(1, ["ok", "error"]), trajectory(1, [])])
+    assert [metrics[f"tool_call_counts/{name}"] for name in ("mean", "max", "min")] == [1.0, 2.0, 0.0]
