@@ -72,10 +72,16 @@ def run_command(options: argparse.Namespace, console: Console) -> int:
 
     config_file = options.config or Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
     config = load_config(config_file, options.overrides)
-    if options.command in ("pipeline", "train", "evaluate"):
-        from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.loop.checks import check_directory, check_extensions, check_model, check_run
 
+    if options.command == "make-demo":
+        check_directory("demo.directory", Path(config.demo.directory))
+    else:
+        check_run(config)
+    if options.command in ("pipeline", "train", "evaluate"):
         check_extensions(config)
+    if options.command in ("train", "sft", "evaluate") or (options.command == "pipeline" and not config.demo.enable):
+        check_model(config, learns=options.command != "evaluate")
     with LeaveRequest() as leave:
         if options.command == "make-demo":
             from megatron_retool.data.demo import make_demo

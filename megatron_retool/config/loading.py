@@ -25,7 +25,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             outside its range, or ``validate`` finds a contradiction.
     """
     layers = [] if path is None else _read_file(Path(path), ())
-    layers += [(f"override {override!r}", _read_override(override)) for override in overrides]
+    layers += [(_source(override), _read_override(override)) for override in overrides]
     settings: dict[str, Any] = {}
     for source, layer in layers:
         settings = _merged(settings, fitted(layer, Config, root=Config, source=source))
@@ -67,6 +67,10 @@ def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dic
         raise ConfigError(
             f"config file {path} is not text in UTF-8 (byte {error.start}): is it a YAML file? Save it as UTF-8"
         ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+        loaded = None  # a number or text
     except Exception as error:
         raise ConfigError(f"config file {path} is not valid YAML: {_yaml_problem(error)}") from error
     if not isinstance(loaded, DictConfig):
@@ -88,20 +92,25 @@ _DOTTED_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def _read_override(override: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
+    source = _source(override)
     if not equals:
-        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+        raise ConfigError(f"{source} is not of the form dotted.key=value")
     if "[" in key:
-        raise ConfigError(f"override {override!r}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
+        raise ConfigError(f"{source}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
     if not _DOTTED_KEY.fullmatch(key):
-        raise ConfigError(f"override {override!r}: {key!r} is no key; write it as dotted.key=value, without spaces")
+        raise ConfigError(f"{source}: {key!r} is no key; write it as dotted.key=value, without spaces")
     try:
         layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except Exception as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_yaml_problem(error)}") from error
+        raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from error
     assert isinstance(layer, dict)
     if not value and _is_text(key):
         _put(layer, key, "")
     return _anchored(layer, Path.cwd())
+
+
+def _source(override: str) -> str:
+    return f"override {override if len(override) <= 200 else override[:199] + '…'!r}"
 
 
 def _is_text(key: str) -> bool:
@@ -128,7 +137,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
 _FILE_AND_OBJECT = re.compile(r"(?P<file>[^:{}$]+\.py):[A-Za-z_][\w.]*")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -41,8 +42,8 @@ def main(arguments: list[str], console: Console) -> int:
     """
     options = _parse(arguments)
     config, measured = _configuration(options)
-    name, architecture = resolve_architecture(config, options.model)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
+    name, architecture = resolve_architecture(config, options.model)
     layout = config.learner.layout(architecture)
     workload = _workload(options, config, measured)
 
@@ -94,10 +95,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=_at_least(1), default=8)
     parser.add_argument("--model", help="known model or directory with config.json (default: model.path)")
-    parser.add_argument("--steps", type=int, help="length of the run (default: trainer.total_steps)")
-    parser.add_argument("--suggestions", type=int, default=5, help="layouts to suggest; 0: none")
+    parser.add_argument("--steps", type=_at_least(1), help="length of the run (default: trainer.total_steps)")
+    parser.add_argument("--suggestions", type=_at_least(0), default=5, help="layouts to suggest; 0: none")
     workload = parser.add_argument_group("workload (default: that of the published run, scaled to the limits)")
     workload.add_argument("--run", help="runs/<name>: take the workload from its metrics.jsonl and compare the times")
     workload.add_argument("--response-mean", type=float, help="response_length/mean")
@@ -106,21 +107,32 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     workload.add_argument("--tool-calls", type=float, help="tool/calls of a response")
     workload.add_argument("--tool-seconds", type=float, help="tool/seconds_mean")
     workload.add_argument("--kept-groups", type=float, help="share of groups that dynamic sampling keeps")
-    workload.add_argument("--val-prompts", type=int, default=0, help="prompts of the validation files")
+    workload.add_argument("--val-prompts", type=_at_least(0), default=0, help="prompts of the validation files")
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument("--simulate", action="store_true", help="compare strategies against the long tail")
     simulation.add_argument("--sizes", type=_sizes, default=list(SIZES), help="numbers of GPUs, such as 8,64,512,4096")
-    simulation.add_argument("--max-responses", type=int, default=MAX_RESPONSES, help="the batch grows up to here")
+    simulation.add_argument(
+        "--max-responses", type=_at_least(1), default=MAX_RESPONSES, help="the batch grows up to here"
+    )
     simulation.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="dotted.key=value")
     return parser.parse_intermixed_args(arguments)
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [int(part) for part in text.split(",")]
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if any(size < 1 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers, such as 8,64,512")
     return sizes
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
 
 
 def _configuration(options: argparse.Namespace) -> tuple[Config, dict[str, float] | None]:
