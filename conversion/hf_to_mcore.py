@@ -291,13 +291,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hf-dir", required=True, help="Hugging Face model directory, or hub id owner/name")
     parser.add_argument("--mcore-dir", required=True, type=Path, help="directory to make")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of the layout that will read it")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
-    parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages per rank")
-    parser.add_argument("--ep", type=int, default=1, help="expert parallel size")
+    parser.add_argument(
+        "--tp", type=at_least_one, default=1, help="tensor parallel size of the layout that will read it"
+    )
+    parser.add_argument("--pp", type=at_least_one, default=1, help="pipeline parallel size")
+    parser.add_argument("--vpp", type=at_least_one, default=1, help="virtual pipeline stages per rank")
+    parser.add_argument("--ep", type=at_least_one, default=1, help="expert parallel size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
     add_family_option(parser)
-    parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
+    parser.add_argument("--processes", type=at_least_one, help="worker processes; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
@@ -328,6 +330,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print_report(report, options.mcore_dir)
     return 0
+
+
+def at_least_one(text: str) -> int:
+    """An option's value that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def add_family_option(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ from conversion.files.hf_checkpoint import (
     write_index,
 )
 from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
-from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report
+from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, at_least_one, print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     FORMS,
@@ -294,8 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="quantise the linear layers: in 128x128 blocks, or (per-tensor, nvfp4) through nvidia-modelopt",
     )
     parser.add_argument("--calibration", help="text file, a sample a line: sets modelopt's activation scales")
-    parser.add_argument("--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of a safetensors file")
-    parser.add_argument("--processes", type=int, help="worker processes; default: by size and cores")
+    parser.add_argument(
+        "--max-file-bytes", type=at_least_one, default=MAX_FILE_BYTES, help="size of a safetensors file"
+    )
+    parser.add_argument("--processes", type=at_least_one, help="worker processes; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")

@@ -40,7 +40,12 @@ def new_directory(
     target = target.absolute()
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not empty: choose another directory, or pass --overwrite")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"{error.filename} is a file where {target} needs a directory: choose another"
+        ) from None
     check_free_space(target.parent, needed_bytes)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".incomplete", dir=target.parent))
     try:
@@ -86,9 +91,19 @@ def check_free_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise OSError(
-            f"{directory} has {free / 2**30:.2f} GiB free, and {needed_bytes / 2**30:.2f} GiB are going to be written: "
+            f"{directory} has {size_text(free)} free, and {size_text(needed_bytes)} are going to be written: "
             "free some space or choose another directory"
         )
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in the unit that shows it, such as "812 bytes" or "3.4 GiB"."""
+    size, units = float(count), ("bytes", "KiB", "MiB", "GiB", "TiB")
+    for unit in units:
+        if size < 1024 or unit == units[-1]:
+            break
+        size /= 1024
+    return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
 
 
 def local_directory(path_or_id: str) -> Path:

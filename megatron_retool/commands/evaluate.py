@@ -32,10 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load_on_base(options)
-    from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+
+    check_run(config)
+    check_extensions(config)
+    check_model(config, learns=False)
     from megatron_retool.loop.validation import evaluate_model
 
-    check_extensions(config)
     with LeaveRequest():
         run_async(evaluate_model(config, console))
     return 0

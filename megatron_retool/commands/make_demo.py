@@ -8,6 +8,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
@@ -24,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
     from megatron_retool.data.demo import make_demo
+    from megatron_retool.loop.checks import check_directory
+
+    check_directory("demo.directory", Path(config.demo.directory))
 
     with interrupts():
         make_demo(config)

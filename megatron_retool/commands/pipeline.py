@@ -40,9 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
-    from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+
+    check_run(config)
+    check_extensions(config)
+    if not config.demo.enable:
+        check_model(config, learns=True)
     from megatron_retool.pipeline import run_pipeline
 
-    check_extensions(config)
     with LeaveRequest() as leave, interrupts():
         return run_pipeline(config, config_file(options), options.overrides, console, train, leave)

@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
+    from megatron_retool.loop.checks import check_model, check_run
     from megatron_retool.sft.launch import fine_tune
+
+    check_run(config)
+    check_model(config, learns=True)
 
     with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config)):
         return 0 if fine_tune(config, console, leave) else REQUEUE

@@ -36,9 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = running.load_on_base(options)
-    from megatron_retool.loop.checks import check_extensions
+    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+
+    check_run(config)
+    check_extensions(config)
+    check_model(config, learns=True)
     from megatron_retool.pipeline import Stages, run_training
 
-    check_extensions(config)
     with LeaveRequest() as leave, interrupts():
         return run_training(config, Stages(config.run_dir, console, leave), running.train)

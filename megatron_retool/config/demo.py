@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_retool.config.base import at_least_one, choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,8 @@ class DemoConfig:
     """two_tools: entities that the corpus knows, besides those of val.parquet."""
     val_entities: int = at_least_one(40)
     """two_tools: entities of val.parquet."""
+
+    def check(self) -> None:
+        """Raise ConfigError where no directory is named."""
+        if not self.directory.strip():
+            raise ConfigError("demo.directory is empty: name a directory, such as runs/demo_data")

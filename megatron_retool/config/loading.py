@@ -6,15 +6,17 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
-from megatron_retool.config.schema import fitted, type_hints
+from megatron_retool.config.schema import fitted, section_of, type_hints
 from megatron_retool.config.tree import Config, check_values, validate
+
+Section = TypeVar("Section", bound=Any)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -25,12 +27,13 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             outside its range, or ``validate`` finds a contradiction.
     """
     layers = [] if path is None else _read_file(Path(path), ())
-    layers += [(f"override {override!r}", _read_override(override)) for override in overrides]
+    layers += [(_source(override), _read_override(override)) for override in overrides]
     settings: dict[str, Any] = {}
     for source, layer in layers:
         settings = _merged(settings, fitted(layer, Config, root=Config, source=source))
-    config = _resolved(OmegaConf.structured(Config), settings)
-    assert isinstance(config, Config)
+    config = _built(Config(), settings)
+    if "${" in repr(settings):
+        config = _built(Config(), fitted(_resolved(dataclasses.asdict(config)), Config, root=Config))
     validate(config)
     return config
 
@@ -42,11 +45,23 @@ def _merged(settings: Any, later: Any) -> Any:
     return settings | {key: _merged(settings.get(key), value) for key, value in later.items()}
 
 
-def _resolved(tree: Any, settings: Mapping[str, Any]) -> Any:
-    """The dataclass of ``tree`` with ``settings`` in it, and with what ``${…}`` stands for."""
-    _unlock(tree)
+def _built(section: Section, settings: Mapping[str, Any]) -> Section:
+    """``section``, a dataclass of the tree, with ``settings`` of the right types in it."""
+    values = {}
+    for name, value in settings.items():
+        present, inner = getattr(section, name), section_of(type_hints(type(section))[name])
+        if dataclasses.is_dataclass(present) and isinstance(value, Mapping):
+            value = _built(present, value)
+        elif inner is not None and isinstance(value, list):
+            value = [_built(inner(), each) if isinstance(each, Mapping) else each for each in value]
+        values[name] = value
+    return dataclasses.replace(section, **values)
+
+
+def _resolved(settings: Mapping[str, Any]) -> Any:
+    """``settings`` with what ``${…}`` stands for; ConfigError where that is nothing."""
     try:
-        return OmegaConf.to_object(OmegaConf.merge(tree, settings))
+        return OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "a setting"
         raise ConfigError(f"{key}: {_first_line(error)}") from error
@@ -67,6 +82,10 @@ def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dic
         raise ConfigError(
             f"config file {path} is not text in UTF-8 (byte {error.start}): is it a YAML file? Save it as UTF-8"
         ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+        loaded = None  # a number or text
     except Exception as error:
         raise ConfigError(f"config file {path} is not valid YAML: {_yaml_problem(error)}") from error
     if not isinstance(loaded, DictConfig):
@@ -88,20 +107,25 @@ _DOTTED_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 def _read_override(override: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
+    source = _source(override)
     if not equals:
-        raise ConfigError(f"override {override!r} is not of the form dotted.key=value")
+        raise ConfigError(f"{source} is not of the form dotted.key=value")
     if "[" in key:
-        raise ConfigError(f"override {override!r}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
+        raise ConfigError(f"{source}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
     if not _DOTTED_KEY.fullmatch(key):
-        raise ConfigError(f"override {override!r}: {key!r} is no key; write it as dotted.key=value, without spaces")
+        raise ConfigError(f"{source}: {key!r} is no key; write it as dotted.key=value, without spaces")
     try:
         layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except Exception as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_yaml_problem(error)}") from error
+        raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from error
     assert isinstance(layer, dict)
     if not value and _is_text(key):
         _put(layer, key, "")
     return _anchored(layer, Path.cwd())
+
+
+def _source(override: str) -> str:
+    return f"override {override if len(override) <= 200 else override[:199] + '…'!r}"
 
 
 def _is_text(key: str) -> bool:
@@ -128,7 +152,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
 _FILE_AND_OBJECT = re.compile(r"(?P<file>[^:{}$]+\.py):[A-Za-z_][\w.]*")
@@ -164,20 +188,11 @@ def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
     for name in settings:
         if name not in known:
             raise ConfigError(f"{key}.{name} is unknown; the settings are {', '.join(known)}")
-    found = _resolved(OmegaConf.structured(section), fitted(settings, type(section), root=Config, prefix=f"{key}."))
+    found = _built(section, fitted(settings, type(section), root=Config, prefix=f"{key}."))
     check_values(found, f"{key}.")
     return found
 
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the resolved tree as YAML that ``load_config`` reads back."""
-    OmegaConf.save(OmegaConf.structured(config), path)
-
-
-def _unlock(node: Any) -> None:
-    # OmegaConf marks nodes of frozen dataclasses read-only, which would refuse the YAML file as well.
-    OmegaConf.set_readonly(node, False)
-    for key in range(len(node)) if isinstance(node, ListConfig) else node:
-        child = node._get_node(key)
-        if OmegaConf.is_config(child) and not child._is_none():
-            _unlock(child)
+    OmegaConf.save(OmegaConf.create(dataclasses.asdict(config)), path)

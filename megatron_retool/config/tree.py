@@ -61,15 +61,15 @@ def validate(config: Config) -> None:
         if hasattr(section, "check"):
             section.check()
     learner, algorithm, rollout = config.learner, config.algorithm, config.rollout
+    if rollout.train.n < 2 and Need.GROUPS in algorithm.needs:
+        raise ConfigError(
+            f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
+        )
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:
         raise ConfigError(
             f"data.train_batch_size x rollout.train.n = {responses} responses are not divisible by "
             f"learner.mini_batch_size={learner.mini_batch_size}"
-        )
-    if rollout.train.n < 2 and Need.GROUPS in algorithm.needs:
-        raise ConfigError(
-            f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
     if config.weight_sync.round_to_fp8 and rollout.engine.quantization is not None:
         raise ConfigError(

@@ -25,7 +25,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"{key}={path}: the directory holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])}); copy the model's "
             "tokenizer there, or set model.tokenizer_path"
         )
-    if not Path(path).exists() and path.startswith((".", "/", "runs/")):
+    if Path(path).is_file():
+        raise ConfigError(f"{key}={path} is a file: give the directory that holds it")
+    if not Path(path).exists() and (path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1):
         raise ConfigError(f"{key}={path}: the directory does not exist")
 
     from transformers import AutoTokenizer

@@ -1,14 +1,58 @@
-"""What can be said against a run's own functions and classes before any process is started for it."""
+"""What can be said against a run before any process is started for it."""
 
 from __future__ import annotations
 
-from megatron_retool.config import Config
+import os
+from pathlib import Path
+
+from conversion.model.architecture import Architecture
+from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.loggers import check_loggers
-from megatron_retool.rewards.manager import check_reward
-from sglang_rollout.agent.agents import check_agent
-from sglang_rollout.agent.tool_call_formats import check_format
-from sglang_rollout.engine.base import check_engine
-from tools.registry import check_tools
+
+
+def check_run(config: Config) -> None:
+    """Check the run's directory, and what it needs to be installed; takes no time, for every command that runs.
+
+    Raises:
+        ConfigError: the message names the key and the cure.
+    """
+    check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
+    check_loggers(config.trainer)
+
+
+def check_directory(keys: str, directory: Path) -> None:
+    """Raise ConfigError where ``directory``, which ``keys`` name, cannot be made or written."""
+    place = directory
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        kind = "a link that leads nowhere" if place.is_symlink() else "a file"
+        raise ConfigError(f"{place} is {kind} where {keys} need a directory: choose another, or move it away")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{place} may not be written, where {keys} need a directory: choose another")
+
+
+def check_model(config: Config, *, learns: bool) -> None:
+    """Check the model's directory and, where it ``learns``, its family and how learner and model divide.
+
+    A hub id is left to those who fetch it.
+
+    Raises:
+        ConfigError, UnsupportedArchitecture: the message names the directory or the key.
+    """
+    directory = Path(config.model.path)
+    if not config.model.path or not directory.is_dir():
+        return
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json")
+    if not learns:
+        return
+    config.learner.layout(Architecture.from_pretrained(directory, config.model.families))
+    if config.model.mcore_path is not None and not Path(config.model.mcore_path).is_dir():
+        raise ConfigError(
+            f"model.mcore_path={config.model.mcore_path} is no directory: make it with conversion/hf_to_mcore.py, or "
+            "set it to null, and the weights of model.path are read"
+        )
 
 
 def check_extensions(config: Config) -> None:
@@ -21,7 +65,13 @@ def check_extensions(config: Config) -> None:
         ConfigError, ExtensionError: one cannot be imported, has a wrong signature, raises, or returns what is of no
             use. The message names the key, the object and the cure.
     """
-    check_loggers(config.trainer)
+    # Their modules take longer to import than everything that is checked above.
+    from megatron_retool.rewards.manager import check_reward
+    from sglang_rollout.agent.agents import check_agent
+    from sglang_rollout.agent.tool_call_formats import check_format
+    from sglang_rollout.engine.base import check_engine
+    from tools.registry import check_tools
+
     config.algorithm.dry_run()
     check_reward(config.reward)
     check_tools(config)

@@ -36,8 +36,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         ConfigError: the configuration, an option or a measured run is unusable; the message says why.
     """
     config, measured = _configuration(options)
-    name, architecture = resolve_architecture(config, options.model)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
+    name, architecture = resolve_architecture(config, options.model)
     layout = config.learner.layout(architecture)
     workload = _workload(options, config, measured)
 

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
 from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
 from megatron_retool.trajectory import read_trajectories
 
 _MAX_POINTS = 20_000
@@ -77,6 +77,7 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
     directory = Path(run_dir) / "rollouts"
     files = sorted(directory.glob("step_*.learner.parquet"))
     if not files:
+        check_run_directory(directory.parent)
         raise FileNotFoundError(f"{directory} has no step_N.learner.parquet: the run has not trained a step yet")
     chosen = np.unique(np.linspace(0, len(files) - 1, min(max_steps, len(files))).round().astype(int))
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in MismatchSample.__dataclass_fields__}

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
 
 _DRAWN_PHASES = (
     Phase.STEP,
@@ -113,14 +113,15 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
         The page's path.
 
     Raises:
-        FileNotFoundError: the run has no metrics.
+        FileNotFoundError: there is no such run, or it has no metrics.
     """
+    run_dir = Path(run_dir)
+    check_run_directory(run_dir)
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    run_dir = Path(run_dir)
     rows = read_metrics(run_dir / "metrics.jsonl")
     if not rows:
         raise FileNotFoundError(f"{run_dir / 'metrics.jsonl'} has no rows: nothing to report")

@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 
+def check_run_directory(run_dir: Path) -> None:
+    """Raise FileNotFoundError where there is no such directory."""
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is no directory: name that of a run, runs/<experiment_name>")
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in order. A last line cut off by a crash is left out."""
+    """The rows of a metrics.jsonl in order; none where there is no such file. A line that a crash cut off, or a disk
+    damaged, is left out."""
     rows = []
     path = Path(path)
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+    if path.is_file():
+        for line in path.read_bytes().splitlines():
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except ValueError:  # JSON's or UTF-8's
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 

@@ -80,11 +80,6 @@ def _check(config: Config) -> None:
             for path in getattr(stage, name):
                 if not Path(path).is_file():
                     raise ConfigError(f"{key}.{name}: {path} does not exist")
-        for name in ("batch_size", "max_length"):
-            if getattr(stage, name) < 1:
-                raise ConfigError(f"{key}.{name}={getattr(stage, name)} must be at least 1")
-        if stage.steps is not None and stage.steps < 1:
-            raise ConfigError(f"{key}.steps={stage.steps} must be at least 1, or null for sft.stages.epochs")
 
 
 def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:

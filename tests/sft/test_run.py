@@ -91,7 +91,7 @@ def test_a_full_disk_ends_it_and_the_older_checkpoint_stays(config, monkeypatch)
     config = with_sft(config, save_freq=10)
     free = iter([2**40, 0])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 0, next(free)))
-    with pytest.raises(SaveError, match=r"step 20 was not written: .* GiB free.*global_step_10 is intact"):
+    with pytest.raises(SaveError, match=r"step 20 was not written: .* 0 bytes free.*global_step_10 is intact"):
         fine_tune(config, QUIET)
     assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["global_step_10"]
     assert not (config.run_dir / "COMPLETE").exists()

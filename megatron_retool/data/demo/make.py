@@ -19,6 +19,7 @@ from megatron_retool.config import Config, ConfigError, DemoConfig
 from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts
 from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
+from megatron_retool.data.demo.tokenizer import build_tokenizer, check_vocabulary_size
 from megatron_retool.data.demo.traces import DemoTools, Message, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet
 from tools.code_interpreter.tool import CodeInterpreterTool
@@ -82,10 +83,7 @@ def _check(config: Config) -> None:
             f"demo.variant={demo.variant} teaches the tools {expected}: set rollout.multi_turn.tools to these, not "
             f"{config.rollout.multi_turn.tools}"
         )
-    rows = ("pretrain_rows", "sft_rows", "sft_val_rows", "train_rows", "val_rows", "num_layers", "entities")
-    for name in (*rows, "val_entities"):
-        if getattr(demo, name) < 1:
-            raise ConfigError(f"demo.{name}={getattr(demo, name)} must be at least 1")
+    check_vocabulary_size(demo.vocab_size)
     if demo.hidden_size % demo.num_attention_heads or (demo.hidden_size // demo.num_attention_heads) % 2:
         raise ConfigError(
             f"demo.hidden_size={demo.hidden_size} must be demo.num_attention_heads={demo.num_attention_heads} times an "
@@ -155,8 +153,6 @@ class _Task:
 
 
 def _write(config: Config, directory: Path) -> None:
-    from megatron_retool.data.demo.tokenizer import build_tokenizer
-
     demo, seed = config.demo, config.trainer.seed
     # For the tokenizer the same facts whatever the run's seed.
     sample = _Task.of(config, random.Random(7))

@@ -75,6 +75,15 @@ CHAT_TEMPLATE = """\
 """
 
 
+def check_vocabulary_size(vocab_size: int) -> None:
+    """Raise ConfigError where it is no multiple of 128, or holds no byte alphabet."""
+    if vocab_size % 128 or vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"demo.vocab_size={vocab_size} must be a multiple of 128 and at least {SMALLEST_VOCABULARY} "
+            "(256 bytes and the special tokens)"
+        )
+
+
 def build_tokenizer(
     families: Mapping[str, Family],
     tools: DemoTools,
@@ -98,11 +107,7 @@ def build_tokenizer(
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size % 128 or vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(
-            f"demo.vocab_size={vocab_size} must be a multiple of 128 and at least {SMALLEST_VOCABULARY} "
-            "(256 bytes and the special tokens)"
-        )
+    check_vocabulary_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,0 +1,158 @@
+"""Data files, model directories and checkpoints that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from conversion import hf_to_mcore, mcore_to_hf
+from megatron_retool.config import load_config
+from megatron_retool.data.demo import make_demo
+from tests.bad_inputs.conftest import Refused
+
+SMALL = (
+    "pretrain_rows=64 sft_rows=64 sft_val_rows=8 train_rows=16 val_rows=4 hidden_size=32 num_layers=1 vocab_size=384"
+)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo") / "data"
+    sandbox = ["tools.code_interpreter.error_style=last_line", "tools.code_interpreter.print_last_expression=false"]
+    sizes = [f"demo.{setting}" for setting in SMALL.split()]
+    return make_demo(load_config(None, [f"demo.directory={directory}", *sizes, *sandbox]))
+
+
+def table(**columns: list[Any]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+QUESTION = [{"role": "user", "content": "What is 1 + 1?"}]
+TRUTH = [{"ground_truth": "2"}]
+GOOD = table(prompt=[QUESTION], data_source=["a"], reward_model=TRUTH)
+
+DATA = [
+    ("empty.parquet", b"", "empty.parquet"),
+    ("text.parquet", b"this is not Parquet\n" * 50, "text.parquet"),
+    ("cut.parquet", GOOD[: len(GOOD) // 2], "cut.parquet"),
+    ("rows.parquet", table(prompt=[], reward_model=[]), "rows.parquet"),
+    ("columns.parquet", table(text=["1 + 1"], result=["2"]), "columns.parquet", "prompt"),
+    ("types.parquet", table(prompt=[3], data_source=["a"], reward_model=TRUTH), "types.parquet", "prompt"),
+    ("roles.parquet", table(prompt=[[{"who": "me"}]], data_source=["a"], reward_model=TRUTH), "roles.parquet"),
+    ("truth.parquet", table(prompt=[QUESTION], data_source=["a"]), "truth.parquet"),
+    ("lines.jsonl", b'{"prompt": "a"\n', "lines.jsonl"),
+    ("latin.jsonl", '{"prompt": "größe", "answer": 1}\n'.encode("latin-1"), "latin.jsonl"),
+    ("nothing.jsonl", b"", "nothing.jsonl"),
+    ("list.jsonl", b"[1, 2]\n", "list.jsonl"),
+    ("table.csv", b"prompt,answer\na,b\n", "table.csv"),
+]
+
+
+@pytest.mark.parametrize("case", DATA, ids=[case[0] for case in DATA])
+def test_prompt_files(case: tuple[Any, ...], refused: Refused, demo: Path, tmp_path: Path) -> None:
+    name, content, *words = case
+    (tmp_path / name).write_bytes(content)
+    refused(["evaluate", f"model.path={demo}/model", f"data.val_files={name}"], *words)
+
+
+@pytest.mark.parametrize("files", ["gone.parquet", ".", "[]"])
+def test_prompt_files_that_are_none(files: str, refused: Refused, demo: Path) -> None:
+    words = ["data.val_files"] if files == "[]" else [files]
+    refused(["train", f"model.path={demo}/model", f"data.val_files={files}"], *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["bad.parquet"]),
+        (table(prompt=["a"]), ["bad.parquet", "messages"]),
+        (table(messages=[[]]), ["bad.parquet"]),
+        (table(messages=["text"]), ["bad.parquet"]),
+        (table(messages=[[{"role": "nobody", "content": "a"}]]), ["bad.parquet", "no assistant message"]),
+    ],
+)
+def test_conversations(content: bytes, words: list[str], refused: Refused, demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(content)
+    arguments = ["sft", "learner.world_size=1", f"model.path={demo}/model", "sft.stages=[{train_files: bad.parquet}]"]
+    refused(arguments, *words)
+
+
+def test_a_model_without_configuration(refused: Refused, demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(GOOD)
+    (tmp_path / "model").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (demo / "model" / name).exists():
+            (tmp_path / "model" / name).write_bytes((demo / "model" / name).read_bytes())
+    files = ["data.train_files=data.parquet", "data.val_files=data.parquet"]
+    refused(["train", "model.path=model", *files], "model", "config.json")
+
+
+def test_a_layout_that_does_not_divide_the_model(refused: Refused, demo: Path) -> None:
+    layout = ["learner.world_size=3", "learner.tensor_model_parallel_size=3"]
+    for command in ("train", "sft"):
+        refused([command, f"model.path={demo}/model", *layout], "learner.tensor_model_parallel_size=3")
+
+
+def test_megatron_weights_that_are_not_there(refused: Refused, demo: Path) -> None:
+    refused(["train", f"model.path={demo}/model", "model.mcore_path=gone"], "model.mcore_path=gone", "hf_to_mcore.py")
+
+
+CONFIGURATIONS = [
+    ("no file", None, "config.json"),
+    ("not JSON", "{", "config.json"),
+    ("nothing", "{}", "config.json"),
+    ("another family", json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "bert"),
+]
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS, ids=[case[0] for case in CONFIGURATIONS])
+def test_model_directories(case: tuple[Any, ...], refused: Refused, tmp_path: Path) -> None:
+    _, content, *words = case
+    (tmp_path / "hf").mkdir()
+    if content is not None:
+        (tmp_path / "hf" / "config.json").write_text(content)
+    refused("--hf-dir hf --mcore-dir out", *words, command=hf_to_mcore.main)
+
+
+def test_a_model_without_weights(refused: Refused, demo: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_bytes((demo / "model" / "config.json").read_bytes())
+    refused("--hf-dir hf --mcore-dir out", "safetensors", command=hf_to_mcore.main)
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused("--hf-dir hf --mcore-dir out", "model.safetensors", command=hf_to_mcore.main)
+
+
+CONVERSIONS = [
+    (hf_to_mcore, "--hf-dir ./gone --mcore-dir out", "gone"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --tp 3", "--tp"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --tp 0", "--tp"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --pp 5", "--pp"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --pp -1", "--pp"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --vpp 0", "--vpp"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --ep 0", "--ep"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --processes 0", "--processes"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --dtype int8", "--dtype"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir there", "there"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir a_file/out", "a_file"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --family gone.py:FAMILY", "gone.py"),
+    (mcore_to_hf, "--mcore-dir gone --hf-dir out", "gone"),
+    (mcore_to_hf, "--mcore-dir there --hf-dir out", "there"),
+    (mcore_to_hf, "--mcore-dir a_file --hf-dir out", "a_file"),
+    (mcore_to_hf, "--mcore-dir there --hf-dir out --max-file-bytes 0", "--max-file-bytes"),
+]
+
+
+@pytest.mark.parametrize("case", CONVERSIONS, ids=[f"{case[0].__name__} {case[1]}" for case in CONVERSIONS])
+def test_conversions(case: tuple[Any, ...], refused: Refused, demo: Path, tmp_path: Path) -> None:
+    module, arguments, *words = case
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    (tmp_path / "a_file").touch()
+    refused(arguments.format(model=demo / "model"), *words, command=module.main)
