@@ -7,12 +7,14 @@ from typing import Any
 
 import ray
 
-_ATTEMPTS = 2
+_ATTEMPTS = 3
+"""On a busy host Ray's raylet ends itself where an agent of its own takes more than 15 s, and ray.init has no
+argument for that. The driver waits for it all the same, so that several attempts serve better than a long limit."""
 _LIMIT = "RAY_raylet_start_wait_time_s"
 
 
 def start_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", …)``, tried once more where it does not come up in time.
+    """``ray.init(address="local", …)``, tried again where it does not come up in time.
 
     Raises:
         RuntimeError: it did not come up again; the message says what to do.
@@ -27,8 +29,8 @@ def start_local_ray(**options: Any) -> None:
                 raise RuntimeError(
                     f"Ray did not start, {attempt} times: {_first_sentence(error)}. This host's load is "
                     f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: end what else runs here, or give Ray longer "
-                    "than "
-                    f"{_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free space in /tmp and /dev/shm"
+                    f"than {_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free space in /tmp and /dev/shm, and the "
+                    "newest session's logs/raylet.out"
                 ) from error
 
 
