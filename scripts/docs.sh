@@ -4,10 +4,7 @@
 #   bash scripts/docs.sh build      writes it to runs/site
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
-  sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-  exit 0
-fi
+source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 if [[ ! -x "$bin/zensical" ]]; then # the GPU environment does not have it

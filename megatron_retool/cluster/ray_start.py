@@ -7,12 +7,14 @@ from typing import Any
 
 import ray
 
-_ATTEMPTS = 2
+_ATTEMPTS = 3
+"""On a busy host Ray's raylet ends itself where an agent of its own takes more than 15 s, and ray.init has no
+argument for that. The driver waits for it all the same, so that several attempts serve better than a long limit."""
 _LIMIT = "RAY_raylet_start_wait_time_s"
 
 
 def start_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", …)``, tried once more where it does not come up in time.
+    """``ray.init(address="local", …)``, tried again where it does not come up in time.
 
     Raises:
         RuntimeError: it did not come up again; the message says what to do.

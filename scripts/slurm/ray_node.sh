@@ -57,9 +57,9 @@ export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 export RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_IMPORT_WARNING=1 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 
 # Its own limits are 30 s each, too few on a busy node (megatron_retool/cluster/__init__.py sets the same).
-export RAY_raylet_start_wait_time_s="${RAY_raylet_start_wait_time_s:-180}"
-export RAY_gcs_server_port_wait_time_s="${RAY_gcs_server_port_wait_time_s:-180}"
-export RAY_py_gcs_connect_timeout_s="${RAY_py_gcs_connect_timeout_s:-180}"
+export RAY_raylet_start_wait_time_s="${RAY_raylet_start_wait_time_s:-90}"
+export RAY_gcs_server_port_wait_time_s="${RAY_gcs_server_port_wait_time_s:-90}"
+export RAY_py_gcs_connect_timeout_s="${RAY_py_gcs_connect_timeout_s:-90}"
 
 # A quarter of shared memory, at most 8 GiB: batches are small beside weights, and weights do not pass through Ray.
 object_store=$(($(df --output=avail --block-size=1 /dev/shm | tail -1) / 4))

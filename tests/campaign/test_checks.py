@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_retool.loop.rollout_files import write_estimates
-from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint
+from megatron_retool.runs.checkpoints import checkpoint_workspace, publish_checkpoint, seal_checkpoint
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch, write_trajectories
 from tests.campaign import checks
 from tests.campaign.checks import Expected, differences, violations
@@ -50,7 +50,9 @@ def run_dir(tmp_path, monkeypatch):
     for step in (1, 2):
         write_step(tmp_path, step, range(2 * step - 2, 2 * step))
         (checkpoint_workspace(tmp_path, step) / "learner").mkdir()
-        commit_checkpoint(checkpoint(tmp_path, step), step, {"trainer_state.json": {"step": step}})
+        workspace = checkpoint(tmp_path, step)
+        seal_checkpoint(workspace, {"trainer_state.json": {"step": step}})
+        publish_checkpoint(workspace, step)
     for step in EXPECTED.validated:
         write_trajectories([trajectory(0, 0)], tmp_path / "validation" / f"step_{step:06d}.parquet")
     return tmp_path

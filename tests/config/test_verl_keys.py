@@ -3,12 +3,12 @@ from collections import Counter
 import pytest
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.config.loading import _dotted_keys
+from megatron_retool.config.schema import dotted_keys
 from megatron_retool.config.verl_keys import TABLE, explain
 
 
 def test_every_counterpart_is_a_setting():
-    known = set(_dotted_keys(Config))
+    known = set(dotted_keys(Config))
     assert [(row.verl, key) for row in TABLE for key in row.ours if key not in known] == []
 
 

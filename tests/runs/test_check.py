@@ -18,7 +18,7 @@ from conversion.files.dist_checkpoint import ChunkWriter, write_metadata
 from conversion.model.weight_map import CheckpointPlace
 from megatron_retool.data.files import write_parquet
 from megatron_retool.runs.check import main
-from megatron_retool.runs.checkpoints import checkpoint_workspace, commit_checkpoint
+from megatron_retool.runs.checkpoints import checkpoint_workspace, publish_checkpoint, seal_checkpoint
 from tests.conversion.conftest import flip
 
 
@@ -36,7 +36,8 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 3):
         workspace = checkpoint_workspace(directory, step)
         learner_state(workspace / "learner")
-        commit_checkpoint(workspace, step, {"trainer_state.json": {"step": step}})
+        seal_checkpoint(workspace, {"trainer_state.json": {"step": step}})
+        publish_checkpoint(workspace, step)
     with new_directory(directory / "export") as temporary:
         save_file({"weight": torch.arange(64.0)}, temporary / "model.safetensors")
         (temporary / "config.json").write_text("{}")
