@@ -29,7 +29,9 @@ def gpus(values: VerlValues) -> Settings:
     stages = int(values.number(f"{ROLLOUT}.pipeline_model_parallel_size", 1))
     if stages > 1:
         engine *= stages
-        values.decide(f"engines have no pipeline stages here: rollout.engine.tensor_parallel_size={engine} in their place")
+        values.decide(
+            f"engines have no pipeline stages here: rollout.engine.tensor_parallel_size={engine} in their place"
+        )
     if engine > per_node:
         values.decide(f"an engine of {engine} GPUs would span nodes of {per_node}: it gets {per_node}")
         engine = per_node
@@ -76,7 +78,9 @@ def _layout(values: VerlValues) -> Settings:
         found["learner.virtual_pipeline_model_parallel_size"] = virtual
     elif isinstance(virtual, int):
         found["learner.virtual_pipeline_model_parallel_size"] = None
-        values.decide("virtual pipeline stages need learner.pipeline_model_parallel_size of at least 4: they are left out")
+        values.decide(
+            "virtual pipeline stages need learner.pipeline_model_parallel_size of at least 4: they are left out"
+        )
     expert_tensor = values.get(f"{prefix}.expert_tensor_parallel_size")
     if isinstance(expert_tensor, int):
         found["learner.expert_tensor_parallel_size"] = expert_tensor
@@ -102,12 +106,14 @@ def _batches(values: VerlValues, data_parallel: int, context_parallel: int) -> S
     mini_batch = fitting[-1] if fitting else wanted
     if mini_batch != wanted:
         values.decide(
-            f"learner.mini_batch_size={mini_batch} in place of {wanted}: it has to divide {responses} responses and to be "
-            f"a multiple of the data parallel size {data_parallel}"
+            f"learner.mini_batch_size={mini_batch} in place of {wanted}: it has to divide {responses} responses and to "
+            f"be a multiple of the data parallel size {data_parallel}"
         )
     longest = int(values.number("data.max_prompt_length", 512) + values.number("data.max_response_length", 512))
     if values.is_true(f"{ACTOR}.use_dynamic_bsz"):
-        shares = context_parallel if values.megatron else int(values.number(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+        shares = (
+            context_parallel if values.megatron else int(values.number(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+        )
         tokens = int(values.number(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)) * shares
     else:
         tokens = int(values.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)) * longest
@@ -149,7 +155,9 @@ def _warmup_steps(values: VerlValues, theirs: str, ours: str) -> int:
     ratio = float(values.number(f"{theirs}.lr_warmup_steps_ratio", 0.0))
     total = values.get("trainer.total_training_steps")
     if ratio and not isinstance(total, int):
-        values.decide(f"{theirs}.lr_warmup_steps_ratio={ratio:g}: set {ours}.warmup_steps to that share of the run's steps")
+        values.decide(
+            f"{theirs}.lr_warmup_steps_ratio={ratio:g}: set {ours}.warmup_steps to that share of the run's steps"
+        )
         return 0
     return int(ratio * total) if ratio else 0
 
@@ -204,7 +212,9 @@ def agent(values: VerlValues) -> Settings:
         found[f"{ours}.max_tool_calls"] = results * int(values.number(f"{prefix}.max_parallel_calls", 1))
     if values.get(f"{prefix}.format") not in (None, "hermes"):
         values.decide(f"{prefix}.format={values.get(f'{prefix}.format')}: see {ours}.format for the formats there are")
-    found["tools.code_interpreter.max_output_characters"] = int(values.number(f"{prefix}.max_tool_response_length", 256))
+    found["tools.code_interpreter.max_output_characters"] = int(
+        values.number(f"{prefix}.max_tool_response_length", 256)
+    )
     return found | _tools(values, tools)
 
 

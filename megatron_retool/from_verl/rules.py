@@ -74,7 +74,9 @@ class VerlValues:
         self.given = dict(given)
         self.directory = directory
         self.decisions: list[str] = []
-        asked = any(key.startswith(f"{ACTOR}.megatron.") for key in given) or given.get(f"{ACTOR}.strategy") == "megatron"
+        asked = (
+            any(key.startswith(f"{ACTOR}.megatron.") for key in given) or given.get(f"{ACTOR}.strategy") == "megatron"
+        )
         self.megatron = asked if megatron is None else megatron
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -221,7 +223,9 @@ def _rejection(values: VerlValues) -> list[str]:
         elif name.startswith(("token_k", "seq_")):
             rules.append(f"{name.replace('seq_', 'sequence_', 1)} -inf {float(upper):g}")
         else:
-            values.decide(f"{CORRECTION}.rollout_rs={name} has no counterpart: see algorithm.rollout_correction.rejection")
+            values.decide(
+                f"{CORRECTION}.rollout_rs={name} has no counterpart: see algorithm.rollout_correction.rejection"
+            )
     return rules
 
 
@@ -231,7 +235,9 @@ def reward(values: VerlValues) -> Settings:
     path = next((values.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward.")
                  if values.get(f"{prefix}custom_reward_function.path")), None)  # fmt: skip
     if path:
-        name = values.get("custom_reward_function.name", values.get("reward.custom_reward_function.name", "compute_score"))
+        name = values.get(
+            "custom_reward_function.name", values.get("reward.custom_reward_function.name", "compute_score")
+        )
         found["reward.function"] = f"{path}:{name}" if str(path).endswith(".py") else f"{path}.py:{name}"
         if values.find_file(str(path)) is None:
             values.decide(
@@ -265,7 +271,8 @@ def prompts(values: VerlValues) -> Settings:
     found["data.overlong_prompts"] = "error" if not filtered and truncation == "error" else "filter"
     if not filtered and truncation != "error":
         values.decide(
-            f"data.truncation={truncation} cuts long prompts in verl; here they are left out (data.overlong_prompts=filter)"
+            f"data.truncation={truncation} cuts long prompts in verl; here they are left out "
+            "(data.overlong_prompts=filter)"
         )
     for name in ("train_files", "val_files"):
         files = values.get(f"data.{name}")

@@ -22,7 +22,9 @@ def prepare_rollouts(config: Config) -> Path:
         if not place.is_symlink():
             place.mkdir(parents=True, exist_ok=True)
         elif not place.exists():
-            raise ConfigError(f"{place} leads to {os.readlink(place)}, which is gone: bring it back, or remove the link")
+            raise ConfigError(
+                f"{place} leads to {os.readlink(place)}, which is gone: bring it back, or remove the link"
+            )
         return place
     target = (Path(config.trainer.rollout_data_dir) / config.trainer.experiment_name).resolve()
     if place.is_symlink() or _has_files(place):
@@ -47,7 +49,7 @@ def prepare_rollouts(config: Config) -> Path:
 
 
 def set_rollouts_aside(run_dir: Path) -> None:
-    """After ``run_dir`` was renamed: what its rollouts/ leads to gets the same new name, and makes room for a new run."""
+    """After ``run_dir`` was renamed: what its rollouts/ leads to gets the same name, to make room for a new run."""
     place = run_dir / "rollouts"
     if place.is_symlink() and place.exists():
         target = place.resolve()

@@ -28,11 +28,19 @@ def test_multi_turn_dapo_on_fsdp(tmp_path):
     assert (config.data.train_batch_size, config.rollout.train.n, config.learner.mini_batch_size) == (512, 16, 64 * 16)
     assert config.data.train_files == ["/data/dapo_math"] and config.data.max_response_length == 16384
     assert (config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement) == (2, 8, "colocated")
-    assert (config.learner.world_size, config.rollout.engine.count, config.rollout.engine.tensor_parallel_size) == (16, 4, 4)
+    assert (config.learner.world_size, config.rollout.engine.count, config.rollout.engine.tensor_parallel_size) == (
+        16,
+        4,
+        4,
+    )
     assert (config.learner.tensor_model_parallel_size, config.learner.sequence_parallel) == (8, True)
     assert config.learner.max_tokens_per_micro_batch == 18432 * 8
     assert config.learner.recompute.granularity == "full"
-    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high, config.algorithm.dual_clip) == (0.2, 0.28, 10)
+    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high, config.algorithm.dual_clip) == (
+        0.2,
+        0.28,
+        10,
+    )
     assert not config.algorithm.dynamic_sampling.enable and config.algorithm.rollout_correction.mode == "none"
     assert config.rollout.multi_turn.tools == ["code_interpreter"] and config.rollout.multi_turn.max_tool_calls == 8
     assert config.tools.code_interpreter.workers == 96 and config.tools.code_interpreter.memory_limit_mb == 512
@@ -138,7 +146,8 @@ def test_what_does_not_load_yet_is_written_and_said(tmp_path):
         ({"algorithm.rollout_correction.rollout_rs": "token_k1,seq_max_k2",
           "algorithm.rollout_correction.rollout_rs_threshold": "0.6_1.6,2.5"},
          {"rejection": ["token_ratio 0.6 1.6", "sequence_max_k2 -inf 2.5"]}),
-        ({"algorithm.rollout_correction.rollout_rs": "sequence", "algorithm.rollout_correction.rollout_rs_threshold": 2.0},
+        ({"algorithm.rollout_correction.rollout_rs": "sequence",
+            "algorithm.rollout_correction.rollout_rs_threshold": 2.0},
          {"rejection": ["sequence_ratio 0.5 2"]}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"bypass_old_log_probs": True, "mode": "none"}),
     ],

@@ -76,7 +76,10 @@ def test_what_a_logger_raises_ends_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["trainer.loggers=[tensorbored]"], "unknown logger 'tensorbored'; known are console, jsonl, tensorboard, wandb"),
+        (
+            ["trainer.loggers=[tensorbored]"],
+            "unknown logger 'tensorbored'; known are console, jsonl, tensorboard, wandb",
+        ),
         (["trainer.loggers=[gone.module:Logger]"], "there is no module gone"),
         ([f"trainer.loggers=['{OWN}']", f"trainer.logger_kwargs={{'{OWN}': {{colour: 1}}}}"], "colour"),
         (["trainer.logger_kwargs={wandb: {entity: me}}"], "wandb is none of trainer.loggers"),

@@ -65,7 +65,9 @@ class MlflowLogger(Logger):
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
         name = f"validation/step_{step:06d}.json"
-        self._client.log_dict(self._id, {"columns": columns, "data": [[row[each] for each in columns] for row in rows]}, name)
+        self._client.log_dict(
+            self._id, {"columns": columns, "data": [[row[each] for each in columns] for row in rows]}, name
+        )
         self._samples.append(name)
         # What MLflow's page looks for where it shows tables.
         tag = [{"path": path, "type": "table"} for path in self._samples]
