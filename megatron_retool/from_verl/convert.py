@@ -83,8 +83,8 @@ def read_source(path: Path) -> Source:
     source = _read_yaml(path, text) if path.suffix in (".yaml", ".yml") else _read_shell(path, text)
     if any(key in source.values for key in _FINE_TUNING):
         raise ConfigError(
-            f"{path} is for verl's supervised fine-tuning: here that is the section sft (configs/sft_qwen2.5_32b.yaml); "
-            "config from-verl translates configurations of the RL trainer"
+            f"{path} is for verl's supervised fine-tuning: here that is the section sft "
+            "(configs/sft_qwen2.5_32b.yaml); config from-verl translates configurations of the RL trainer"
         )
     if not any(find(key) for key in [*source.values, *source.unknown]):
         raise ConfigError(f"{path} holds no setting of verl's, such as algorithm.adv_estimator")

@@ -106,8 +106,8 @@ def _batches(values: VerlValues, data_parallel: int, context_parallel: int) -> S
     mini_batch = fitting[-1] if fitting else wanted
     if mini_batch != wanted:
         values.decide(
-            f"learner.mini_batch_size={mini_batch} in place of {wanted}: it has to divide {responses} responses and to be "
-            f"a multiple of the data parallel size {data_parallel}"
+            f"learner.mini_batch_size={mini_batch} in place of {wanted}: it has to divide {responses} responses and to "
+            f"be a multiple of the data parallel size {data_parallel}"
         )
     longest = int(values.number("data.max_prompt_length", 512) + values.number("data.max_response_length", 512))
     if values.is_true(f"{ACTOR}.use_dynamic_bsz"):

@@ -271,7 +271,8 @@ def prompts(values: VerlValues) -> Settings:
     found["data.overlong_prompts"] = "error" if not filtered and truncation == "error" else "filter"
     if not filtered and truncation != "error":
         values.decide(
-            f"data.truncation={truncation} cuts long prompts in verl; here they are left out (data.overlong_prompts=filter)"
+            f"data.truncation={truncation} cuts long prompts in verl; here they are left out "
+            "(data.overlong_prompts=filter)"
         )
     for name in ("train_files", "val_files"):
         files = values.get(f"data.{name}")

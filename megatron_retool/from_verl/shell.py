@@ -17,8 +17,11 @@ _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_0-9][\w-]*)+)=(
 _ASSIGNMENT = re.compile(
     r"(?:(?:export|local|readonly)\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)="
 )
-_PARAMETER = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*|[@*#?\d])(?:\[[@*]\])?(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
-                        r"|(?P<plain>[A-Za-z_]\w*|[@*#?\d]))")  # fmt: skip
+_PARAMETER = re.compile(
+    r"\$(?:\{(?P<braced>[A-Za-z_]\w*|[@*#?\d])(?:\[[@*]\])?"
+    r"(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
+    r"|(?P<plain>[A-Za-z_]\w*|[@*#?\d]))"
+)
 UNKNOWN = "\0"
 """Stands around the name of a variable that has no value."""
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {

@@ -31,7 +31,8 @@ def _spread(prefix: str, values: npt.NDArray[Any]) -> dict[str, float]:
 def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
     """critic/score, critic/advantages, critic/returns, response_length and prompt_length of the trained batch.
 
-    response/aborted_ratio is the share of empty responses, which response_length_non_aborted leaves out. clip_ratio is the share of sequences at the limit. With a critic also critic/values and critic/vf_explained_var =
+    response/aborted_ratio is the share of empty responses, which response_length_non_aborted leaves out. clip_ratio is
+    the share of sequences at the limit. With a critic also critic/values and critic/vf_explained_var =
     1 - Var(returns - values) / Var(returns) over sampled tokens: 1 is a perfect critic, 0 one that knows the mean.
     """
     metrics = _spread("critic/score", batch.rewards)

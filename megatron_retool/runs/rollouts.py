@@ -49,7 +49,7 @@ def prepare_rollouts(config: Config) -> Path:
 
 
 def set_rollouts_aside(run_dir: Path) -> None:
-    """After ``run_dir`` was renamed: what its rollouts/ leads to gets the same new name, and makes room for a new run."""
+    """After ``run_dir`` was renamed: what its rollouts/ leads to gets the same name, to make room for a new run."""
     place = run_dir / "rollouts"
     if place.is_symlink() and place.exists():
         target = place.resolve()

@@ -39,7 +39,8 @@ def corrected(**settings):
     train = torch.tensor([-1.0, -1.0, -1.0, -30.0])
     rollout = torch.tensor([-1.0 - math.log(3.0), -1.0, -1.0, -1.0])
     return rollout_correction(
-        train, rollout, torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 2, torch.zeros(4, dtype=torch.long),
+        train, rollout, torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 2, torch.zeros(4,
+            dtype=torch.long),
         RolloutCorrectionSettings(**settings),
     ).metrics  # fmt: skip
 

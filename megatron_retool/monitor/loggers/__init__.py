@@ -4,8 +4,8 @@
         def __init__(self, run: LoggedRun, *, url: str) -> None: ...   # keyword arguments: trainer.logger_kwargs
         def log(self, step, metrics): ...
 
-``trainer.loggers`` names built-in ones, ``package.module:Class`` or ``path/to/file.py:Class``. What a logger raises while
-a run is under way is counted and printed, and ends nothing.
+``trainer.loggers`` names built-in ones, ``package.module:Class`` or ``path/to/file.py:Class``. What a logger raises
+while a run is under way is counted and printed, and ends nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ loggers: Registry[Callable[[LoggedRun], Logger]] = Registry(
 
 
 def check_loggers(config: TrainerConfig) -> None:
-    """Raise ConfigError where one of ``trainer.loggers`` cannot be used; nothing is made or imported but own classes."""
+    """Raise ConfigError where one of ``trainer.loggers`` cannot be used; nothing is made or connected."""
     for name in config.logger_kwargs:
         if name not in config.loggers:
             raise ConfigError(f"trainer.logger_kwargs.{name}: {name} is none of trainer.loggers={config.loggers}")
@@ -127,8 +127,8 @@ def bind_loggers(
         if name not in loggers.names and ":" not in name:
             known = ", ".join((*OWN, *loggers.names))
             raise ConfigError(
-                f"trainer.loggers: unknown logger {name!r}; known are {known}, and one's own as package.module:Class or "
-                "path/to/file.py:Class"
+                f"trainer.loggers: unknown logger {name!r}; known are {known}, and one's own as package.module:Class "
+                "or path/to/file.py:Class"
             )
         try:
             bound[name] = loggers.bind(name, kwargs.get(name))

@@ -1,4 +1,4 @@
-"""Trackio: a database in the run's trackio/, for `TRACKIO_DIR=…/trackio trackio show`; in TRACKIO_DIR where it is set."""
+"""Trackio: a database in TRACKIO_DIR, else in the run's trackio/; `TRACKIO_DIR=… trackio show` opens it."""
 
 from __future__ import annotations
 
