@@ -169,6 +169,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
         f"model.path={demo_run.run_dir / 'sft_hf'}",
         "trainer.val_before_train=false",
         "trainer.total_steps=5",
+        "trainer.save_freq=0",
     )
     run_dir = demo_run.run_dir.with_name("wounded")
     deadline = time.monotonic() + 800
@@ -191,8 +192,8 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     # A rank that stands still keeps the run in training, where nobody speaks to the engine before the weight sync.
     rank = processes_named(process, "ray::LearnerWorker")[0]
     rank.suspend()
-    engine_log = run_dir / "logs" / "engine_0.log"
-    wait_for(lambda: time.time() - engine_log.stat().st_mtime > 4)
+    suspended, engine_log = time.time(), run_dir / "logs" / "engine_0.log"
+    wait_for(lambda: suspended < engine_log.stat().st_mtime < time.time() - 4)
     kill("sglang.launch_server")
     rank.resume()
     wait_for((run_dir / "rollouts/step_000003.parquet").exists)
