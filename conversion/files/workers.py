@@ -38,6 +38,7 @@ _progress_queue: Any = None
 def _start_worker(queue: Any) -> None:
     global _progress_queue
     _progress_queue = queue
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     torch.set_num_threads(1)
 
 
@@ -54,8 +55,9 @@ def run_jobs(function: Callable[..., Any], jobs: Sequence[Any], report: Callable
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with ProcessPoolExecutor(len(jobs), context, initializer=_start_worker, initargs=(queue,)) as pool:
-        # A terminal's Ctrl-C is this process's alone to answer: what is started while it is blocked never sees it.
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A process that is half-started when a signal is answered here would complain; and a terminal's Ctrl-C is this
+        # process's alone to answer: what is started while it is blocked never sees it.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             futures = [pool.submit(_call_job, function, job) for job in jobs]
         finally:
@@ -70,7 +72,7 @@ def run_jobs(function: Callable[..., Any], jobs: Sequence[Any], report: Callable
                     future.result()
         except BaseException:
             for process in list((pool._processes or {}).values()):
-                process.terminate()
+                process.kill()
             raise
     return [future.result() for future in futures]
 
