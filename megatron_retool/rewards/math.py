@@ -11,6 +11,7 @@ input.  docs/grader.md says what counts as equal and why.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -157,6 +158,7 @@ def _integer(match: re.Match[str]) -> int:
     return int(match[1] + match[2].replace(",", ""))
 
 
+@functools.lru_cache(maxsize=4096)
 def canonical_answer(text: str) -> str:
     """One spelling for answers that are plainly equal (0.5, 1/2 and \\frac12), to count votes by. Never takes long."""
     return canonical(text)

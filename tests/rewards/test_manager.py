@@ -102,7 +102,8 @@ def test_symbolic_answers_go_through_the_pool_and_hostile_ones_are_bounded():
         manager.score([good])
         started = time.monotonic()
         manager.score([hostile, hostile])
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 10
+        assert "failure" not in hostile.reward_info
         assert good.reward == 1.0 and good.reward_info["acc"] == 1.0
         assert hostile.reward == -1.0
         manager.score([good])
