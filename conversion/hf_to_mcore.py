@@ -32,9 +32,17 @@ from conversion.files.hf_checkpoint import (
     check_tokenizer,
     copy_companions,
 )
-from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.files.workers import (
+    counted,
+    default_processes,
+    ended_by_signals,
+    even_ranges,
+    progress_bar,
+    run_jobs,
+    stopped,
+)
 from conversion.model.architecture import Architecture
-from conversion.model.layout import cuts
+from conversion.model.layout import check_virtual_pipeline, cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.runs.files import write_text
@@ -54,7 +62,9 @@ class TargetLayout:
     ep: int = 1
 
     def check(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the option that does not divide the model."""
+        """Raises ValueError naming the option that does not divide the model, or that the learner would refuse."""
+        if self.vpp != 1:
+            check_virtual_pipeline(self.pp, f"--vpp {self.vpp}", "--pp")
         options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
         for cut in cuts(
             architecture,
@@ -292,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         hf_dir = local_directory(options.hf_dir)
-        with progress_bar(f"{hf_dir.name} to Megatron-Core") as on_progress:
+        with ended_by_signals(), progress_bar(f"{hf_dir.name} to Megatron-Core") as on_progress:
             report = convert(
                 hf_dir,
                 options.mcore_dir,
@@ -310,6 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return stopped()
     print_report(report, options.mcore_dir)
     return 0
 

@@ -35,7 +35,15 @@ from conversion.files.hf_checkpoint import (
     write_file,
     write_index,
 )
-from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.files.workers import (
+    counted,
+    default_processes,
+    ended_by_signals,
+    even_ranges,
+    progress_bar,
+    run_jobs,
+    stopped,
+)
 from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
@@ -295,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         source = checkpoint_directory(options.mcore_dir)
         config_dir = None if options.hf_config_dir is None else local_directory(options.hf_config_dir)
-        with ExitStack() as stack:
+        with ended_by_signals(), ExitStack() as stack:
             full_precision = options.hf_dir
             if with_modelopt:
                 options.hf_dir.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -329,6 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return stopped()
     print_report(report, options.hf_dir)
     return 0
 

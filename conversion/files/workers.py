@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+INTERRUPTED = 130
+"""Exit status of a command that was stopped."""
 
 
 def default_processes(nbytes: int) -> int:
@@ -31,12 +37,37 @@ def even_ranges(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     return ranges
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """For the length of the block SIGTERM is what Ctrl-C is, KeyboardInterrupt, and what begins to clean up is not
+    interrupted again."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped() -> int:
+    """Say that a conversion was stopped; the exit status of the command."""
+    print("stopped; nothing was left behind", file=sys.stderr)
+    return INTERRUPTED
+
+
 _progress_queue: Any = None
 
 
 def _start_worker(queue: Any) -> None:
     global _progress_queue
     _progress_queue = queue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all, and the parent ends its workers
     torch.set_num_threads(1)
 
 
