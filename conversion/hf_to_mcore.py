@@ -45,9 +45,15 @@ from conversion.files.hf_checkpoint import (
     check_tokenizer,
     copy_companions,
 )
-from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.files.workers import (
+    counted,
+    default_processes,
+    even_ranges,
+    progress_bar,
+    run_jobs,
+)
 from conversion.model.architecture import Architecture
-from conversion.model.layout import cuts
+from conversion.model.layout import check_virtual_pipeline, cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.interruption import run_interruptible
@@ -68,7 +74,9 @@ class TargetLayout:
     ep: int = 1
 
     def check(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the option that does not divide the model."""
+        """Raises ValueError naming the option that does not divide the model, or that the learner would refuse."""
+        if self.vpp != 1:
+            check_virtual_pipeline(self.pp, f"--vpp {self.vpp}", "--pp")
         options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
         for cut in cuts(
             architecture,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from conversion.files.workers import even_ranges
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
+from conversion.model.layout import LayoutError
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_mcore
 from tests.conversion.conftest import assert_same_bits, flip, read_all
 
@@ -35,11 +37,11 @@ def run(script: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", [TargetLayout(), TargetLayout(tp=2, pp=2, vpp=2)], ids=["whole", "tp2_pp2_vpp2"])
+@pytest.mark.parametrize("layout", [TargetLayout(), TargetLayout(tp=2, pp=4, vpp=2)], ids=["whole", "tp2_pp4_vpp2"])
 def test_round_trip_is_bit_exact(model_directory, family: str, layout: TargetLayout, dtype, tmp_path: Path) -> None:
     source = model_directory(family, dtype)
     if family == "qwen3_moe":
-        layout = TargetLayout(layout.tp, layout.pp, layout.vpp, ep=2 * layout.pp)
+        layout = TargetLayout(layout.tp, layout.pp, layout.vpp, ep=4 if layout.pp > 1 else 2)
     report = convert(source, tmp_path / "mcore", layout=layout, processes=1)
     export(tmp_path / "mcore", tmp_path / "hf", processes=1, max_file_bytes=40_000)
     expected = read_all(source)
@@ -179,7 +181,7 @@ def test_too_little_room(model_directory, tmp_path: Path, monkeypatch) -> None:
     [
         (TargetLayout(tp=3), "--tp: 3 parts do not divide num_attention_heads=4"),
         (TargetLayout(pp=3), "--pp: 3 parts do not divide num_hidden_layers=8"),
-        (TargetLayout(pp=2, vpp=8), "--vpp: 16 parts do not divide num_hidden_layers=8"),
+        (TargetLayout(pp=4, vpp=4), "--vpp: 16 parts do not divide num_hidden_layers=8"),
         (TargetLayout(ep=2), "--ep: 2 parts do not divide num_experts=1"),
     ],
 )
@@ -251,6 +253,31 @@ def test_a_marker_is_not_carried_into_another_directory(model_directory, tmp_pat
     export(tmp_path / "mcore", tmp_path / "hf", processes=1)
     convert(tmp_path / "hf", tmp_path / "back", processes=1)
     assert has_checksums(tmp_path / "back") and not (tmp_path / "back" / "hf" / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(
+    model_directory, tmp_path: Path, monkeypatch, capsys, number: signal.Signals
+) -> None:
+    def stop_in_the_middle(*arguments: object) -> None:
+        assert len(list(tmp_path.glob(".mcore.*.incomplete"))) == 1
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(hf_to_mcore, "_write", stop_in_the_middle)
+    before = signal.getsignal(number)
+    arguments = ["--hf-dir", str(model_directory("llama")), "--mcore-dir", str(tmp_path / "mcore")]
+    assert hf_to_mcore.main(arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped; nothing was left behind"
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(number) is before
+
+
+def test_layouts_that_the_learner_refuses_are_refused(model_directory, tmp_path: Path) -> None:
+    for layout, said in (
+        (TargetLayout(pp=2, vpp=2), "--vpp 2 with --pp=2 gives wrong gradients"),
+        (TargetLayout(vpp=2), "--vpp 2 needs --pp > 1"),
+    ):
+        with pytest.raises(LayoutError, match=said):
+            convert(model_directory("llama"), tmp_path / "mcore", layout=layout)
 
 
 def test_missing_tokenizer(model_directory, tmp_path: Path) -> None:
