@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -15,8 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_retool.config.base import ConfigError
 from megatron_retool.config.schema import fitted, section_of, type_hints
 from megatron_retool.config.tree import Config, check_values, validate
-
-Section = TypeVar("Section", bound=Any)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -31,7 +29,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     settings: dict[str, Any] = {}
     for source, layer in layers:
         settings = _merged(settings, fitted(layer, Config, root=Config, source=source))
-    config = _built(Config(), settings)
+    config: Config = _built(Config(), settings)
     if "${" in repr(settings):
         config = _built(Config(), fitted(_resolved(dataclasses.asdict(config)), Config, root=Config))
     validate(config)
@@ -45,11 +43,11 @@ def _merged(settings: Any, later: Any) -> Any:
     return settings | {key: _merged(settings.get(key), value) for key, value in later.items()}
 
 
-def _built(section: Section, settings: Mapping[str, Any]) -> Section:
+def _built(section: Any, settings: Mapping[str, Any]) -> Any:
     """``section``, a dataclass of the tree, with ``settings`` of the right types in it."""
-    values = {}
+    values, schema = {}, section.__class__
     for name, value in settings.items():
-        present, inner = getattr(section, name), section_of(type_hints(type(section))[name])
+        present, inner = getattr(section, name), section_of(type_hints(schema)[name])
         if dataclasses.is_dataclass(present) and isinstance(value, Mapping):
             value = _built(present, value)
         elif inner is not None and isinstance(value, list):
@@ -115,13 +113,13 @@ def _read_override(override: str) -> dict[str, Any]:
     if not _DOTTED_KEY.fullmatch(key):
         raise ConfigError(f"{source}: {key!r} is no key; write it as dotted.key=value, without spaces")
     try:
-        layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+        layer: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
     except Exception as error:
         raise ConfigError(f"{source}: the value is not valid YAML: {_yaml_problem(error)}") from error
-    assert isinstance(layer, dict)
     if not value and _is_text(key):
         _put(layer, key, "")
-    return _anchored(layer, Path.cwd())
+    anchored: dict[str, Any] = _anchored(layer, Path.cwd())
+    return anchored
 
 
 def _source(override: str) -> str:
@@ -132,7 +130,8 @@ def _is_text(key: str) -> bool:
     """Whether ``key=`` without a value means empty text, and not null."""
     schema: Any = Config
     for name in key.split("."):
-        schema = type_hints(schema).get(name) if dataclasses.is_dataclass(schema) else None
+        section = section_of(schema)
+        schema = None if section is None else type_hints(section).get(name)
     return schema is str
 
 

@@ -30,10 +30,10 @@ _HEAD = """# Configuration
 Every setting: its type, default, range or choices, meaning, and the rooms ([architecture.md](architecture.md)) that
 read it. This page is written by `python -m megatron_retool.config.reference` from the code that declares the settings.
 
-A configuration is a YAML file (`--config`), which may extend another (`extends: other.yaml`), and overrides on the
-command line, `dotted.key=value`. One value stands for a list of one. `${other.key}` stands for another setting's value,
-`${oc.env:NAME}` for an environment variable. What is unknown, of another type or outside its range is refused before
-anything starts. Numbers without a bound of their own are at most 1e9."""
+A configuration is a YAML file (`--config`), which may extend another (`extends: <file>`, relative to itself), and
+overrides on the command line, `dotted.key=value`. One value stands for a list of one, and `${other.key}` for that of
+another setting. What is unknown, of another type or outside its range is refused before anything starts. Numbers
+without a bound of their own are at most 1e9."""
 
 
 @dataclass(frozen=True)
