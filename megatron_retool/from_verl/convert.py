@@ -132,7 +132,7 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in node:
         if name == "_target_":
             continue
-        key = f"{prefix}{name}"
+        key = prefix + str(name)
         try:
             value = node[name]
         except OmegaConfBaseException:
