@@ -39,13 +39,13 @@ from conversion.files.workers import (
     even_ranges,
     progress_bar,
     run_jobs,
-    stopped,
 )
 from conversion.model.architecture import Architecture
 from conversion.model.layout import check_virtual_pipeline, cuts
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.runs.files import write_text
+from megatron_retool.runs.leave import INTERRUPTED
 
 REPORT_NAME = "conversion.json"
 
@@ -342,6 +342,12 @@ def add_checksums_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-checksums", action="store_true", help="do not hold the source against its checksums, which reads it once"
     )
+
+
+def stopped() -> int:
+    """Say that a conversion was stopped; the exit status of the command."""
+    print("stopped; nothing was left behind", file=sys.stderr)
+    return INTERRUPTED
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

@@ -42,9 +42,8 @@ from conversion.files.workers import (
     even_ranges,
     progress_bar,
     run_jobs,
-    stopped,
 )
-from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report
+from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, print_report, stopped
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     FORMS,

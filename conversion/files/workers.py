@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-INTERRUPTED = 130
-"""Exit status of a command that was stopped."""
 
 
 def default_processes(nbytes: int) -> int:
@@ -53,12 +49,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def stopped() -> int:
-    """Say that a conversion was stopped; the exit status of the command."""
-    print("stopped; nothing was left behind", file=sys.stderr)
-    return INTERRUPTED
 
 
 _progress_queue: Any = None
