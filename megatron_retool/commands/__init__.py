@@ -41,6 +41,9 @@ COMMANDS = (
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"
     ),
+    Command("check", "whether the files of a run are what was written", "megatron_retool.commands.check"),
+    Command("config reference", "every setting: type, default, meaning", "megatron_retool.commands.config_reference"),
+    Command("config from-verl", "a verl configuration in our words", "megatron_retool.commands.config_from_verl"),
     Command("diff", "runs side by side: settings that differ, figures", "megatron_retool.commands.diff"),
 )
 

@@ -14,8 +14,8 @@ import argparse
 
 from rich.console import Console
 
-from megatron_retool.commands.running import load_on_base, run_async
-from megatron_retool.commands.settings import add_config
+from megatron_retool.commands.running import on_base, run_async
+from megatron_retool.commands.settings import add_config, load
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
@@ -31,11 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    config = load_on_base(options)
+    config = load(options)
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
 
     check_run(config)
     check_extensions(config)
+    config = on_base(config, options)
     check_model(config, learns=False)
     from megatron_retool.loop.validation import evaluate_model
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_retool.commands.settings import config_file, load
+from megatron_retool.commands.settings import config_file
 from megatron_retool.config import Config, load_config
 from megatron_retool.interruption import end_at_once, interrupts
 from megatron_retool.runs.checkpoints import how_to_go_on
@@ -22,18 +22,18 @@ LEFT = {REQUEUE: "asked to leave by SIGUSR1, or it hung: the same command goes o
 """Exit status of commands that train."""
 
 
-def load_on_base(options: argparse.Namespace) -> Config:
-    """The configuration that the command line names; the demo's with the base that the run starts from.
+def on_base(config: Config, options: argparse.Namespace) -> Config:
+    """``config``, which the command line names; the demo's with the base that the run starts from.
 
     Raises:
-        ConfigError: the file or an override is wrong, or the demo has no base yet.
+        ConfigError: the demo has no base yet.
     """
     from megatron_retool.pipeline import with_demo_base
 
     def reload(base: list[str]) -> Config:
         return load_config(config_file(options), [*base, *options.overrides])
 
-    return with_demo_base(load(options), reload)
+    return with_demo_base(config, reload)
 
 
 def train(config: Config, console: Console, leave: LeaveRequest) -> int:

@@ -19,7 +19,7 @@ import argparse
 from rich.console import Console
 
 from megatron_retool.commands import running
-from megatron_retool.commands.settings import add_config
+from megatron_retool.commands.settings import add_config, load
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 
@@ -35,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    config = running.load_on_base(options)
+    config = load(options)
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
 
     check_run(config)
     check_extensions(config)
+    config = running.on_base(config, options)
     check_model(config, learns=True)
     from megatron_retool.pipeline import Stages, run_training
 

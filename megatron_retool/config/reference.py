@@ -1,6 +1,6 @@
 """The reference of the configuration, docs/configuration.md: every key of the typed tree, from its declaration.
 
-    python -m megatron_retool.config.reference > docs/configuration.md
+    megatron-retool config reference > docs/configuration.md
 
 Type, default, range and choices are the declaration's, the meaning is the text below a field, and who reads a key is
 looked up in the sources.
@@ -28,7 +28,7 @@ ROOMS = ("megatron_retool", "sglang_rollout", "conversion", "tools")
 _HEAD = """# Configuration
 
 Every setting: its type, default, range or choices, meaning, and the rooms ([architecture.md](architecture.md)) that
-read it. This page is written by `python -m megatron_retool.config.reference` from the code that declares the settings.
+read it. This page is written by `megatron-retool config reference` from the code that declares the settings.
 
 A configuration is a YAML file (`--config`), which may extend another (`extends: <file>`, relative to itself), and
 overrides on the command line, `dotted.key=value`. One value stands for a list of one, and `${other.key}` for that of
@@ -192,7 +192,3 @@ def _names() -> dict[str, set[str]]:
                 found.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))
                 found.update(map(".".join, re.findall(r"(\w+)(?:\[\w+\])?\.(?=(\w+))", text)))
     return names
-
-
-if __name__ == "__main__":
-    print(reference_page(), end="")

@@ -1,13 +1,7 @@
-"""megatron-retool config from-verl FILE [--output OUT]: a verl configuration in our words
-
-FILE is a verl YAML (a resolved Hydra configuration, or some of its keys) or a shell script that starts verl, such as
-verl's examples. OUT (default: FILE's name with .yaml, in the working directory) is what `train --config OUT` reads.
-What verl does where FILE is silent is written out where our default is another. docs/verl.md has the whole table.
-"""
+"""Translating a file of verl's: the YAML that is written, and the lists that are printed."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,19 +14,17 @@ from megatron_retool.from_verl.convert import Translation, read_source, translat
 from megatron_retool.runs.files import write_text
 
 
-def main(arguments: list[str], console: Console) -> int:
-    """The command; ``arguments`` are those after "config", so that the first one is "from-verl".
+def translate_file(source: Path, output: Path | None, console: Console) -> int:
+    """Write ``source``, a verl configuration or script, as ours; by default under its name in the working directory.
 
     Returns:
         0 where the file that was written can be loaded, 1 where something in it has to be changed first.
 
     Raises:
-        ConfigError: FILE cannot be read, is no verl configuration, or OUT exists.
+        ConfigError: ``source`` cannot be read, is no verl configuration, or ``output`` exists.
     """
-    options = _parse(arguments)
-    source = Path(options.file)
     translation = translate(read_source(source), source.parent)
-    output = Path(options.output or f"{source.stem}.yaml")
+    output = output or Path(f"{source.stem}.yaml")
     if output.exists():
         raise ConfigError(f"{output} exists: name another file with --output, or remove it")
     write_text(output, written(translation, source.name))
@@ -42,18 +34,10 @@ def main(arguments: list[str], console: Console) -> int:
     except ConfigError as error:
         console.print(f"wrote {output}, which does not load yet: {error}", markup=False, highlight=False)
         return 1
-    console.print(f"wrote {output}; it loads. Next: `plan --config {output}`", markup=False, highlight=False)
-    return 0
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megatron-retool config", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    console.print(
+        f"wrote {output}; it loads. Next: `megatron-retool plan --config {output}`", markup=False, highlight=False
     )
-    parser.add_argument("action", choices=["from-verl"])
-    parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--output", metavar="OUT")
-    return parser.parse_args(arguments)
+    return 0
 
 
 def written(translation: Translation, name: str) -> str:

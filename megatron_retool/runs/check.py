@@ -7,7 +7,6 @@ A run, a single checkpoint, a converted or exported model. Nothing is changed, e
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -168,25 +167,8 @@ def renew(directory: Path) -> None:
     write_marker(directory)
 
 
-def main(arguments: Sequence[str], console: Console) -> int:
-    """The command ``check``. Returns the exit status: 0 all is sound, 1 there are faults."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-retool check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="run, checkpoint or model directory")
-    parser.add_argument(
-        "--renew", action="store_true", help="make the checksums anew, after files were changed on purpose"
-    )
-    options = parser.parse_args(arguments)
-    if options.renew:
-        for directory in options.directories:
-            renew(directory)
-            console.print(f"{directory}: checksums of the files as they are now", markup=False, highlight=False)
-        return 0
-    return max([_show(directory, console) for directory in options.directories])
-
-
-def _show(directory: Path, console: Console) -> int:
+def show(directory: Path, console: Console) -> int:
+    """Print what was found in ``directory``; 0 where all is sound, 1 where there are faults."""
     columns = (TextColumn("checking {task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(str(directory)), total=_bytes_below(directory))

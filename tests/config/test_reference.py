@@ -18,7 +18,7 @@ SETTINGS = [setting for section in SECTIONS for setting in section.settings]
 
 def test_the_page_is_what_the_code_says():
     assert PAGE.read_text(encoding="utf-8") == reference_page(), (
-        "write it again: python -m megatron_retool.config.reference > docs/configuration.md"
+        "write it again: megatron-retool config reference > docs/configuration.md"
     )
 
 

@@ -257,9 +257,7 @@ def test_a_marker_is_not_carried_into_another_directory(model_directory, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_nothing_behind(
-    model_directory, tmp_path: Path, monkeypatch, number: signal.Signals
-) -> None:
+def test_a_signal_leaves_nothing_behind(model_directory, tmp_path: Path, monkeypatch, number: signal.Signals) -> None:
     def stop_in_the_middle(*arguments: object) -> None:
         assert len(list(tmp_path.glob(".mcore.*.incomplete"))) == 1
         os.kill(os.getpid(), number)

@@ -8,7 +8,7 @@ import yaml
 from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
-from megatron_retool.from_verl.command import main
+from megatron_retool.from_verl.command import translate_file
 from megatron_retool.from_verl.convert import Source, translate
 
 EXAMPLES = Path(__file__).parent / "verl_examples"
@@ -18,7 +18,7 @@ def from_verl(file, tmp_path):
     """(exit status, configuration or None, what was printed)."""
     out = io.StringIO()
     target = tmp_path / "ours.yaml"
-    status = main(["from-verl", str(file), "--output", str(target)], Console(file=out, width=400))
+    status = translate_file(file, target, Console(file=out, width=400))
     return status, load_config(target) if status == 0 else None, out.getvalue()
 
 
@@ -121,7 +121,7 @@ def test_files_that_cannot_be_translated(name, content, words, tmp_path):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
-        main(["from-verl", str(tmp_path / name), "--output", str(tmp_path / "out.yaml")], Console(file=io.StringIO()))
+        translate_file(tmp_path / name, tmp_path / "out.yaml", Console(file=io.StringIO()))
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path):

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from conversion.files.directory import new_directory
 from conversion.files.dist_checkpoint import ChunkWriter, write_metadata
 from conversion.model.weight_map import CheckpointPlace
+from megatron_retool.commands.command_line import parse
 from megatron_retool.data.files import write_parquet
-from megatron_retool.runs.check import main
 from megatron_retool.runs.checkpoints import checkpoint_workspace, publish_checkpoint, seal_checkpoint
 from tests.conversion.conftest import flip
 
@@ -52,7 +52,8 @@ def run(tmp_path: Path) -> Path:
 
 def checked(*arguments: object, width: int = 80) -> tuple[int, str]:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    code = main([str(argument) for argument in arguments], console)
+    run, options = parse(["check", *(str(argument) for argument in arguments)])
+    code = run(options, console)
     return code, console.export_text()
 
 
