@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_retool import interruption, pipeline
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.pipeline import Stages, run_pipeline, run_training, with_demo_base
+from megatron_retool.pipeline import Stages, naming_the_base, run_pipeline, run_training, with_demo_base
 from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import (
     checkpoint_workspace,
@@ -154,7 +154,7 @@ def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
             trained.append(config)
             return commands.train(config)
 
-        monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+        monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
         config = load_config(config_file, overrides)
         assert run_pipeline(config, str(config_file), overrides, Console(quiet=True), train, LeaveRequest()) == 0
         return commands.ran, trained[0]
@@ -183,7 +183,7 @@ def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(Summary, "print", lambda *_: made.append("summary"))
     for name, wanted in (("all", "[export,report,summary]"), ("none", "[]"), ("report", "[report]")):
         commands = FakeCommands(tmp_path / name)
-        monkeypatch.setattr(pipeline.subprocess, "Popen", commands.start)
+        monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
         config = load_config(
             None,
             [f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name={name}", f"trainer.at_end={wanted}",
@@ -211,8 +211,13 @@ def test_single_commands_of_the_demo_find_the_base_too(tmp_path):
             load_config(config_file, overrides), lambda base: load_config(config_file, [*base, *overrides])
         )
 
-    with pytest.raises(ConfigError, match=r"second/data does not exist.*no run in .* has one.*demo\.base=runs/"):
-        resolve()
+    with (
+        pytest.raises(
+            ConfigError, match=r"second/data/val.parquet is gone\. No base .*no run in .* has one.*demo\.base="
+        ),
+        naming_the_base(resolve()),
+    ):
+        raise FileNotFoundError(f"{tmp_path}/second/data/val.parquet is gone")
     for part in ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore"):
         (tmp_path / "first" / part).mkdir(parents=True)
     settings = base_settings(load_config(config_file))
@@ -223,8 +228,6 @@ def test_single_commands_of_the_demo_find_the_base_too(tmp_path):
     config = resolve("model.path=elsewhere")
     assert (config.model.path, config.model.mcore_path) == ("elsewhere", None)
     assert config.data.val_files == [str(tmp_path / "first" / "data" / "val.parquet")]
-    config = resolve("model.path=elsewhere", "data.val_files=[mine.parquet]")
-    assert config.demo.directory == str(tmp_path / "second" / "data"), "nothing of the demo is asked for"
 
 
 LISTENS_LATE = """

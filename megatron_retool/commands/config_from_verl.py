@@ -1,4 +1,4 @@
-"""A verl configuration in this project's words.
+"""Translate a verl configuration or start script into this project's words.
 
 FILE is a verl YAML (a resolved Hydra configuration, or some of its keys) or a
 shell script that starts verl, such as verl's examples. What is written is what

@@ -37,9 +37,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_run(config)
     check_extensions(config)
     config = on_base(config, options)
-    check_model(config, learns=False)
     from megatron_retool.loop.validation import evaluate_model
+    from megatron_retool.pipeline import naming_the_base
 
-    with LeaveRequest():
+    with naming_the_base(config), LeaveRequest():
+        check_model(config, learns=False)
         run_async(evaluate_model(config, console))
     return 0

@@ -26,7 +26,7 @@ def on_base(config: Config, options: argparse.Namespace) -> Config:
     """``config``, which the command line names; the demo's with the base that the run starts from.
 
     Raises:
-        ConfigError: the demo has no base yet.
+        ConfigError: the base that demo.base names is not there.
     """
     from megatron_retool.pipeline import with_demo_base
 

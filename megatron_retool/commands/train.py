@@ -41,8 +41,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_run(config)
     check_extensions(config)
     config = running.on_base(config, options)
-    check_model(config, learns=True)
-    from megatron_retool.pipeline import Stages, run_training
+    from megatron_retool.pipeline import Stages, naming_the_base, run_training
 
-    with LeaveRequest() as leave, interrupts():
+    with naming_the_base(config), LeaveRequest() as leave, interrupts():
+        check_model(config, learns=True)
         return run_training(config, Stages(config.run_dir, console, leave), running.train)

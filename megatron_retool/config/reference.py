@@ -186,7 +186,7 @@ def _names() -> dict[str, set[str]]:
             parts = file.relative_to(ROOT).parts
             room = parts[1].removesuffix(".py") if package == "megatron_retool" else package
             room = "commands" if room == "__main__" else room
-            if room not in ("config", "fields", "registry"):
+            if room not in ("config", "fields", "registry", "from_verl"):
                 text, found = file.read_text(encoding="utf-8"), names.setdefault(room, set())
                 found.update(re.findall(r"\w+", text))
                 found.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))

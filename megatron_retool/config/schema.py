@@ -44,7 +44,8 @@ def fitted(given: Any, schema: type, *, root: type, source: str = "", prefix: st
                 inner, value = next(iter(value.items()))
                 whole = f"{whole}.{inner}"
             if (translated := explain(key, given[name])) is not None:
-                raise ConfigError(f"{where}unknown key: {translated}")
+                whole_file = "; `megatron-retool config from-verl FILE` translates a whole file"
+                raise ConfigError(f"{where}unknown key: {translated}{whole_file * isinstance(given[name], Mapping)}")
             raise ConfigError(f"{where}unknown key {whole!r}{_suggestion(key, root)}")
         fitting[name] = _value(value, hints[name], root, source, key)
     return fitting

@@ -57,9 +57,9 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
+    run = Deployment(config, console)
     if not config.trainer.val_only:
         prepare_rollouts(config)
-    run = Deployment(config, console)
     try:
         async with run.watchdog, run:
             checkpointer = Checkpointer(config, console, lambda: run.models, resume, run.gpu_phases.saving)

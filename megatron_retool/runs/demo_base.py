@@ -147,6 +147,6 @@ def missing_base(config: Config) -> str:
     ]
     where = "; ".join(reasons) or f"no run in {config.run_dir.parent} has one"
     return (
-        f"{config.demo.directory} does not exist, and no base with the same demo, sft and trainer.seed settings was "
-        f"found ({where}). Make it with the command pipeline, or name a run's with demo.base=runs/…"
+        f"No base with the same demo, sft and trainer.seed settings was found ({where}): make it with the command "
+        "pipeline, or name a run's with demo.base=runs/…"
     )

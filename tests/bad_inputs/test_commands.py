@@ -10,12 +10,11 @@ import pytest
 from tests.bad_inputs.conftest import Refused
 
 COMMANDS = [
-    ("", "COMMAND"),
     ("trian", "'trian'"),
     ("train --confg x.yaml", "--confg"),
     ("train --config", "--config"),
-    ("report", "report takes the run's directory"),
-    ("report a b c", "report takes the run's directory"),
+    ("report", "RUN"),
+    ("report a b c", "b c"),
     ("report gone", "gone is no directory", "runs/<experiment_name>"),
     ("report mismatch gone", "gone is no directory"),
     ("report empty", "empty", "metrics.jsonl"),
@@ -55,9 +54,9 @@ COMMANDS = [
     ("sft trainer.runs_dir=a_file", "a_file is a file"),
     ("evaluate trainer.runs_dir=a_file", "a_file is a file"),
     ("pipeline trainer.runs_dir=a_file", "a_file is a file"),
-    ("train trainer.loggers=[console,wandb]", "wandb is not installed", "pip install wandb"),
-    ("sft trainer.loggers=[console,wandb]", "wandb is not installed"),
-    ("evaluate trainer.loggers=[console,wandb]", "wandb is not installed"),
+    ("train trainer.loggers=[console,wandb]", "wandb, which is not installed", "pip install wandb"),
+    ("sft trainer.loggers=[console,wandb]", "wandb, which is not installed"),
+    ("evaluate trainer.loggers=[console,wandb]", "wandb, which is not installed"),
     ("evaluate --config configuration.yaml", "model.path is not set"),
     ("evaluate --config configuration.yaml model.path=./gone", "./gone", "does not exist"),
     ("evaluate --config configuration.yaml model.path=empty", "model.path=empty", "no config.json"),

@@ -10,8 +10,8 @@ from tests.bad_inputs.conftest import Refused
 
 OVERRIDES = [
     ("trainer.sead=1", "'trainer.sead'", "'trainer.seed'"),
-    ("algorithm.adv_estimator=grpo", "'algorithm.adv_estimator'", "keys of algorithm are advantage"),
-    ("actor_rollout_ref.actor.optim.lr=1e-6", "'actor_rollout_ref.actor.optim.lr'"),
+    ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "algorithm.advantage=grpo"),
+    ("actor_rollout_ref.actor.optim.lr=1e-6", "learner.optimizer.lr=1e-06"),
     ("no_equals_sign", "'no_equals_sign'", "dotted.key=value"),
     ("=3", "is no key"),
     ("trainer..seed=3", "is no key"),

@@ -75,7 +75,7 @@ def test_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], "the following arguments are required: RUN"),
         (["report", "mismatch"], "megatron-retool report mismatch: error: the following arguments are required: RUN"),
         (["train", "--confg", "x"], "unrecognized arguments: --confg"),
-        (["plan", "--sizes", "8,0"], "positive numbers"),
+        (["plan", "--sizes", "8,0"], "positive whole numbers"),
     ],
 )
 def test_wrong_words_end_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,8 +178,8 @@ def test_nearest_key_is_near(key, near):
 
 
 def test_an_unknown_key_far_from_all_shows_those_of_its_section():
-    with pytest.raises(ConfigError, match=r"'algorithm\.filter_groups\.enable'; the keys of algorithm are advantage"):
-        load_config(None, ["algorithm.filter_groups.enable=true"])
+    with pytest.raises(ConfigError, match=r"'algorithm\.keep_alike'; the keys of algorithm are advantage"):
+        load_config(None, ["algorithm.keep_alike=true"])
 
 
 def test_ranges_in_words():
