@@ -35,7 +35,7 @@ from megatron_retool.monitor.metrics import (
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
-from megatron_retool.runs.rollouts import prepare_rollouts
+from megatron_retool.runs.rollouts import check_rollouts, prepare_rollouts
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 
 
@@ -57,11 +57,12 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
+    check_rollouts(config)
     run = Deployment(config, console)
-    if not config.trainer.val_only:
-        prepare_rollouts(config)
     try:
         async with run.watchdog, run:
+            if not config.trainer.val_only:
+                prepare_rollouts(config)
             checkpointer = Checkpointer(config, console, lambda: run.models, resume, run.gpu_phases.saving)
             recovery = LearnerRecovery(run, checkpointer)
             while True:

@@ -11,41 +11,56 @@ from pathlib import Path
 from megatron_retool.config import Config, ConfigError
 
 
-def prepare_rollouts(config: Config) -> Path:
-    """Make rollouts/ of the run, or a link to the place that ``trainer.rollout_data_dir`` names.
+def check_rollouts(config: Config) -> None:
+    """Check that the run's rollouts can go where ``trainer.rollout_data_dir`` says; nothing is made.
 
     Raises:
         ConfigError: the run has rollouts in another place already, or another run has some in that one.
     """
-    place, key = config.run_dir / "rollouts", "trainer.rollout_data_dir"
-    if config.trainer.rollout_data_dir is None:
-        if not place.is_symlink():
-            place.mkdir(parents=True, exist_ok=True)
-        elif not place.exists():
+    place, key, directory = _place(config), "trainer.rollout_data_dir", config.trainer.rollout_data_dir
+    target = _target(config)
+    if target is None:
+        if place.is_symlink() and not place.exists():
             raise ConfigError(
                 f"{place} leads to {os.readlink(place)}, which is gone: bring it back, or remove the link"
             )
-        return place
-    target = (Path(config.trainer.rollout_data_dir) / config.trainer.experiment_name).resolve()
-    if place.is_symlink() or _has_files(place):
-        if place.resolve() == target:
-            target.mkdir(parents=True, exist_ok=True)
-            return place
+    elif place.is_symlink() or _has_files(place):
+        if place.resolve() != target:
+            raise ConfigError(
+                f"{key}={directory}: the run's rollouts lie in {place.resolve()} already: leave the setting as it was, "
+                f"or move them to {target} and remove {place}"
+            )
+    elif _has_files(target):
         raise ConfigError(
-            f"{key}={config.trainer.rollout_data_dir}: the run's rollouts lie in {place.resolve()} already: leave the "
-            f"setting as it was, or move them to {target} and remove {place}"
+            f"{key}={directory}: {target} holds another run's rollouts: choose another trainer.experiment_name or "
+            "directory, or move them away"
         )
-    if _has_files(target):
-        raise ConfigError(
-            f"{key}={config.trainer.rollout_data_dir}: {target} holds another run's rollouts: choose another "
-            "trainer.experiment_name or directory, or move them away"
-        )
-    target.mkdir(parents=True, exist_ok=True)
-    if place.exists():
-        place.rmdir()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.symlink_to(target)
+
+
+def prepare_rollouts(config: Config) -> Path:
+    """Make rollouts/ of the run, or a link to the place that ``trainer.rollout_data_dir`` names.
+
+    Raises:
+        ConfigError: see ``check_rollouts``.
+    """
+    check_rollouts(config)
+    place, target = _place(config), _target(config)
+    (target or place).mkdir(parents=True, exist_ok=True)
+    if target is not None and not place.is_symlink():
+        if place.exists():
+            place.rmdir()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(target)
     return place
+
+
+def _place(config: Config) -> Path:
+    return config.run_dir / "rollouts"
+
+
+def _target(config: Config) -> Path | None:
+    directory = config.trainer.rollout_data_dir
+    return None if directory is None else (Path(directory) / config.trainer.experiment_name).resolve()
 
 
 def set_rollouts_aside(run_dir: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     async def restore(*_: Any) -> TrainerState:
         return TrainerState.first(config)
 
-    async def validate(run: Any, step: int) -> dict[str, float]:
+    async def validate(run: Any, step: int, log: Any) -> dict[str, float]:
         return {}
 
     for name, stand_in in (
@@ -77,6 +77,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
         console=console,
         write_errors=WriteErrors(console),
         activities=Activities(console),
+        prompts=SimpleNamespace(epoch=0),
         watchdog=SimpleNamespace(watch=lambda timer: timer),
         weights=SimpleNamespace(sync=sync_weights),
         decode=lambda t: ("prompt", "response"),

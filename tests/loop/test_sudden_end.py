@@ -20,6 +20,7 @@ from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.runs.leave import LeaveRequest
@@ -61,6 +62,8 @@ def run_of(config: Config, model: Weights) -> Any:
         config=config,
         console=console,
         write_errors=WriteErrors(console),
+        activities=Activities(Console(quiet=True)),
+        prompts=SimpleNamespace(epoch=0),
         watchdog=SimpleNamespace(watch=lambda timer: timer),
         weights=SimpleNamespace(sync=sync_weights),
         decode=lambda t: ("prompt", "response"),
@@ -104,7 +107,7 @@ def train(config: Config) -> None:
             assert newest.read("prompt_source.json") == {"drawn": state.step}
         return state
 
-    async def validate(run: Any, step: int) -> dict[str, float]:
+    async def validate(run: Any, step: int, log: Any) -> dict[str, float]:
         write_trajectories([trajectory(0)], config.run_dir / "validation" / f"step_{step:06d}.parquet")
         return {"val-core/all/acc/mean@1": float(step)}
 
