@@ -10,6 +10,17 @@ Exit status: 0 done, 1 an error, which one line on standard error says, 2 the co
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds or are not there
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+    from megatron_retool.interruption import end_when_interrupted
+
+    require_packages("python conversion/fp8_export.py")
+    end_when_interrupted()
+
 import argparse
 import importlib.util
 import sys
@@ -17,18 +28,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from megatron_retool.installation import require_packages
-
-    require_packages("python conversion/fp8_export.py")
-
 import torch
 
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_jobs
 from conversion.model.block_fp8 import BLOCK, Form
+from megatron_retool.interruption import run_interruptible
 
 
 def quantized_specs(spec: TensorSpec, form: Form) -> list[TensorSpec]:
@@ -149,4 +155,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interruptible(main))

@@ -12,9 +12,15 @@ Exit status: 0 done, 1 an error, which one line on standard error says, 2 the co
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # before the other imports, which take seconds or are not there
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
     from megatron_retool.interruption import end_when_interrupted
 
+    require_packages("python conversion/hf_to_mcore.py")
     end_when_interrupted()
 
 import argparse
@@ -26,12 +32,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from megatron_retool.installation import require_packages
-
-    require_packages("python conversion/hf_to_mcore.py")
 
 import torch
 

@@ -9,6 +9,17 @@ Exit status: 0 the same model, 1 another or an error, which one line on standard
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports, which take seconds or are not there
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from megatron_retool.installation import require_packages
+    from megatron_retool.interruption import end_when_interrupted
+
+    require_packages("python conversion/verify.py")
+    end_when_interrupted()
+
 import argparse
 import json
 import sys
@@ -18,12 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # a Python without the packages gets one line in place of the first failing import
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from megatron_retool.installation import require_packages
-
-    require_packages("python conversion/verify.py")
-
 import torch
 from torch import Tensor
 
@@ -32,6 +37,7 @@ from conversion.files.workers import run_jobs
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import SCALE_SUFFIXES, dequantize_blockwise, is_quantized, round_to_blocks
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
+from megatron_retool.interruption import run_interruptible
 
 NUM_SEQUENCES = 2
 SEQUENCE_LENGTH = 48
@@ -240,4 +246,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interruptible(main))
