@@ -69,7 +69,7 @@ def test_run_leaves_everything_behind(demo_run: FinishedRun):
     assert (run_dir / "validation" / "step_000003.parquet").exists()
     state = json.loads((run_dir / "checkpoints/global_step_3/trainer_state.json").read_text())
     assert state["step"] == 3
-    assert "time by stage" in demo_run.output and "after RL" in demo_run.output
+    assert "seconds by stage" in demo_run.output and "step 3, " in demo_run.output
 
 
 def test_export_is_the_trained_model(demo_run: FinishedRun):
@@ -94,7 +94,7 @@ def test_second_run_has_nothing_to_do(demo_run: FinishedRun):
     code, output = demo_run.command_line.run("pipeline", "learner.optimizer.lr=5e-5")
     assert code == 0, output
     assert time.monotonic() - start < 30
-    assert "after RL" in output
+    assert "seconds by stage" in output
     assert "  learner.optimizer.lr: " in output and ", now 5e-05\n" in output
     assert "global_step_3 is the last step already (3 steps): nothing to train, and these settings have" in output
 
@@ -301,11 +301,11 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
         (["rollout.engine.extra_args=[--no-such-flag]"], ["engine", "--no-such-flag"]),
         (["tools.code_interpreter.url=http://127.0.0.1:9"], ["127.0.0.1:9", "tools.code_interpreter.url"]),
         (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
-        (["model.path={run}/rollouts"], ["tokenizer", "model.path"]),
+        (["model.path={run}/rollouts"], ["config.json", "model.path"]),
         (["reward.function=nowhere.py:f"], ["nowhere.py"]),
         (["data.max_prompt_length=8", "data.overlong_prompts=error"], ["max_prompt_length"]),
     ],
-    ids=["engine_dies", "sandbox_silent", "no_file", "no_tokenizer", "no_reward_function", "overlong_prompt"],
+    ids=["engine_dies", "sandbox_silent", "no_file", "no_model", "no_reward_function", "overlong_prompt"],
 )
 def test_bad_start_is_one_clear_message(demo_run: FinishedRun, overrides, words):
     common = [
