@@ -81,7 +81,7 @@ def run_training(config: Config, stages: Stages, train: Train) -> int:
     """
     try:
         code = stages.call("rl", lambda: train(config, stages.console, stages.leave))
-        return code or _finish(config, stages)
+        return code if code or config.trainer.val_only else _finish(config, stages)
     except LeaveAsked:
         return stages.left()
 

@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
-    from megatron_retool.loop.checks import check_extensions, check_model, check_run
+    from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run
 
     check_run(config)
+    check_evaluation(config)
     check_extensions(config)
     config = on_base(config, options)
     from megatron_retool.loop.validation import evaluate_model

@@ -8,6 +8,7 @@ from pathlib import Path
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.loggers import check_loggers
+from megatron_retool.runs.metrics_file import read_metrics
 
 
 def check_run(config: Config) -> None:
@@ -18,6 +19,15 @@ def check_run(config: Config) -> None:
     """
     check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
     check_loggers(config.trainer)
+
+
+def check_evaluation(config: Config) -> None:
+    """Raise ConfigError where the directory of a validation is that of a training run, whose metrics it would replace."""
+    if any(row["step"] > 0 for row in read_metrics(config.run_dir / "metrics.jsonl")):
+        raise ConfigError(
+            f"{config.run_dir} is a training run, whose metrics this validation would replace: choose another "
+            "trainer.experiment_name"
+        )
 
 
 def check_directory(keys: str, directory: Path) -> None:

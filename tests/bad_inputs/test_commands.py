@@ -53,6 +53,7 @@ COMMANDS = [
     ("train trainer.runs_dir=a_file/runs", "a_file is a file"),
     ("sft trainer.runs_dir=a_file", "a_file is a file"),
     ("evaluate trainer.runs_dir=a_file", "a_file is a file"),
+    ("evaluate trainer.runs_dir=. trainer.experiment_name=trained", "trained is a training run", "experiment_name"),
     ("pipeline trainer.runs_dir=a_file", "a_file is a file"),
     ("train trainer.loggers=[console,wandb]", "wandb, which is not installed", "pip install wandb"),
     ("sft trainer.loggers=[console,wandb]", "wandb, which is not installed"),
@@ -78,6 +79,8 @@ def places(tmp_path: Path) -> None:
     (tmp_path / "a_link").symlink_to("nowhere")
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "metrics.jsonl").write_bytes(b"\x00\xff not json\n")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "configuration.yaml").write_text("sft: {stages: [{train_files: [a_file]}]}\n")
 
 
