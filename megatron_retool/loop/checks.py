@@ -22,7 +22,7 @@ def check_run(config: Config) -> None:
 
 
 def check_evaluation(config: Config) -> None:
-    """Raise ConfigError where the directory of a validation is that of a training run, whose metrics it would replace."""
+    """Raise ConfigError where a validation's directory is that of a training run, whose metrics it would replace."""
     if any(row["step"] > 0 for row in read_metrics(config.run_dir / "metrics.jsonl")):
         raise ConfigError(
             f"{config.run_dir} is a training run, whose metrics this validation would replace: choose another "
