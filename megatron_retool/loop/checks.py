@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -84,7 +85,17 @@ def check_extensions(config: Config) -> None:
 
     config.algorithm.dry_run()
     check_reward(config.reward)
-    check_tools(config)
+    check_tools(_with_tools_that_are_made(config))
     check_format(config)
     check_agent(config)
     check_engine(config)
+
+
+def _with_tools_that_are_made(config: Config) -> Config:
+    """Without the search where its corpus is one that make-demo is going to write."""
+    corpus, demo = config.tools.search.corpus, config.demo
+    if not (demo.enable and corpus and Path(demo.directory) in Path(corpus).parents and not Path(corpus).exists()):
+        return config
+    made = [tool for tool in config.rollout.multi_turn.tools if tool != "search"]
+    multi_turn = dataclasses.replace(config.rollout.multi_turn, tools=made)
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, multi_turn=multi_turn))
