@@ -6,7 +6,7 @@ be faster. docs/planning.md tells how far its figures can be trusted.
 
 examples:
   megatron-retool plan --config configs/retool_qwen2.5_32b_8xh200.yaml --gpus H200x8
-  megatron-retool plan --config configs/retool_qwen2.5_32b_8xh200.yaml --gpus H100x16 --simulate
+  megatron-retool plan --config configs/retool_qwen3_30b_a3b_2x8h100.yaml --gpus H100x16 --simulate
   megatron-retool plan --run runs/demo
 """
 
