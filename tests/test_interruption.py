@@ -56,8 +56,7 @@ sys.exit(run_interruptible(lambda: asyncio.run(main())))
 )
 
 HAS_A_STAGE = PREAMBLE + (
-    "sys.exit(run_interruptible(lambda: run_stage([sys.executable, '-c', sys.argv[1]], Path('.'), lambda _:"
-    " nullcontext())))"
+    "sys.exit(run_interruptible(lambda: run_stage([sys.executable, '-c', sys.argv[1]], lambda _: nullcontext())))"
 )
 
 ERROR_ON_THE_WAY_OUT = (

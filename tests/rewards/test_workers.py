@@ -40,11 +40,11 @@ def score(data_source, solution_str, ground_truth, extra_info):
         print('{"result": {"score": -7}}', flush=True)
         os.write(1, b'{"result": {"score": -7}}\\n'); os.write(2, b"noise\\n"); os.system("echo noise")
     elif kind == "everywhere":
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 2048):
             try: os.write(descriptor, b"a stray line\\n")
             except OSError: pass
     elif kind == "close":
-        os.closerange(3, 64)
+        os.closerange(3, 2048)
     elif kind == "raise":
         raise ValueError("as asked")
     elif kind == "exit":

@@ -62,10 +62,6 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
             lambda c: with_sft(c, stages=[c.sft.stages[0], dataclasses.replace(c.sft.stages[1], train_files=[])]),
             r"sft.stages\[1\].train_files is empty",
         ),
-        (
-            lambda c: with_sft(c, stages=[dataclasses.replace(c.sft.stages[0], batch_size=0)]),
-            r"sft.stages\[0\].batch_size=0",
-        ),
         (lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, path="")), "model.path is not set"),
         (
             lambda c: dataclasses.replace(

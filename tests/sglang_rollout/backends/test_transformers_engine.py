@@ -154,7 +154,9 @@ def test_turns_end_at_ids_and_strings(engine, tokenizer):
 
 def test_weights_change_under_a_request_which_says_which_token_had_which(engine, tokenizer):
     url = started(engine)
-    models = [markov_policy.table_model(tokenizer, ENDLESS_POLICY), markov_policy.random_model(tokenizer, 5)]
+    word, words = markov_policy.WORD, markov_policy.WORDS
+    tables = [ENDLESS_POLICY, ENDLESS_POLICY | {word: {word: 0.2, words: 0.8}}]
+    models = [markov_policy.table_model(tokenizer, table) for table in tables]
     assert push(engine, url, models[0], 3).tensors == len(models[0].state_dict())
     prompt = [single(tokenizer, "word")]
 

@@ -43,7 +43,7 @@ def test_a_bucket_on_a_gpu_never_overwrites_one_that_an_engine_may_be_reading(
     with TensorWeightSync(["http://127.0.0.1:1"]) as sync:
         first, second = (sync._flat(64, torch.device("cuda", 0)) for _ in range(2))
         assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        assert sync._buffer is None  # nothing stays on the GPU when it is the engines' turn
+        assert sync._memory is None  # nothing stays on the GPU when it is the engines' turn
         assert len(collected) == 2
         # In shared memory the engines' copies are done when they answer.
         first, second = (sync._flat(64, torch.device("cpu")) for _ in range(2))
@@ -57,7 +57,7 @@ def test_after_the_last_bucket_its_memory_is_collected(monkeypatch: pytest.Monke
     with TensorWeightSync(["http://127.0.0.1:1"]) as sync:
         monkeypatch.setattr(sync, "_call_all", lambda path, body: order.append(path))
         sync._end(1)
-    assert order == ["/end_weight_update", "ipc_collect"]
+        assert order == ["/end_weight_update", "ipc_collect"]
 
 
 @pytest.mark.parametrize(("backend", "seconds"), [("nccl", 600), ("gloo", 300)])
