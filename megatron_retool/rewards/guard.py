@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+from megatron_retool.process_tree import descendants
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -85,23 +86,3 @@ def _exit_as(status: int) -> None:
         os.kill(os.getpid(), -code)
     sys.stderr.flush()
     os._exit(code)
-
-
-def descendants(root: int) -> list[int]:
-    """Process ids below ``root``, wherever their sessions and groups are."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                children.setdefault(int(process_fields(int(entry.name))[1]), []).append(int(entry.name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def process_fields(pid: int) -> list[str]:
-    """State, parent, … of /proc/PID/stat: what follows the name, which may hold spaces. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

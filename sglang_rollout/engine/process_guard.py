@@ -19,6 +19,11 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":  # started without site-packages: the project is found beside this file alone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from megatron_retool.process_tree import descendants, process_fields
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.25
@@ -32,25 +37,6 @@ SHARED_MEMORY_PREFIXES = ("sglang_", "sem.mp-")
 """SGLang's own files, and the semaphores of its processes, which Python removes unless it is killed."""
 LOOKS_AT_A_FILE = 20
 SCRATCH_VARIABLE = "MEGATRON_RETOOL_SCRATCH"
-
-
-def descendants(root: int) -> list[int]:
-    """Process ids below ``root``, wherever their sessions and groups are."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The command's name is in parentheses and may hold spaces.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.extend(below)
-        queue.extend(below)
-    return found
 
 
 class SharedMemory:
@@ -189,7 +175,7 @@ def stopped_process(root: int) -> int | None:
     while queue:
         pid = queue.pop()
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            if process_fields(pid)[0] == "T":
                 return pid
             for task in Path(f"/proc/{pid}/task").iterdir():
                 queue.extend(int(child) for child in (task / "children").read_text().split())

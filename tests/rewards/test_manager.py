@@ -15,7 +15,7 @@ import pytest
 
 from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig
 from megatron_retool.data.prompts import PromptRow
-from megatron_retool.rewards.guard import process_fields
+from megatron_retool.process_tree import process_fields
 from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 

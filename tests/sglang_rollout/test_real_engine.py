@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.process_tree import descendants
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
-from sglang_rollout.engine.process_guard import descendants
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import RolloutError
 from sglang_rollout.weight_sync import distributed

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_retool import scratch
 from megatron_retool.config import EngineConfig
+from megatron_retool.process_tree import descendants
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
 from sglang_rollout.engine.base import EngineStartError
@@ -304,7 +305,7 @@ def test_a_stopped_process_below_the_engine_is_seen():
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     parent = subprocess.Popen([sys.executable, "-c", script])
     try:
-        while not (children := process_guard.descendants(parent.pid)):
+        while not (children := descendants(parent.pid)):
             time.sleep(0.02)
         assert process_guard.stopped_process(parent.pid) is None
         os.kill(children[0], signal.SIGSTOP)
