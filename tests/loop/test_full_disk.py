@@ -15,11 +15,10 @@ from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.progress import Activities
-from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories
+from tests.loop.stand_ins import Experience, run_of
 from tests.loop.test_skipped_steps import trajectory
 
 
@@ -33,14 +32,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     rollouts = config.run_dir / "rollouts"
     saved: list[int] = []
 
-    class Stored:
-        def __init__(self, *_: Any) -> None: ...
-
-        async def __aenter__(self) -> Stored:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
+    class Stored(Experience):
         async def take(self, step: int) -> Collected:
             if step == 2:  # the quota is reached
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))
@@ -58,9 +50,6 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     async def finish() -> None:
         pass
 
-    async def sync_weights(step: int) -> dict[str, float]:
-        return {}
-
     async def restore(*_: Any) -> TrainerState:
         return TrainerState.first(config)
 
@@ -72,19 +61,7 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     ):  # fmt: skip
         monkeypatch.setattr(train_loop, name, stand_in)
     console = Console(record=True, width=300)
-    run: Any = SimpleNamespace(
-        config=config,
-        console=console,
-        write_errors=WriteErrors(console),
-        activities=Activities(console),
-        prompts=SimpleNamespace(epoch=0),
-        watchdog=SimpleNamespace(watch=lambda timer: timer),
-        weights=SimpleNamespace(sync=sync_weights),
-        decode=lambda t: ("prompt", "response"),
-        learner=None,
-        critic=None,
-        total_steps=3,
-    )
+    run = run_of(config, console, 3)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
         checkpointer: Any = SimpleNamespace(write=save, commit=finish, finish=finish, overdue=False)

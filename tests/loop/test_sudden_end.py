@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet  # noqa: F401  (here, and not in each of a hundred forks)
@@ -20,12 +19,11 @@ from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.monitor.progress import Activities
-from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories, write_trajectories
+from tests.loop.stand_ins import Experience, run_of
 from tests.loop.test_skipped_steps import trajectory
 
 STEPS = 2
@@ -52,41 +50,13 @@ class Weights:
         self.steps = int((directory / "weights").read_text())
 
 
-def run_of(config: Config, model: Weights) -> Any:
-    console = Console(quiet=True)
-
-    async def sync_weights(step: int) -> dict[str, float]:
-        return {}
-
-    return SimpleNamespace(
-        config=config,
-        console=console,
-        write_errors=WriteErrors(console),
-        activities=Activities(Console(quiet=True)),
-        prompts=SimpleNamespace(epoch=0),
-        watchdog=SimpleNamespace(watch=lambda timer: timer),
-        weights=SimpleNamespace(sync=sync_weights),
-        decode=lambda t: ("prompt", "response"),
-        learner=None,
-        critic=None,
-        total_steps=STEPS,
-    )
-
-
 def train(config: Config) -> None:
     """The loop from its newest checkpoint on. What is sampled and learned stands for the step alone."""
     model = Weights(config.run_dir)
-    run = run_of(config, model)
+    run = run_of(config, Console(quiet=True), STEPS)
     checkpointer = Checkpointer(config, run.console, lambda: {"learner": model}, find_resume_point(config))
 
-    class Experience:
-        def __init__(self, *_: Any) -> None: ...
-
-        async def __aenter__(self) -> Experience:
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
+    class Drawn(Experience):
         async def take(self, step: int) -> Collected:
             global begun
             begun = step
@@ -111,7 +81,7 @@ def train(config: Config) -> None:
         write_trajectories([trajectory(0)], config.run_dir / "validation" / f"step_{step:06d}.parquet")
         return {"val-core/all/acc/mean@1": float(step)}
 
-    for name, stand_in in (("Experience", Experience), ("learn", learn), ("restore", restore), ("validate", validate)):
+    for name, stand_in in (("Experience", Drawn), ("learn", learn), ("restore", restore), ("validate", validate)):
         setattr(train_loop, name, stand_in)
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
 
