@@ -20,6 +20,10 @@ DOLLAR = "\ue000"
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+GREEK_LETTERS = listed(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+)
 _CHARACTERS = {
     **{dash: "-" for dash in "−–—‐‑‒﹣－"},
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*", "÷": r"\div ", "⁄": "/", "∕": "/"},
@@ -33,13 +37,7 @@ _CHARACTERS = {
     **dict(
         zip(
             "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-            (
-                f"\\{name} "
-                for name in listed(
-                    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
-                    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-                )
-            ),
+            (f"\\{name} " for name in GREEK_LETTERS),
             strict=True,
         )
     ),

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 
-from megatron_retool.rewards.answers.spelling import listed
+from megatron_retool.rewards.answers.spelling import GREEK_LETTERS, listed
 from megatron_retool.rewards.answers.tokens import UnreadableError
 
-GREEK = frozenset(
-    listed(
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
-        "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar"
-    )
-)
+GREEK = frozenset([*GREEK_LETTERS, "ell", "hbar"])
 # Functions that Python and plain text write without a backslash, with their argument in brackets.
 BARE_FUNCTIONS = frozenset(
     listed("sqrt cbrt abs floor ceil factorial binomial root asinh acosh atanh Fraction Rational")
