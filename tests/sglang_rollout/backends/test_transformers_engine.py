@@ -167,7 +167,8 @@ def test_weights_change_under_a_request_which_says_which_token_had_which(engine,
         request = GenerateRequest(prompt, 3000, SamplingConfig())
         call = asyncio.create_task(client.generate(request, on_start=ids.append))
         await tokens(client, ids, 5)
-        await asyncio.to_thread(push, engine, url, models[1], 4)
+        with engine._models[url]._lock:  # however long the files take, the request is not over before them
+            push(engine, url, models[1], 4)
         assert await client.weight_version() == 4
         while 4 not in client._sequences[ids[0]].versions:
             await asyncio.sleep(0.01)
