@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.parquet_files import damage_named, read_parquet
+from megatron_retool.routed_experts import ExpertArray, RoutedExperts, check_rows
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import load_json, without_surrogates
 
@@ -72,6 +73,8 @@ class Trajectory:
     tool_calls: list[ToolCall] = field(default_factory=list)
     extra_info: dict[str, Any] = field(default_factory=dict)
     """What the prompt's row carried: data_source, ground_truth, index, ..."""
+    routed_experts: ExpertArray | None = None
+    """[P + R, layers, k]: what the engine chose for each token, prompt first; see megatron_retool/routed_experts.py."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, dtype=np.int32)
@@ -97,6 +100,9 @@ class Trajectory:
         unsampled = outside & (self.weight_versions < 0)
         if np.any(self.rollout_log_probs[outside]) or np.any(self.turn_ids[unsampled] != -1):
             raise ValueError(f"trajectory {self.group_id}/{self.index}: tool tokens must have log-prob 0 and turn -1")
+        if self.routed_experts is not None:
+            label = f"trajectory {self.group_id}/{self.index}"
+            check_rows(self.routed_experts, len(self.prompt_ids) + length, label)
 
     @property
     def num_turns(self) -> int:
@@ -111,6 +117,7 @@ class TrajectoryBatch:
 
     Shapes: prompt_ids int32 [sum P], prompt_lengths int32 [N], response_ids int32 [T] with T = sum R,
     response_lengths int32 [N], the other response columns [T], group_ids and indices int32 [N], rewards float32 [N].
+    ``routed_experts`` runs along prompt and response.
     ``columns`` holds what later rooms add along the response ([T]): old_log_probs, ref_log_probs, entropy,
     advantages, returns, values, importance_weights, loss_weights.
     """
@@ -126,6 +133,7 @@ class TrajectoryBatch:
     group_ids: IntArray
     indices: IntArray
     rewards: npt.NDArray[np.float32]
+    routed_experts: RoutedExperts | None = None
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -163,6 +171,10 @@ class TrajectoryBatch:
             group_ids=np.array([t.group_id for t in trajectories], np.int32),
             indices=np.array([t.index for t in trajectories], np.int32),
             rewards=np.array([t.reward for t in trajectories], np.float32),
+            routed_experts=RoutedExperts.of_sequences(
+                [t.routed_experts for t in trajectories],
+                np.array([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], np.int64),
+            ),
         )
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
@@ -182,6 +194,7 @@ class TrajectoryBatch:
             group_ids=self.group_ids[rows],
             indices=self.indices[rows],
             rewards=self.rewards[rows],
+            routed_experts=None if self.routed_experts is None else self.routed_experts.select(rows),
             columns={name: column[take] for name, column in self.columns.items()},
         )
 

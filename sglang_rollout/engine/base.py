@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.routed_experts import ExpertArray
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,9 @@ class GenerateResult:
     cached_tokens: int = 0
     top_log_probs: list[list[float]] | None = None
     """Log-probs of the most likely tokens at each position, where they were asked for."""
+    routed_experts: ExpertArray | None = None
+    """[n, layers, k]: rows of the tokens from ``routed_experts_start`` on, where they were asked for. The last sampled
+    token has none: it was no input yet."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class GenerateRequest:
     top_log_probs: int = 0
     filtered_log_probs: bool = False
     """Take the probabilities after top_p, top_k and min_p: the distribution that was sampled from."""
+    routed_experts_start: int | None = None
+    """The first token whose routed experts are wanted; None: of no token."""
 
     @property
     def wants_filtered(self) -> bool:
