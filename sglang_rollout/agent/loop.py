@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_retool.config import MultiTurnConfig
+from megatron_retool.routed_experts import ExpertArray, missing_rows
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
@@ -40,6 +41,8 @@ class TrajectoryState:
         pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
         seconds: time it was worked on, pauses and what engines that failed have cost left out.
         age: training steps for which it was paused.
+        routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks that end
+            where the engines have not answered yet, before the last token. No chunk is ever changed: copies share them.
     """
 
     prompt_ids: list[int]
@@ -52,6 +55,7 @@ class TrajectoryState:
     log_probs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    routed_experts: list[ExpertArray] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     turn: int = 0
     turn_start: int = 0
@@ -66,6 +70,11 @@ class TrajectoryState:
         """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that ``routed_experts`` has rows of: the first that has none."""
+        return sum(map(len, self.routed_experts))
+
     def append_sampled(self, result: GenerateResult) -> None:
         count = len(result.output_ids)
         self.response_ids += result.output_ids
@@ -73,6 +82,8 @@ class TrajectoryState:
         self.log_probs += result.log_probs
         self.turn_ids += [self.turn] * count
         self.weight_versions += result.weight_versions
+        if result.routed_experts is not None and len(result.routed_experts):
+            self.routed_experts.append(result.routed_experts)
 
     def append_unsampled(self, ids: Sequence[int]) -> None:
         """Tool results and template glue: part of the context, never of the loss."""
@@ -92,6 +103,7 @@ class TrajectoryState:
             log_probs=list(self.log_probs),
             turn_ids=list(self.turn_ids),
             weight_versions=list(self.weight_versions),
+            routed_experts=list(self.routed_experts),
             tool_calls=list(self.tool_calls),
             pending_calls=list(self.pending_calls),
             reward_info=dict(self.reward_info),
@@ -153,7 +165,15 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
+            routed_experts=self._all_rows(),
         )
+
+    def _all_rows(self) -> ExpertArray | None:
+        """Rows of all tokens: those after the last chunk are missing."""
+        if not self.routed_experts:
+            return None
+        unknown = missing_rows(max(0, self.length - self.routed_tokens), self.routed_experts[0])
+        return np.concatenate([*self.routed_experts, unknown])[: self.length]
 
 
 Generate = Callable[[TrajectoryState, int, float], Awaitable[GenerateResult]]
