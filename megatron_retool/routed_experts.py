@@ -125,13 +125,24 @@ def to_stored(chunks: Sequence[ExpertArray]) -> dict[str, Any] | None:
     return {"data": rows.transpose(1, 2, 0).tobytes(), "dtype": rows.dtype.name, "layers": layers, "k": k}
 
 
-def from_stored(value: pa.StructScalar) -> ExpertArray | None:
-    """The rows [tokens, layers, k] of a value of ``stored_type``; None where it is null.
+def split_stored(table: pa.Table) -> tuple[pa.Table, Sequence[pa.StructScalar | None]]:
+    """What was read of a file: its other columns, and for each row a value for ``from_stored``.
+
+    Raises:
+        pyarrow.ArrowException: the column is of another kind.
+    """
+    if "routed_experts" not in table.column_names:
+        return table, [None] * len(table)
+    return table.drop_columns("routed_experts"), table["routed_experts"].cast(stored_type())
+
+
+def from_stored(value: pa.StructScalar | None) -> ExpertArray | None:
+    """The rows [tokens, layers, k] of a value of ``stored_type``; None where it is none, or null.
 
     Raises:
         ValueError: the value is no sequence's rows.
     """
-    if not value.is_valid:
+    if value is None or not value.is_valid:
         return None
     dtype, layers, k = (value[name].as_py() for name in ("dtype", "layers", "k"))
     data = value["data"].as_buffer()

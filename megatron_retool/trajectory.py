@@ -28,6 +28,7 @@ from megatron_retool.routed_experts import (
     check_rows,
     from_stored,
     row_groups,
+    split_stored,
     stored_type,
     to_stored,
 )
@@ -273,18 +274,15 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
         UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
     """
     table = read_parquet(path, list(_PARQUET_COLUMNS), list(_OPTIONAL_COLUMNS) if routed_experts else [])
-    experts: Any = [None] * len(table)
-    if "routed_experts" in table.column_names:
-        with damage_named(f"{path}, column 'routed_experts'"):
-            experts = table["routed_experts"].cast(stored_type())
-        table = table.drop_columns("routed_experts")
+    with damage_named(path):
+        table, experts = split_stored(table)
     trajectories = []
     for number, (row, stored) in enumerate(zip(table.to_pylist(), experts, strict=True)):
         with damage_named(f"{path}, row {number}"):
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["reward_info"], row["extra_info"] = load_json(row["reward_info"]), load_json(row["extra_info"])
             row["tool_calls"] = [ToolCall(**call) for call in load_json(row["tool_calls"])]
-            row["routed_experts"] = None if stored is None else from_stored(stored)
+            row["routed_experts"] = from_stored(stored)
             trajectories.append(Trajectory(**row))
     return trajectories
 
