@@ -51,23 +51,25 @@ def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[st
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    repeating = [path for field in schema for path, kind in _leaves(field) if kind != pa.large_binary()]
+    columns = zip(schema.names, schema.types, strict=True)
+    repeating = [path for column in columns for path, kind in _leaves(*column) if kind != pa.large_binary()]
     options = {"compression": "zstd", "write_page_checksum": True, "use_dictionary": repeating}
     with pq.ParquetWriter(handle, schema, **options) as writer:
         for piece in pieces:
             writer.write_table(pa.table(piece, schema=schema))
 
 
-def _leaves(field: pa.Field) -> Iterator[tuple[str, pa.DataType]]:
+def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
     """(path in the file, type) of what a column without deeper nesting is stored as."""
     import pyarrow as pa
 
-    if pa.types.is_list(field.type):
-        yield f"{field.name}.list.element", field.type.value_type
-    elif pa.types.is_struct(field.type):
-        yield from ((f"{field.name}.{part.name}", part.type) for part in field.type)
+    if pa.types.is_list(kind):
+        yield f"{name}.list.element", kind.value_type
+    elif pa.types.is_struct(kind):
+        parts = pa.schema(kind)
+        yield from ((f"{name}.{part}", inner) for part, inner in zip(parts.names, parts.types, strict=True))
     else:
-        yield field.name, field.type
+        yield name, kind
 
 
 @contextlib.contextmanager

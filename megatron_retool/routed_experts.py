@@ -122,7 +122,7 @@ def to_stored(chunks: Sequence[ExpertArray]) -> dict[str, Any] | None:
         )
     rows = np.concatenate(chunks) if len(chunks) > 1 else chunks[0]
     _, layers, k = rows.shape
-    return {"data": rows.transpose(1, 2, 0).tobytes(), "dtype": rows.dtype.name, "layers": layers, "k": k}
+    return {"data": rows.transpose(1, 2, 0).tobytes(), "dtype": str(rows.dtype), "layers": layers, "k": k}
 
 
 def split_stored(table: pa.Table) -> tuple[pa.Table, Sequence[pa.StructScalar | None]]:
