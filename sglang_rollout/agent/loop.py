@@ -74,9 +74,9 @@ class TrajectoryState:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def routed_tokens(self) -> int:
-        """Tokens that ``routed_experts`` has rows of: the first that has none. Rows of tokens that are there no more go.
+        """Tokens that ``routed_experts`` has rows of, which is the first that has none.
 
-        An agent may take back what was sampled last; a row tells of the tokens before it too.
+        Where an agent took back tokens since, their rows go, and those after them.
         """
         known = sum(map(len, self.routed_experts))
         valid = min(known, self.length)
