@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "demo_cpu.yaml"
 TWO_TOOLS_CONFIG = ROOT / "configs" / "demo_two_tools_cpu.yaml"
 
-REAL_MISMATCH = ("rollout.engine.dtype=bfloat16", "weight_sync.round_to_fp8=true")
+REAL_MISMATCH = ("rollout.engine.dtype=bfloat16", "weight_sync.round_to=fp8")
 """The engine computes in bfloat16 with weights rounded to block-wise FP8 at every sync; the learner stays float32."""
 
 NO_CORRECTION = (

@@ -61,14 +61,14 @@ class SGLangEngine:
         # The driver needs none of this, and importing it takes a while.
         from sglang_rollout.weight_sync.disk import DiskWeightSync
         from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-        from sglang_rollout.weight_sync.fp8 import fp8_conversion
+        from sglang_rollout.weight_sync.quantization import weight_conversion
         from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
         config, settings = self.config, self.config.weight_sync
         common: dict[str, Any] = {
             "timeout_seconds": settings.timeout_seconds,
             "verify": settings.verify,
-            "convert": fp8_conversion(config),
+            "convert": weight_conversion(config),
         }
         if settings.method == "disk":
             directory = config.run_dir / "weight_sync"

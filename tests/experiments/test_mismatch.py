@@ -39,8 +39,8 @@ def test_the_cures_are_those_of_the_literature():
     assert rule.name == "geometric_ratio" and geometric.veto_threshold == 1e-4 and geometric.mode == "truncate"
     for name, arm in arms.items():
         config = load_config(experiment.CONFIG, arm.overrides)
-        mismatched = (config.rollout.engine.dtype, config.weight_sync.round_to_fp8)
-        assert mismatched == (("float32", False) if name == "same_numbers" else ("bfloat16", True))
+        mismatched = (config.rollout.engine.dtype, config.weight_sync.round_to)
+        assert mismatched == (("float32", None) if name == "same_numbers" else ("bfloat16", "fp8"))
 
 
 def test_branching_is_the_papers():
