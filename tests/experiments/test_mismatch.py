@@ -1,5 +1,7 @@
 """The experiments' definitions: what each arm sets. What becomes of their runs is in test_runs."""
 
+import functools
+
 import pytest
 
 from experiments.mismatch import (
@@ -11,7 +13,7 @@ from experiments.mismatch import (
     top_p,
     where_it_lives,
 )
-from experiments.mismatch.arms import CONFIG, MOE_CONFIG
+from experiments.mismatch.arms import CONFIG
 from experiments.mismatch.experiment import QUICK
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
 from megatron_retool.config import load_config
@@ -23,23 +25,23 @@ MODULES = (
 EXPERIMENTS = [module.EXPERIMENT for module in MODULES]
 
 
-def config_of(experiment):
-    """The demo's file; the dense demo's until the other is there."""
-    return experiment.config if experiment.config != MOE_CONFIG or MOE_CONFIG.exists() else CONFIG
+@functools.cache
+def load(experiment, arm):
+    return load_config(experiment.config, [*experiment.common, *arm.overrides])
 
 
 @pytest.mark.parametrize("chosen", EXPERIMENTS, ids=lambda e: e.name)
 def test_arms_are_valid_and_differ(chosen):
-    file, known = config_of(chosen), [arm.name for arm in chosen.arms]
+    known = [arm.name for arm in chosen.arms]
     assert len(set(known)) == len(known)
-    runs = [(arm.starts_from, load_config(file, [*chosen.common, *arm.overrides])) for arm in chosen.arms]
+    runs = [(arm.starts_from, load(chosen, arm)) for arm in chosen.arms]
     assert all(a != b for i, a in enumerate(runs) for b in runs[:i])
     for place, arm in enumerate(chosen.arms):
         assert arm.against in (None, *known) and arm.starts_from in (None, *known[:place])
     quick = [arm for arm in chosen.arms if arm.quick]
     assert quick
     for arm in quick:
-        load_config(file, [*chosen.common, *arm.overrides, *QUICK])
+        load_config(chosen.config, [*chosen.common, *arm.overrides, *QUICK])
 
 
 def test_the_cures_are_those_of_the_literature():
@@ -116,8 +118,7 @@ WHAT_AN_ARM_IS_ABOUT = {
 @pytest.mark.parametrize("chosen", [collapse_search.EXPERIMENT, collapse_search_dense.EXPERIMENT], ids=lambda e: e.name)
 def test_an_arm_of_the_search_differs_only_where_it_says(chosen):
     def settings(arm):
-        config = load_config(config_of(chosen), [*chosen.common, *arm.overrides])
-        return {key: value for key, item, value in walk(config) if not hasattr(value, "__dataclass_fields__")}
+        return {key: value for key, _, value in walk(load(chosen, arm)) if not hasattr(value, "__dataclass_fields__")}
 
     arms = {arm.name: arm for arm in chosen.arms}
     of = {name: settings(arm) for name, arm in arms.items()}
