@@ -74,7 +74,7 @@ class RoutedExperts:
             missing_rows(int(length), like) if column is None else column
             for column, length in zip(columns, lengths, strict=True)
         ]
-        rows: ExpertArray = np.concatenate(parts)
+        rows: Any = np.concatenate(parts)
         return cls.end_to_end(rows, lengths)
 
     @classmethod

@@ -285,7 +285,7 @@ class RoutingReplay:
     experts the two would differ by the choice of experts besides by what was learned.
 
     Args:
-        models: chunks of the policy and of the reference, whose routers ask from here on what to replay.
+        models: ``PackedModel`` chunks of the policy and of the reference, whose routers ask from here on what to replay.
         device: where the models are.
 
     Raises:
@@ -297,7 +297,7 @@ class RoutingReplay:
         run: Config,
         architecture: Architecture,
         config: TransformerConfig,
-        models: Iterable[torch.nn.Module],
+        models: Iterable[Any],
         device: torch.device,
     ) -> None:
         self.mode = run.learner.routing_replay
