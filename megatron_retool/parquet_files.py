@@ -1,9 +1,9 @@
-"""Reading parquet files that may be damaged: one error for everything, with the place of the damage."""
+"""Parquet files: read, with one error for everything that may be damaged and its place, and written by pieces."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ class UnreadableFile(ValueError):
     """A file is missing, damaged, or of another kind. The message names it, row and column where known, and a cure."""
 
 
-def read_parquet(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_parquet(path: str | Path, columns: Sequence[str] | None = None, optional: Sequence[str] = ()) -> pa.Table:
     """The table, whose checksums (where it has some), lengths and text have been checked.
 
     Args:
         columns: those that must be there, and are read; None: all.
+        optional: read too, where the file has them.
 
     Raises:
         UnreadableFile: naming file, row and column.
@@ -29,13 +30,46 @@ def read_parquet(path: str | Path, columns: Sequence[str] | None = None) -> pa.T
 
     path = Path(path)
     with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        _check_columns(path, file.schema_arrow.names, columns)
+        found = file.schema_arrow.names
+        _check_columns(path, found, columns)
+        if columns is not None:
+            columns = [*columns, *(name for name in optional if name in found)]
         try:
-            table = file.read(columns=None if columns is None else list(columns))
+            table = file.read(columns=columns)
             table.validate(full=True)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _damaged(path, error, _place_of_damage(file, columns)) from error
     return table
+
+
+def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to an open file, each piece (column -> values) as a row group, which alone is held in memory.
+
+    Compressed with zstd, with a checksum for each page. Values of the type large_binary, which do not repeat, get no
+    dictionary.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = zip(schema.names, schema.types, strict=True)
+    repeating = [path for column in columns for path, kind in _leaves(*column) if kind != pa.large_binary()]
+    options = {"compression": "zstd", "write_page_checksum": True, "use_dictionary": repeating}
+    with pq.ParquetWriter(handle, schema, **options) as writer:
+        for piece in pieces:
+            writer.write_table(pa.table(piece, schema=schema))
+
+
+def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
+    """(path in the file, type) of what a column without deeper nesting is stored as."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        yield f"{name}.list.element", kind.value_type
+    elif pa.types.is_struct(kind):
+        parts = pa.schema(kind)
+        yield from ((f"{name}.{part}", inner) for part, inner in zip(parts.names, parts.types, strict=True))
+    else:
+        yield name, kind
 
 
 @contextlib.contextmanager

@@ -21,8 +21,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.parquet_files import damage_named, read_parquet
-from megatron_retool.routed_experts import ExpertArray, RoutedExperts, check_rows
+from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
+from megatron_retool.routed_experts import (
+    ExpertArray,
+    RoutedExperts,
+    check_rows,
+    from_stored,
+    row_groups,
+    split_stored,
+    stored_type,
+    to_stored,
+)
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import load_json, without_surrogates
 
@@ -226,9 +235,19 @@ def write_trajectories(
 ) -> None:
     """Write one parquet file (to a temporary name, fsynced, renamed). ``texts`` adds decoded prompt and response."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    rows: dict[str, list[Any]] = {name: [] for name in _PARQUET_COLUMNS}
+    schema = [(name, kind()) for name, kind in (_PARQUET_COLUMNS | _OPTIONAL_COLUMNS).items()]
+    if texts is not None:
+        schema += [("prompt", pa.string()), ("response", pa.string())]
+    sizes = [0 if t.routed_experts is None else t.routed_experts.nbytes for t in trajectories]
+    pieces = (_stored_rows(trajectories[part], None if texts is None else texts[part]) for part in row_groups(sizes))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as handle:
+        write_row_groups(handle, pa.schema(schema), pieces)
+
+
+def _stored_rows(trajectories: Sequence[Trajectory], texts: Sequence[tuple[str, str]] | None) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {name: [] for name in (_PARQUET_COLUMNS | _OPTIONAL_COLUMNS)}
     for t in trajectories:
         for name in ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
             rows[name].append(getattr(t, name))
@@ -239,29 +258,31 @@ def write_trajectories(
         for name in ("reward_info", "extra_info"):
             rows[name].append(json.dumps(getattr(t, name), default=str))
         rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
-    schema = [(name, kind()) for name, kind in _PARQUET_COLUMNS.items()]
+        rows["routed_experts"].append(to_stored([] if t.routed_experts is None else [t.routed_experts]))
     if texts is not None:
         rows["prompt"], rows["response"] = ([without_surrogates(t[place]) for t in texts] for place in (0, 1))
-        schema += [("prompt", pa.string()), ("response", pa.string())]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as handle:
-        table = pa.table(rows, schema=pa.schema(schema))
-        pq.write_table(table, handle, compression="zstd", write_page_checksum=True)
+    return rows
 
 
-def read_trajectories(path: str | Path) -> list[Trajectory]:
+def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[Trajectory]:
     """Read what ``write_trajectories`` wrote.
+
+    Args:
+        routed_experts: False leaves that column, which is most of the file where there is one, unread.
 
     Raises:
         UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
     """
-    rows = read_parquet(path, columns=list(_PARQUET_COLUMNS)).to_pylist()
+    table = read_parquet(path, list(_PARQUET_COLUMNS), list(_OPTIONAL_COLUMNS) if routed_experts else [])
+    with damage_named(path):
+        table, experts = split_stored(table)
     trajectories = []
-    for number, row in enumerate(rows):
+    for number, (row, stored) in enumerate(zip(table.to_pylist(), experts, strict=True)):
         with damage_named(f"{path}, row {number}"):
             row["finish_reason"] = FinishReason(row["finish_reason"])
             row["reward_info"], row["extra_info"] = load_json(row["reward_info"]), load_json(row["extra_info"])
             row["tool_calls"] = [ToolCall(**call) for call in load_json(row["tool_calls"])]
+            row["routed_experts"] = from_stored(stored)
             trajectories.append(Trajectory(**row))
     return trajectories
 
@@ -292,3 +313,5 @@ _PARQUET_COLUMNS = {
     "tool_calls": _arrow("string"),
     "extra_info": _arrow("string"),
 }
+_OPTIONAL_COLUMNS = {"routed_experts": stored_type}
+"""Of files that were written since there is such a column."""

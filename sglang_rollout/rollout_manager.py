@@ -170,7 +170,12 @@ class RolloutManager:
             raise ValueError("group ids of a stream must be distinct")
         running = _Running(
             # Nobody trains on validation samples, so their probabilities need not be exact.
-            RequestSettings(sampling, self.agent.stop, filtered_log_probs=trains),
+            RequestSettings(
+                sampling,
+                self.agent.stop,
+                filtered_log_probs=trains,
+                routed_experts=trains and self.config.learner.routing_replay == "rollout",
+            ),
             InFlight(self.statistics if trains else RolloutStatistics()),
         )
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_retool.config import SamplingConfig
+from megatron_retool.routed_experts import check_rows
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import (
     EngineClientError,
@@ -17,6 +17,7 @@ from sglang_rollout.engine.base import (
     StopConditions,
 )
 from sglang_rollout.engine.pool import EnginePool
+from sglang_rollout.engine.routed_experts import trusted_rows
 from sglang_rollout.engine.router import Lease, RoutedEngine
 from sglang_rollout.rollout_statistics import RolloutStatistics
 
@@ -34,11 +35,13 @@ class RequestSettings:
 
     Attributes:
         filtered_log_probs: of ``GenerateRequest``.
+        routed_experts: every answer must carry rows.
     """
 
     sampling: SamplingConfig
     stop: StopConditions
     filtered_log_probs: bool
+    routed_experts: bool = False
 
 
 @dataclass
@@ -84,27 +87,28 @@ class Session:
         state: TrajectoryState,
         max_new_tokens: int,
         deadline: float,
-        extra_ids: Sequence[int] = (),
+        after: GenerateResult | None = None,
         top_log_probs: int = 0,
     ) -> GenerateResult:
-        """Sample what follows the state's ids and ``extra_ids``.
+        """Sample what follows the state's ids and what was sampled ``after`` them.
 
         What engines that failed have cost is taken back from ``state.seconds``: a trajectory that waits for a dead
         engine's successor must not be out of time when it has one.
 
         Raises:
-            RolloutError: an engine refuses the request, or requests fail again and again.
+            RolloutError: an engine refuses the request or has no routed experts, or requests fail again and again.
             NoEngineAvailable: all are dead.
         """
         router = self._engines.router
         request = GenerateRequest(
-            input_ids=[*state.prompt_ids, *state.response_ids, *extra_ids],
+            input_ids=[*state.prompt_ids, *state.response_ids, *(after.output_ids if after else ())],
             max_new_tokens=max_new_tokens,
             sampling=self._settings.sampling,
             stop=self._settings.stop,
             seed=state.seed,
             top_log_probs=top_log_probs,
             filtered_log_probs=self._settings.filtered_log_probs,
+            routed_experts_start=first_without_rows(state, after) if self._settings.routed_experts else None,
         )
         avoid: RoutedEngine | None = None
         failing_since: float | None = None
@@ -139,7 +143,7 @@ class Session:
                 statistics.sampled_tokens += len(result.output_ids)
                 statistics.prompt_tokens += result.prompt_tokens
                 statistics.cached_tokens += result.cached_tokens
-                return result
+                return with_trusted_rows(request, result, state, after, engine.url)
         except Exception:
             self.failed = True
             raise
@@ -169,3 +173,47 @@ class Session:
                 f"trajectory {state.group_id}/{state.index} failed {self._failures} times on engines that are healthy; "
                 f"the last failure: {error}"
             ) from error
+
+
+def first_without_rows(state: TrajectoryState, after: GenerateResult | None) -> int:
+    """The first token that a request for what follows both has to return the experts of."""
+    known = state.routed_tokens()
+    return known if after is None or after.routed_experts is None else known + len(after.routed_experts)
+
+
+def with_trusted_rows(
+    request: GenerateRequest, result: GenerateResult, state: TrajectoryState, after: GenerateResult | None, engine: str
+) -> GenerateResult:
+    """``result`` with rows that belong to its tokens and to the weights that sampled them, or with none.
+
+    Raises:
+        RolloutError: the answer is whole and has not the rows that were asked for.
+    """
+    start = request.routed_experts_start
+    if start is None:
+        return result
+    rows, length = result.routed_experts, len(request.input_ids) + len(result.output_ids)
+    problem = "no routed experts"
+    if rows is not None and result.output_ids:
+        try:
+            check_rows(rows, length - 1 - start, "its answer")
+            earlier = (after.weight_versions if after else []) + result.weight_versions
+            return replace(
+                result,
+                routed_experts=trusted_rows(rows, _versions(state, earlier)[start:]),
+                routed_experts_start=start,
+            )
+        except ValueError as error:
+            problem = f"other routed experts than those of tokens {start} to {length - 2}: {error}"
+    if result.finish_reason != "abort" and result.output_ids:
+        raise RolloutError(
+            f"engine {engine} answered with {problem}. learner.routing_replay=rollout needs an engine "
+            "(rollout.engine.backend) that returns them: set it to none or old_log_probs"
+        )
+    return replace(result, routed_experts=None)
+
+
+def _versions(state: TrajectoryState, sampled: list[int]) -> list[int]:
+    """Of every token, -1 where none was sampled; also where an agent's columns do not line up just now."""
+    own = state.weight_versions[: len(state.response_ids)]
+    return [-1] * len(state.prompt_ids) + own + [-1] * (len(state.response_ids) - len(own)) + sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_retool.config.base import ConfigError, at_least_one, choice
+from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,13 @@ class DemoConfig:
     num_key_value_heads: int = at_least_one(2, maximum=65536)
     """Heads of its keys and values; they divide num_attention_heads."""
     intermediate_size: int = at_least_one(384)
-    """Width of its feed-forward layers."""
+    """Width of its feed-forward layers; a mixture of experts has moe_intermediate_size in its place."""
+    num_experts: int = not_negative(0, maximum=32767)
+    """Experts in each layer. 0: a dense model (Qwen2, tied). Above 0: a mixture of experts (Qwen3-MoE, untied)."""
+    num_experts_per_tok: int = at_least_one(2, maximum=32767)
+    """Experts that each token goes through; at most num_experts where that is above 0."""
+    moe_intermediate_size: int = at_least_one(192)
+    """Width of each expert."""
     vocab_size: int = at_least_one(512, maximum=1_000_000)
     """Tokens of its tokenizer: a multiple of 128."""
     pretrain_rows: int = at_least_one(28800)
@@ -48,6 +54,11 @@ class DemoConfig:
     """two_tools: entities of val.parquet."""
 
     def check(self) -> None:
-        """Raise ConfigError where no directory is named."""
+        """Raise ConfigError where no directory is named, or a token goes through more experts than there are."""
         if not self.directory.strip():
             raise ConfigError("demo.directory is empty: name a directory, such as runs/demo_data")
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"demo.num_experts_per_tok={self.num_experts_per_tok} exceeds demo.num_experts={self.num_experts}: "
+                "a token goes through each expert at most once"
+            )

@@ -71,9 +71,16 @@ def validate(config: Config) -> None:
             f"data.train_batch_size x rollout.train.n = {responses} responses are not divisible by "
             f"learner.mini_batch_size={learner.mini_batch_size}"
         )
-    if config.weight_sync.round_to_fp8 and rollout.engine.quantization is not None:
+    if config.weight_sync.round_to is not None and rollout.engine.quantization is not None:
         raise ConfigError(
-            "weight_sync.round_to_fp8 imitates FP8 serving; rollout.engine.quantization=fp8 is the real thing: set one"
+            f"weight_sync.round_to={config.weight_sync.round_to} imitates a quantised engine, and "
+            f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
+        )
+    replays = learner.routing_replay == "rollout" and rollout.replay_dir is None
+    if replays and rollout.engine.backend == "transformers":
+        raise ConfigError(
+            "learner.routing_replay=rollout needs the engine's choice of experts, which "
+            "rollout.engine.backend=transformers does not tell: set backend=sglang, or routing_replay=old_log_probs"
         )
     if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
         raise ConfigError(

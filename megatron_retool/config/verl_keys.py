@@ -49,6 +49,11 @@ def kl_estimator(word: Any) -> str | None:
     return names.get(str(word).removesuffix("+"))
 
 
+def routing_replay(word: Any) -> str | None:
+    """verl's router_replay.mode in our words; None where there is none."""
+    return {"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}.get(str(word))
+
+
 def find(key: str) -> VerlKey | None:
     """The row of a key, else of the longest prefix that has one, else None.
 
@@ -264,7 +269,11 @@ TABLE: tuple[VerlKey, ...] = (
     *_rows(ACTOR, "shuffle data_loader_seed", "responses are shuffled by trainer.seed in every step"),
     *_rows(ACTOR, "loss_scale_factor", "seq-mean-token-sum-norm divides by data.max_response_length"),
     *_rows(ACTOR, "checkpoint.*", "a checkpoint holds everything; export makes Hugging Face's files of it"),
-    *_rows(ACTOR, "router_replay.*", "expert routing is not replayed"),
+    *(VerlKey(f"{ACTOR}.{part}router_replay.mode", ("learner.routing_replay",), "R2: old_log_probs; R3: rollout",
+        routing_replay)
+      for part in ("", "megatron.")),
+    *_rows(ACTOR, "router_replay.* megatron.router_replay.*",
+           "rollouts/ of a run keeps what was replayed; rollout.replay_dir takes it"),
     *_rows(ACTOR, "profiler.* profile.*", _PROFILER),
     *_rows(ACTOR, "freeze_vision_tower", _VLM),
     # --- reference and rollout's log-probs
@@ -312,6 +321,7 @@ TABLE: tuple[VerlKey, ...] = (
             "a list of tools in place of a file: [code_interpreter] for SandboxFusionTool, settings in "
             "tools.code_interpreter, own tools as path/to/file.py:Class"),
     VerlKey(f"{ROLLOUT}.multi_turn.format", ("rollout.multi_turn.format",), convert=_same),
+    VerlKey(f"{ROLLOUT}.enable_rollout_routing_replay", ("learner.routing_replay",), "rollout says it to both sides"),
     *_rows(ROLLOUT, "multi_turn.tool_response_truncate_side", "a long result loses its middle"),
     *_rows(ROLLOUT, "multi_turn.interaction_config_path agent.*",
         "an agent of one's own: rollout.agent (docs/extending.md)"),

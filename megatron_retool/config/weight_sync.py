@@ -15,8 +15,11 @@ class WeightSyncConfig:
     """Size of the pieces in which weights travel."""
     verify: bool = False
     """Compare checksums of every tensor on both sides after each sync."""
-    round_to_fp8: bool = False
-    """Send linear weights rounded to block-wise e4m3 values, in the engine's own dtype: the mismatch of FP8 serving on
-    engines that cannot serve FP8."""
+    round_to: str | None = choice(None, "fp8", "int8", "int4", "int3")
+    """A study tool: engines get linear weights rounded to what such a quantisation holds, and compute in their own
+    dtype, which shows its mismatch on any machine. fp8: blocks of 128 x 128, e4m3. intN: symmetric, to the nearest,
+    a scale for each round_group_size inputs. Embeddings, norms, routers and the output layer stay as they are."""
+    round_group_size: int = at_least_one(32)
+    """Inputs of a row that share a scale, with intN."""
     timeout_seconds: float = positive(300.0)
     """For one piece on its way."""

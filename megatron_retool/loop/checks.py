@@ -9,7 +9,9 @@ from pathlib import Path
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.loggers import check_loggers
+from megatron_retool.parquet_files import damage_named
 from megatron_retool.runs.metrics_file import read_metrics
+from sglang_rollout.engine.served_models import check_served_model
 
 
 def check_run(config: Config) -> None:
@@ -44,7 +46,8 @@ def check_directory(keys: str, directory: Path) -> None:
 
 
 def check_model(config: Config, *, learns: bool) -> None:
-    """Check the model's directory and, where it ``learns``, its family and how learner and model divide.
+    """Check the model's directory, whether the engines serve what it says and, where it ``learns``, its family and how
+    learner and model divide.
 
     A hub id is left to those who fetch it.
 
@@ -56,13 +59,50 @@ def check_model(config: Config, *, learns: bool) -> None:
         return
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json")
+    check_served_model(config)
     if not learns:
         return
-    config.learner.layout(Architecture.from_pretrained(directory, config.model.families))
+    architecture = Architecture.from_pretrained(directory, config.model.families)
+    config.learner.layout(architecture)
+    if config.learner.routing_replay != "none" and not architecture.is_moe:
+        raise ConfigError(
+            f"learner.routing_replay={config.learner.routing_replay} replays the choice of experts, and "
+            f"model.path={config.model.path} ({architecture.family}) has none: set it to none"
+        )
     if config.model.mcore_path is not None and not Path(config.model.mcore_path).is_dir():
         raise ConfigError(
             f"model.mcore_path={config.model.mcore_path} is no directory: make it with conversion/hf_to_mcore.py, or "
             "set it to null, and the weights of model.path are read"
+        )
+
+
+def check_stored_rollouts(config: Config, first_step: int) -> None:
+    """Check that ``rollout.replay_dir`` has what the run's first step takes from it.
+
+    Raises:
+        ConfigError: it lacks the step's trajectories, or these lack the routed experts that are to be replayed.
+        UnreadableFile: the file is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    if config.rollout.replay_dir is None:
+        return
+    key = f"rollout.replay_dir={config.rollout.replay_dir}"
+    file = Path(config.rollout.replay_dir) / f"step_{first_step:06d}.parquet"
+    if not file.is_file():
+        raise ConfigError(f"{key}: the run begins with step {first_step}, whose {file.name} is not there")
+    if config.learner.routing_replay != "rollout":
+        return
+    with damage_named(file), pq.ParquetFile(file) as stored:
+        name = "routed_experts"
+        known = name in stored.schema_arrow.names and any(
+            batch.column(0).null_count == 0 for batch in stored.iter_batches(batch_size=1, columns=[name])
+        )
+    if not known:
+        raise ConfigError(
+            f"learner.routing_replay=rollout replays the engine's choice of experts, which {file} does not have: "
+            f"{key} must name the rollouts of a run with learner.routing_replay=rollout; or set it to none or "
+            "old_log_probs here"
         )
 
 

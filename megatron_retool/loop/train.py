@@ -15,6 +15,7 @@ from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.learner_group import LearnerDied
 from megatron_retool.config import Config
 from megatron_retool.loop.checkpointer import Checkpointer
+from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
@@ -58,6 +59,9 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
     check_rollouts(config)
+    check_model(config, learns=True)  # once more: of the demo it was not there when the command began
+    if not config.trainer.val_only:
+        check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
     run = Deployment(config, console)
     try:
         async with run.watchdog, run:

@@ -22,6 +22,7 @@ from megatron_retool.planning.strategies import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
+from sglang_rollout.engine.served_models import check_served_model
 
 DEFAULT_STEPS = 100
 
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         ConfigError: the configuration, an option or a measured run is unusable; the message says why.
     """
     config, measured = _configuration(options)
+    if options.model is None:
+        check_served_model(config)
     machines = parse_machines(options.gpus or _machines_of(config), options.gpus_per_node)
     name, architecture = resolve_architecture(config, options.model)
     layout = config.learner.layout(architecture)

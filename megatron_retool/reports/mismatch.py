@@ -85,7 +85,8 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
     for file in (files[i] for i in chosen):
         step = int(file.name.split("_")[1].split(".")[0])
         estimates = read_estimates(file)
-        trajectories = {(t.group_id, t.index): t for t in read_trajectories(directory / f"step_{step:06d}.parquet")}
+        stored = read_trajectories(directory / f"step_{step:06d}.parquet", routed_experts=False)
+        trajectories = {(t.group_id, t.index): t for t in stored}
         for key, columns in estimates.items():
             trajectory = trajectories.get(key)
             if trajectory is None or len(columns["old_log_probs"]) != len(trajectory.response_ids):

@@ -85,8 +85,11 @@ def base_settings(config: Config) -> dict[str, Any]:
 def difference(made_with: dict[str, Any], settings: dict[str, Any]) -> str | None:
     """The first setting that differs, as "key=old, now new"; None where none does.
 
-    A key that is new since the base was made has its default in both, and one that is gone counts for nothing.
+    A key that is new since the base was made had its default then, and one that is gone counts for nothing.
     """
+    if not made_with:
+        return None
+    made_with = {**base_settings(Config()), **made_with}
     for key, value in settings.items():
         if key in made_with and made_with[key] != value:
             return f"{key}={made_with[key]!r}, now {value!r}"

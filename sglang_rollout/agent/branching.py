@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.config import BranchingConfig
+from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
@@ -39,14 +40,14 @@ BRANCH_KEY = "branch"
 
 
 class Sample(Protocol):
-    """A request for what follows the state's ids and ``extra_ids``."""
+    """A request for what follows the state's ids and what was sampled ``after`` them."""
 
     def __call__(
         self,
         state: TrajectoryState,
         max_new_tokens: int,
         deadline: float,
-        extra_ids: Sequence[int] = (),
+        after: GenerateResult | None = None,
         top_log_probs: int = 0,
     ) -> Awaitable[GenerateResult]: ...
 
@@ -104,7 +105,7 @@ class EntropyBranching:
                 self._fork_above_threshold(state, value, start)
         if head.finish_reason != "length" or measured == max_new_tokens:
             return head
-        tail = await sample(state, max_new_tokens - measured, deadline, extra_ids=head.output_ids)
+        tail = await sample(state, max_new_tokens - measured, deadline, after=head)
         return joined(head, tail)
 
     def top_up(self) -> int:
@@ -169,7 +170,15 @@ def joined(head: GenerateResult, tail: GenerateResult) -> GenerateResult:
         matched_stop=tail.matched_stop,
         prompt_tokens=head.prompt_tokens,
         cached_tokens=head.cached_tokens,
+        routed_experts=_joined_rows(head, tail),
+        routed_experts_start=tail.routed_experts_start if head.routed_experts is None else head.routed_experts_start,
     )
+
+
+def _joined_rows(head: GenerateResult, tail: GenerateResult) -> ExpertArray | None:
+    if head.routed_experts is None or tail.routed_experts is None:
+        return tail.routed_experts if head.routed_experts is None else head.routed_experts
+    return np.concatenate([head.routed_experts, tail.routed_experts])
 
 
 def shared_token_ids(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.int64]:

@@ -19,9 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_retool.config import MultiTurnConfig
+from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from sglang_rollout.agent.routing_record import column, still_true
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.base import GenerateResult, StopConditions
@@ -40,6 +43,9 @@ class TrajectoryState:
         pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
         seconds: time it was worked on, pauses and what engines that failed have cost left out.
         age: training steps for which it was paused.
+        routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks, which end
+            where no engine has answered yet, before the last token. Copies share them: none is ever changed.
+        routed_ids: int32, the tokens that those rows were received for; None where another process received them.
     """
 
     prompt_ids: list[int]
@@ -52,6 +58,8 @@ class TrajectoryState:
     log_probs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    routed_experts: list[ExpertArray] = field(default_factory=list)
+    routed_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     tool_calls: list[ToolCall] = field(default_factory=list)
     turn: int = 0
     turn_start: int = 0
@@ -66,13 +74,31 @@ class TrajectoryState:
         """Prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    def routed_tokens(self) -> int:
+        """Tokens that ``routed_experts`` has rows of, which is the first that has none.
+
+        Where an agent has taken back tokens since, their rows go, and those after them.
+        """
+        if self.routed_experts:
+            self.routed_experts = still_true(self.routed_experts, self.routed_ids, self._ids())
+        return sum(map(len, self.routed_experts))
+
+    def _ids(self) -> npt.NDArray[np.int32]:
+        return np.array([*self.prompt_ids, *self.response_ids], np.int32)
+
     def append_sampled(self, result: GenerateResult) -> None:
-        count = len(result.output_ids)
+        count, known = len(result.output_ids), self.routed_tokens()
         self.response_ids += result.output_ids
         self.loss_mask += [True] * count
         self.log_probs += result.log_probs
         self.turn_ids += [self.turn] * count
         self.weight_versions += result.weight_versions
+        # Rows after a gap are asked for again; rows of tokens that the agent left out are nobody's.
+        if result.routed_experts is not None and result.routed_experts_start in (None, known):
+            rows = result.routed_experts[: self.length - known]
+            if len(rows):
+                self.routed_experts.append(rows)
+                self.routed_ids = self._ids()[: known + len(rows)]
 
     def append_unsampled(self, ids: Sequence[int]) -> None:
         """Tool results and template glue: part of the context, never of the loss."""
@@ -92,6 +118,7 @@ class TrajectoryState:
             log_probs=list(self.log_probs),
             turn_ids=list(self.turn_ids),
             weight_versions=list(self.weight_versions),
+            routed_experts=list(self.routed_experts),
             tool_calls=list(self.tool_calls),
             pending_calls=list(self.pending_calls),
             reward_info=dict(self.reward_info),
@@ -125,6 +152,7 @@ class TrajectoryState:
         except (TypeError, ValueError, OverflowError):
             for column in columns:
                 column.clear()
+            self.routed_experts = []
         self.reward_info = {**self.reward_info, "agent_failure": reason}
 
     def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
@@ -153,6 +181,7 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
+            routed_experts=column(self.routed_experts, self.length) if self.routed_tokens() else None,
         )
 
 

@@ -1,7 +1,8 @@
 """Paused groups on disk: what a checkpoint keeps of trajectories that partial rollout left unfinished.
 
 One parquet file, one row a trajectory; what concerns a whole group lies in the schema's metadata. Prompts are not
-stored: the data position gives each group id its prompt again. Nothing of the tools is stored either: their
+stored: the data position gives each group id its prompt again. Routed experts are, the prompt's rows too: an engine
+that continues the trajectory sends only what comes after them. Nothing of the tools is stored either: their
 sessions are opened anew and learn which calls were made before, and calls whose results are missing are made again.
 """
 
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from megatron_retool.parquet_files import damage_named, read_parquet
+from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
+from megatron_retool.routed_experts import from_stored, row_groups, split_stored, stored_type, to_stored
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, ToolCall
 from megatron_retool.untrusted import load_json
@@ -37,8 +38,11 @@ _SCHEMA = pa.schema(
         ("index", pa.int64()),
         *((name, pa.list_(kind)) for name, kind in _TOKEN_COLUMNS.items()),
         ("progress", pa.string()),
+        ("routed_experts", stored_type()),
     ]
 )
+_OPTIONAL = ("routed_experts",)
+"""Columns of files that were written since there are such."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +64,34 @@ class PausedGroup:
 
 def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None:
     """Write one file (to a temporary name, fsynced, renamed). Prompts and their extra_info are left out."""
-    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
-    for group in groups:
-        for state in group.states:
-            rows["group_id"].append(group.group_id)
-            rows["index"].append(state.index)
-            for name in _TOKEN_COLUMNS:
-                rows[name].append(getattr(state, name))
-            progress = {
-                "seed": state.seed,
-                "turn": state.turn,
-                "turn_start": state.turn_start,
-                "seconds": state.seconds,
-                "finish_reason": state.finish_reason,
-                "tool_calls": [vars(call) for call in state.tool_calls],
-                "pending_calls": [vars(call) for call in state.pending_calls],
-                "reward_info": state.reward_info,
-            }
-            rows["progress"].append(json.dumps(progress))
     about = [{"group_id": g.group_id, "size": g.size, "age": g.age, "branching": g.branching} for g in groups]
-    table = pa.table(rows, schema=_SCHEMA.with_metadata({"groups": json.dumps(about)}))
+    states = [(group.group_id, state) for group in groups for state in group.states]
+    parts = row_groups([sum(chunk.nbytes for chunk in state.routed_experts) for _, state in states])
     with atomic_write(path) as handle:
-        pq.write_table(table, handle, compression="zstd", write_page_checksum=True)
+        schema = _SCHEMA.with_metadata({"groups": json.dumps(about)})
+        write_row_groups(handle, schema, (_stored_rows(states[part]) for part in parts))
+
+
+def _stored_rows(states: Sequence[tuple[int, TrajectoryState]]) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
+    for group_id, state in states:
+        rows["group_id"].append(group_id)
+        rows["index"].append(state.index)
+        for name in _TOKEN_COLUMNS:
+            rows[name].append(getattr(state, name))
+        progress = {
+            "seed": state.seed,
+            "turn": state.turn,
+            "turn_start": state.turn_start,
+            "seconds": state.seconds,
+            "finish_reason": state.finish_reason,
+            "tool_calls": [vars(call) for call in state.tool_calls],
+            "pending_calls": [vars(call) for call in state.pending_calls],
+            "reward_info": state.reward_info,
+        }
+        rows["progress"].append(json.dumps(progress))
+        rows["routed_experts"].append(to_stored(state.routed_experts))
+    return rows
 
 
 def read_paused_groups(path: str | Path) -> list[PausedGroup]:
@@ -90,21 +100,24 @@ def read_paused_groups(path: str | Path) -> list[PausedGroup]:
     Raises:
         UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
     """
-    table = read_parquet(path, columns=_SCHEMA.names)
+    table = read_parquet(path, [name for name in _SCHEMA.names if name not in _OPTIONAL], _OPTIONAL)
     with damage_named(path):
+        table, experts = split_stored(table)
         about_groups = load_json((table.schema.metadata or {})[b"groups"])
         groups = {about["group_id"]: PausedGroup(states=[], **about) for about in about_groups}
-    for number, row in enumerate(table.to_pylist()):
+    for number, (row, stored) in enumerate(zip(table.to_pylist(), experts, strict=True)):
         with damage_named(f"{path}, row {number}"):
             progress = load_json(row.pop("progress"))
             reason = progress.pop("finish_reason")
             group = groups[row["group_id"]]
+            rows = from_stored(stored)
             state = TrajectoryState(
                 prompt_ids=[],
                 age=group.age,
                 finish_reason=None if reason is None else FinishReason(reason),
                 tool_calls=[ToolCall(**call) for call in progress.pop("tool_calls")],
                 pending_calls=[ParsedCall(**call) for call in progress.pop("pending_calls")],
+                routed_experts=[] if rows is None else [rows],
                 **progress,
                 **row,
             )

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
 from sglang_rollout.engine.base import WeightSync
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.engine.routed_experts import RoutingShape
 
 
 class SGLangEngine:
@@ -17,6 +19,7 @@ class SGLangEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._routed_experts = config.learner.routing_replay == "rollout"
 
     def server(
         self,
@@ -39,25 +42,33 @@ class SGLangEngine:
             colocated=self.config.cluster.placement == "colocated",
             gpu_ids=gpu_ids,
             families=self.config.model.families,
+            routed_experts=self._routed_experts,
         )
 
     def client(self, base_url: str) -> SGLangClient:
-        rollout = self.config.rollout
-        return SGLangClient(base_url, retries=rollout.request_retries, timeout_seconds=rollout.request_timeout_seconds)
+        rollout, model = self.config.rollout, self.config.model
+        return SGLangClient(
+            base_url,
+            retries=rollout.request_retries,
+            timeout_seconds=rollout.request_timeout_seconds,
+            routing=RoutingShape.of(Architecture.from_pretrained(model.path, model.families))
+            if self._routed_experts
+            else None,
+        )
 
     def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
         """The way that weight_sync.method names."""
         # The driver needs none of this, and importing it takes a while.
         from sglang_rollout.weight_sync.disk import DiskWeightSync
         from sglang_rollout.weight_sync.distributed import DistributedWeightSync
-        from sglang_rollout.weight_sync.fp8 import fp8_conversion
+        from sglang_rollout.weight_sync.quantization import weight_conversion
         from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
         config, settings = self.config, self.config.weight_sync
         common: dict[str, Any] = {
             "timeout_seconds": settings.timeout_seconds,
             "verify": settings.verify,
-            "convert": fp8_conversion(config),
+            "convert": weight_conversion(config),
         }
         if settings.method == "disk":
             directory = config.run_dir / "weight_sync"

@@ -30,7 +30,7 @@ from sglang_rollout.engine.base import (
 from sglang_rollout.weight_sync.base import Bucket
 from sglang_rollout.weight_sync.disk import WeightDirectory
 from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.fp8 import fp8_conversion
+from sglang_rollout.weight_sync.quantization import weight_conversion
 
 
 class TransformersEngine:
@@ -72,7 +72,7 @@ class TransformersEngine:
 
     def weight_sync(self, base_urls: Sequence[str]) -> TransformersWeightSync:
         model_path = Path(self.config.model.path)
-        return TransformersWeightSync(base_urls, self._weights, model_path, fp8_conversion(self.config))
+        return TransformersWeightSync(base_urls, self._weights, model_path, weight_conversion(self.config))
 
 
 class TransformersServer:

@@ -93,6 +93,8 @@ class GenerateResult:
     routed_experts: ExpertArray | None = None
     """[n, layers, k]: rows of the tokens from ``routed_experts_start`` on, where they were asked for. The last sampled
     token has none: it was no input yet."""
+    routed_experts_start: int | None = None
+    """The token that the first row is of; None: the trajectory's first without one."""
 
 
 @dataclass(frozen=True)

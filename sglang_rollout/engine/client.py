@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from megatron_retool.routed_experts import ExpertArray
 from sglang_rollout.engine.base import (
     EngineClientError,
     EngineFailed,
@@ -29,6 +30,7 @@ from sglang_rollout.engine.base import (
     GenerateResult,
     Memory,
 )
+from sglang_rollout.engine.routed_experts import RoutingShape
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 CONTROL_TIMEOUT_SECONDS = 60.0
@@ -51,12 +53,21 @@ class SGLangClient:
         base_url: http://host:port
         retries: further attempts after a dropped or refused connection.
         timeout_seconds: limit of one /generate call.
+        routing: of the served model, for requests that want routed experts.
     """
 
-    def __init__(self, base_url: str, *, retries: int = 3, timeout_seconds: float = 3600.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        retries: int = 3,
+        timeout_seconds: float = 3600.0,
+        routing: RoutingShape | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.retries = retries
         self.timeout_seconds = timeout_seconds
+        self.routing = routing
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -83,7 +94,7 @@ class SGLangClient:
                         if not done:
                             reason = f"no answer to an abort in {CONTROL_TIMEOUT_SECONDS:.0f} s"
                             raise EngineTimeout(self.base_url, reason, "/generate")
-                return self._parse(await call, request.wants_filtered)
+                return self._parse(await call, request)
             except (asyncio.CancelledError, EngineTimeout, EngineUnavailable) as error:
                 call.cancel()
                 # The connection is gone, the request is not: it would go on using the engine.
@@ -225,7 +236,7 @@ class SGLangClient:
         with contextlib.suppress(EngineClientError):
             await self.request("/abort_request", {"rid": rid}, CONNECT_TIMEOUT_SECONDS)
 
-    def _parse(self, answer: Any, filtered: bool) -> GenerateResult:
+    def _parse(self, answer: Any, request: GenerateRequest) -> GenerateResult:
         try:
             meta = answer["meta_info"]
             output_ids = answer["output_ids"]
@@ -233,12 +244,13 @@ class SGLangClient:
             pairs = meta.get("output_token_logprobs") or []
             log_probs = [pair[0] for pair in pairs]
             sampled = [pair[1] for pair in pairs]
-            if filtered:
+            if request.wants_filtered:
                 log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs") or []]
             reason = finish["type"]
         except (KeyError, TypeError) as error:
             reason = f"not an answer of /generate: {str(answer)[:300]}"
             raise EngineFailed(self.base_url, reason, "/generate") from error
+        rows = self._rows(meta.get("routed_experts"), request, len(output_ids), reason == "abort")
         if sampled != output_ids or len(log_probs) != len(sampled):
             # Token in, token out: ids and log-probs that do not line up must never reach the learner.
             known = min(len(sampled), len(log_probs))
@@ -247,6 +259,7 @@ class SGLangClient:
                     self.base_url, f"{len(output_ids)} output ids, log-probs for {len(sampled)} other ids", "/generate"
                 )
             output_ids, log_probs = sampled[:known], log_probs[:known]
+            rows = None
         top = None
         if meta.get("output_top_logprobs"):
             positions = meta["output_top_logprobs"][: len(output_ids)]
@@ -260,7 +273,21 @@ class SGLangClient:
             prompt_tokens=meta.get("prompt_tokens", 0),
             cached_tokens=meta.get("cached_tokens", 0),
             top_log_probs=top,
+            routed_experts=rows,
         )
+
+    def _rows(self, text: Any, request: GenerateRequest, sampled: int, aborted: bool) -> ExpertArray | None:
+        """The answer's rows, where they were asked for and are there."""
+        start = request.routed_experts_start
+        if start is None or self.routing is None or not isinstance(text, str):
+            return None
+        try:
+            return self.routing.decode(text, max(0, len(request.input_ids) + sampled - 1 - start))
+        except ValueError as error:
+            if aborted:
+                # They are asked for again: an answer that was cut off need not be whole.
+                return None
+            raise EngineFailed(self.base_url, str(error), "/generate") from error
 
 
 class BlockingClient:
@@ -342,6 +369,8 @@ def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
         body["return_sampling_mask"] = True
         top_k = request.sampling.top_k
         sampling["top_k"] = min(top_k, MAX_SUPPORT) if top_k > 0 else MAX_SUPPORT
+    if request.routed_experts_start is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_experts_start}
     if request.top_log_probs:
         body["top_logprobs_num"] = request.top_log_probs
     return body

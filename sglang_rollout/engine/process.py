@@ -24,12 +24,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.family import engine_class
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
 from megatron_retool.ports import free_port
+from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS, BlockingClient
 
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).resolve().parent
 CPU_SHIMS = _HERE / "cpu_shims"
+PLUGINS = _HERE / "sglang_plugins"
+EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
@@ -84,6 +89,7 @@ class SGLangServer:
         threads: CPU threads of a server without CUDA.
         port: 0 takes any free port (again at every start).
         families: model.families.
+        routed_experts: answers can carry the experts of every token (of a mixture of experts).
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class SGLangServer:
         host: str = "127.0.0.1",
         port: int = 0,
         families: Sequence[str] = (),
+        routed_experts: bool = False,
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -119,6 +126,7 @@ class SGLangServer:
         self.port = port
         self.device = resolve_device(config.device)
         self.families = tuple(families)
+        self.routed_experts = routed_experts
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -261,6 +269,7 @@ class SGLangServer:
             "--decode-log-interval": 400,
             "--skip-tokenizer-init": not self.tokenizer,
             "--enable-deterministic-inference": self.deterministic,
+            "--enable-return-routed-experts": self.routed_experts,
         }
         if self.device == "cpu":
             arguments |= {
@@ -307,7 +316,11 @@ class SGLangServer:
             if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):
                 del environment[name]
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-        paths = [path for path in paths if Path(path) not in (CPU_SHIMS, torchvision_directory())]
+        paths = [path for path in paths if Path(path) not in (CPU_SHIMS, PLUGINS, torchvision_directory())]
+        if self.routed_experts:
+            paths = [str(PLUGINS), *paths]
+            experts = Architecture.from_pretrained(self.model_path, self.families).num_experts or 0
+            environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
             environment |= {

@@ -48,7 +48,7 @@ class ServerWeightSync(ABC):
         engines: base URLs.
         timeout_seconds: limit of every request and of every collective.
         verify: compare checksums of every tensor after each push.
-        convert: what becomes of a bucket before it travels (``fp8.Fp8``).
+        convert: what becomes of a bucket before it travels (``quantization.weight_conversion``).
     """
 
     def __init__(

@@ -104,6 +104,52 @@ def test_megatron_weights_that_are_not_there(refused: Refused, demo: Path) -> No
     refused(["train", f"model.path={demo}/model", "model.mcore_path=gone"], "model.mcore_path=gone", "hf_to_mcore.py")
 
 
+def with_config(demo: Path, directory: Path, **keys: Any) -> Path:
+    """The demo's model without weights, other keys in its config.json."""
+    directory.mkdir()
+    for file in (demo / "model").iterdir():
+        if file.suffix != ".safetensors" and file.is_file():
+            (directory / file.name).write_bytes(file.read_bytes())
+    known = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**known, **keys}))
+    return directory
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def test_models_that_sglang_serves_otherwise_than_they_are(refused: Refused, demo: Path, tmp_path: Path) -> None:
+    tied = with_config(demo, tmp_path / "tied", **EXPERTS, tie_word_embeddings=True)
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "layer_types": None}
+    windowed = with_config(demo, tmp_path / "windowed", **mistral, sliding_window=64)
+    for command in ("train", "evaluate", "plan", "pipeline demo.enable=false"):
+        place = ["--gpus", "H100x8"] if command == "plan" else []
+        words = ["tied", "tie_word_embeddings=true", "Qwen3MoeForCausalLM", "save_pretrained"]
+        refused([*command.split(), *place, f"model.path={tied}"], *words)
+        words = ["windowed", "sliding_window=64", "MistralForCausalLM", "data.max_response_length"]
+        refused([*command.split(), *place, f"model.path={windowed}"], *words)
+
+
+def test_what_cannot_replay_routing(refused: Refused, demo: Path, tmp_path: Path) -> None:
+    train = ["train", f"model.path={demo}/model"]
+    refused([*train, "learner.routing_replay=old_log_probs"], "learner.routing_replay=old_log_probs", "qwen2", "none")
+    words = ["learner.routing_replay=rollout", "rollout.engine.backend=transformers", "old_log_probs"]
+    refused([*train, "learner.routing_replay=rollout", "rollout.engine.backend=transformers"], *words)
+    experts = with_config(demo, tmp_path / "experts", **EXPERTS, tie_word_embeddings=False)
+    train = ["train", f"model.path={experts}", "rollout.replay_dir=stored"]
+    refused(train, "rollout.replay_dir=stored", "step_000001.parquet is not there")
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "stored" / "step_000001.parquet").write_bytes(table(prompt_ids=[[1]], response_ids=[[2]]))
+    words = ["learner.routing_replay=rollout", "step_000001.parquet", "rollout.replay_dir=stored", "old_log_probs"]
+    refused([*train, "learner.routing_replay=rollout"], *words)
+
+
 CONFIGURATIONS = [
     ("no file", None, "config.json"),
     ("not JSON", "{", "config.json"),

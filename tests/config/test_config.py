@@ -212,3 +212,13 @@ def test_placement_refuses_more_gpus_than_there_are():
 
 def test_defaults_are_valid():
     assert isinstance(load_config(None), Config)
+
+
+def test_the_demo_with_experts_computes_in_two_precisions():
+    """Without that, engine and learner would hardly ever choose different experts."""
+    config = load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo_moe_cpu")])
+    assert config.demo.num_experts >= config.demo.num_experts_per_tok > 1
+    assert (config.rollout.engine.dtype, config.learner.dtype) == ("bfloat16", "float32")
+    dense = load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo_cpu")])
+    assert not dense.demo.num_experts and dense.rollout.engine.dtype == "float32"
+    assert config.run_dir != dense.run_dir

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,6 +33,7 @@ def trajectories(path: Path) -> None:
         for group in range(6)
     ]
     made[0].tool_calls = [ToolCall("x", "{}", "ok", 0.1)]
+    made[1].routed_experts = np.arange(40, dtype=np.uint8).reshape(4, 5, 2)
     write_trajectories(made, path, texts=[("prompt", f"response {number}") for number in range(6)])
 
 
@@ -40,6 +42,7 @@ def paused(path: Path) -> None:
     for state in states:
         state.append_unsampled(list(range(5)))
         state.pending_calls = [ParsedCall("x", {"a": 1}, "raw")]
+        state.routed_experts = [np.arange(40, dtype=np.uint8).reshape(4, 5, 2)]
     write_paused_groups([PausedGroup(3, 4, 1, states)], path)
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError
 from megatron_retool.data.demo import make, make_demo
 from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts, value_in
 from megatron_retool.data.demo.problems import FAMILIES, FactProblem, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.traces import DemoTools, trace
+from megatron_retool.planning.models import demo_architecture
 from tests.data.conftest import demo_config
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
@@ -29,6 +31,7 @@ TWO_TOOLS = (
     "demo.variant=two_tools", "rollout.multi_turn.tools=[code_interpreter,search]", "demo.entities=60",
     "demo.val_entities=10", "tools.search.top_k=1", "tools.search.show_ranks=false",
 )  # fmt: skip
+EXPERTS = ("demo.num_experts=6", "demo.num_experts_per_tok=3", "demo.moe_intermediate_size=16")
 INTERPRETER = demo_config(Path("unused")).tools.code_interpreter
 
 
@@ -169,6 +172,42 @@ def test_model_is_what_the_configuration_says(demo_directory):
     assert model.dtype == torch.float32
     assert model.config.vocab_size == 512
     assert 0.045 < model.model.embed_tokens.weight.std() < 0.055
+
+
+def test_a_mixture_of_experts_is_untied_and_loads_whole(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = make_demo(demo_config(tmp_path / "data", *EXPERTS))
+    model, loading = AutoModelForCausalLM.from_pretrained(directory / "model", output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert model.config.model_type == "qwen3_moe" and model.dtype == torch.float32
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    architecture = Architecture.from_pretrained(directory / "model")
+    assert (architecture.num_experts, architecture.num_experts_per_tok, architecture.moe_ffn_hidden_size) == (6, 3, 16)
+    assert not architecture.tie_word_embeddings
+    planned = demo_architecture(demo_config(directory, *EXPERTS))
+    written = {f.name: getattr(architecture, f.name) for f in dataclasses.fields(Architecture)}
+    differing = {name for name, value in written.items() if getattr(planned, name) != value}
+    assert differing <= {"dtype", "hf_config", "initializer_range", "max_position_embeddings", "rope_scaling"}
+
+
+def test_a_dense_model_knows_nothing_of_experts(demo_directory, tmp_path):
+    """Neither its weights nor its manifest: a directory from before there were experts is left alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo_directory / "model"))
+    written = AutoModelForCausalLM.from_pretrained(demo_directory / "model")
+    assert all(torch.equal(weight, written.state_dict()[name]) for name, weight in expected.state_dict().items())
+    manifest = json.loads((demo_directory / "manifest.json").read_text())["demo"]
+    assert "num_layers" in manifest and not [key for key in manifest if "expert" in key or "moe" in key]
+    dense, experts = demo_config(tmp_path / "data", "demo.val_rows=6"), demo_config(tmp_path / "data", *EXPERTS)
+    assert json.loads((make_demo(dense) / "manifest.json").read_text())["demo"].keys() == manifest.keys()
+    assert json.loads((make_demo(experts) / "manifest.json").read_text())["demo"]["num_experts"] == 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -158,6 +158,18 @@ def test_rollout_correction_of_each_version(given, ours):
         assert settings[f"algorithm.rollout_correction.{name}"] == value
 
 
+@pytest.mark.parametrize("part", ["", "megatron."])
+def test_the_replay_of_experts_in_our_words(part):
+    """verl 0.7 moved the key below the strategy's."""
+    key = f"actor_rollout_ref.actor.{part}router_replay"
+    for mode, ours in (("disabled", "none"), ("R2", "old_log_probs"), ("R3", "rollout")):
+        given = {f"{key}.mode": mode, "actor_rollout_ref.rollout.enable_rollout_routing_replay": mode == "R3"}
+        translation = translate(Source(given))
+        assert translation.settings["learner.routing_replay"] == ours and not translation.missing
+    translation = translate(Source({f"{key}.mode": "R3", f"{key}.record_file": "a.pt"}))
+    assert list(translation.missing) == [f"{key}.record_file"]
+
+
 def test_a_mini_batch_that_does_not_fit_is_made_to_fit_and_said():
     given = {"data.train_batch_size": 10, "actor_rollout_ref.rollout.n": 2, "trainer.n_gpus_per_node": 2,
              "actor_rollout_ref.actor.ppo_mini_batch_size": 3}  # fmt: skip

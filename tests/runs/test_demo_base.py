@@ -47,7 +47,13 @@ def test_the_newest_of_equal_bases_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["trainer.seed=1", "demo.hidden_size=64", "sft.stages=[{name: pretrain, train_files: [x], steps: 3}]"]
+    "change",
+    [
+        "trainer.seed=1",
+        "demo.hidden_size=64",
+        "demo.num_experts=8",
+        "sft.stages=[{name: pretrain, train_files: [x], steps: 3}]",
+    ],
 )
 def test_a_base_of_other_settings_is_taken_by_name_alone(tmp_path, change):
     base = make_base(tmp_path, "demo")
@@ -76,8 +82,9 @@ def test_a_run_stays_with_its_base(tmp_path):
         find_base(config_of(tmp_path, "mine"))
 
 
-def test_a_setting_that_is_new_since_then_is_no_difference(tmp_path):
+def test_a_setting_that_is_new_since_then_had_its_default(tmp_path):
     settings = base_settings(config_of(tmp_path, "mine"))
-    older = {key: value for key, value in settings.items() if key != "demo.variant"}
+    older = {key: value for key, value in settings.items() if key not in ("demo.variant", "demo.num_experts")}
     assert difference(older, settings) is None
+    assert difference(older, {**settings, "demo.num_experts": 8}) == "demo.num_experts=0, now 8"
     assert difference({**settings, "sft.stages[1].name": "sft"}, settings) == "sft.stages[1].name='sft', now nothing"

@@ -25,10 +25,10 @@ from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import RolloutError
 from sglang_rollout.weight_sync import distributed
-from sglang_rollout.weight_sync.disk import DiskWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.push import disconnect, push_weights
+from sglang_rollout.weight_sync.push import disconnect, make_weight_sync, push_weights
+from sglang_rollout.weight_sync.quantization import round_to_integers
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
@@ -252,28 +252,38 @@ def test_the_same_seed_gives_the_same_tokens(engine, tokenizer):
 
 @pytest.mark.parametrize("method", ["tensor", "distributed", "disk"])
 def test_new_weights_change_what_is_sampled(engine, tokenizer, tmp_path, model_directory, method):
-    make = {
-        "tensor": lambda: TensorWeightSync([engine.base_url], timeout_seconds=30, verify=True),
-        "distributed": lambda: DistributedWeightSync([engine.base_url], timeout_seconds=30, verify=True),
-        "disk": lambda: DiskWeightSync(
-            [engine.base_url], directory=tmp_path / "sync", model_path=model_directory, timeout_seconds=30, verify=True
-        ),
-    }[method]
-
     async def greedy(client):
         return await client.generate(GenerateRequest([5, 6, 7, 8], 12, GREEDY)), await client.weight_version()
 
-    with make() as sync:
+    def pushed(sync, model) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs of what the engine samples after a push: its own, and those of ``model``."""
+        version = next(versions)
+        report = sync.push(markov_policy.buckets(model), version)
+        assert report.tensors == len(model.state_dict()) and report.verified_tensors > 10
+        assert method != "tensor" or not shared_memory(), "the learner has its memory back"
+        result, served = on_client(engine, greedy)
+        assert served == version and set(result.weight_versions) == {version}
+        return np.array(result.log_probs), hf_log_probs(model, [5, 6, 7, 8], result.output_ids)
+
+    settings = [
+        f"weight_sync.method={method}", "weight_sync.verify=true", f"model.path={model_directory}",
+        f"trainer.runs_dir={tmp_path}",
+    ]  # fmt: skip
+    with make_weight_sync(make_config(*settings), [engine.base_url]) as sync:
         for seed in (2, 3):
-            model = markov_policy.random_model(tokenizer, seed)
-            version = next(versions)
-            report = sync.push(markov_policy.buckets(model), version)
-            assert report.tensors == len(model.state_dict()) and report.verified_tensors > 10
-            assert method != "tensor" or not shared_memory(), "the learner has its memory back"
-            result, served = on_client(engine, greedy)
-            assert served == version and set(result.weight_versions) == {version}
-            expected = hf_log_probs(model, [5, 6, 7, 8], result.output_ids)
-            assert np.abs(np.array(result.log_probs) - expected).max() < 2e-5
+            sampled, expected = pushed(sync, markov_policy.random_model(tokenizer, seed))
+            assert np.abs(sampled - expected).max() < 2e-5
+    rounded = make_config(*settings, "weight_sync.round_to=int4")
+    with make_weight_sync(rounded, [engine.base_url]) as sync:
+        model = markov_policy.random_model(tokenizer, 4)
+        sampled, whole = pushed(sync, model)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith("_proj.weight"):
+                    weight.copy_(round_to_integers(weight, 4, 32))
+        again, expected = pushed(sync, model)
+    assert np.abs(sampled - expected).max() < 2e-5 and np.abs(again - expected).max() < 2e-5
+    assert np.abs(sampled - whole).max() > 1e-3
 
 
 def test_push_weights_reuses_its_connection(engine, tokenizer, tmp_path):

@@ -99,6 +99,9 @@ def _check(config: Config) -> None:
 def _manifest(config: Config) -> dict[str, Any]:
     demo = dataclasses.asdict(config.demo)
     del demo["directory"], demo["base"]
+    if not config.demo.num_experts:
+        # What was made before there were mixtures of experts is not made again.
+        del demo["num_experts"], demo["num_experts_per_tok"], demo["moe_intermediate_size"]
     search = dataclasses.asdict(config.tools.search)
     del search["corpus"]
     return {
@@ -228,28 +231,42 @@ def _prompt_table(problems: Sequence[Problem | FactProblem], split: str) -> pa.T
 
 def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    model_config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=demo.hidden_size,
-        intermediate_size=demo.intermediate_size,
-        num_hidden_layers=demo.num_layers,
-        num_attention_heads=demo.num_attention_heads,
-        num_key_value_heads=demo.num_key_value_heads,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": demo.hidden_size,
+        "intermediate_size": demo.intermediate_size,
+        "num_hidden_layers": demo.num_layers,
+        "num_attention_heads": demo.num_attention_heads,
+        "num_key_value_heads": demo.num_key_value_heads,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         # Narrow layers need larger weights than the usual 0.02 for the residual stream to carry anything at first.
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    model: Any
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(model_config).float()
+        if demo.num_experts:
+            # Untied: SGLang's mixtures of experts never take the embedding for their output layer.
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    **common,
+                    tie_word_embeddings=False,
+                    head_dim=demo.hidden_size // demo.num_attention_heads,
+                    num_experts=demo.num_experts,
+                    num_experts_per_tok=demo.num_experts_per_tok,
+                    moe_intermediate_size=demo.moe_intermediate_size,
+                    norm_topk_prob=True,
+                )
+            ).float()
+        else:
+            model = Qwen2ForCausalLM(Qwen2Config(**common, tie_word_embeddings=True)).float()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,

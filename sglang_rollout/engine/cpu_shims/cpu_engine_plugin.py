@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: attention over the whole batch at once, seeded sampling, weights in shared memory.
+"""SGLang plugin for CPU engines: batched attention, seeded sampling, weights in shared memory, routed experts.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -33,6 +33,10 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", map_weights, HookType.AFTER
     )
+    # Where --enable-return-routed-experts keeps them is registered with CUDA, which needs a CUDA build of torch.
+    HookRegistry.register(
+        "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_host_memory, HookType.REPLACE
+    )
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
@@ -40,6 +44,11 @@ def register() -> None:
 
 def leave_kernels_alone(*arguments: Any, **kwargs: Any) -> None:
     """In place of the switch that puts Triton kernels under matrix products, which exist on GPUs alone."""
+
+
+def plain_host_memory(dims: Any, dtype: torch.dtype, device: str, *arguments: Any, **kwargs: Any) -> torch.Tensor:
+    """In place of host memory that a GPU can read: there is none."""
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def map_weights(payload: Any, *arguments: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,8 @@ class Engine:
         self.per_token, self.length = per_token, length
         self.requests: list[tuple[int, int, int]] = []
 
-    async def __call__(self, state, max_new_tokens, deadline, extra_ids=(), top_log_probs=0):
+    async def __call__(self, state, max_new_tokens, deadline, after=None, top_log_probs=0):
+        extra_ids = after.output_ids if after else []
         self.requests.append((len(extra_ids), max_new_tokens, top_log_probs))
         count = min(max_new_tokens, self.length - len(extra_ids))
         reason = "stop" if len(extra_ids) + count == self.length else "length"

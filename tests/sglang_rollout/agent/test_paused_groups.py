@@ -6,11 +6,16 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_retool.config import BranchingConfig, SamplingConfig, load_config
+from megatron_retool.parquet_files import UnreadableFile
+from megatron_retool.routed_experts import stored_type
 from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout import rollout_manager
 from sglang_rollout.agent.branching import EntropyBranching
@@ -20,6 +25,7 @@ from sglang_rollout.agent.tool_call_formats import ParsedCall
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.abortable_engine import AbortableEngine
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.test_routed_experts import make_rows
 
 TWO = SamplingConfig(n=2)
 PROMPTS = [Prompt([1, 2, 3], group_id, {"row": group_id}) for group_id in range(4, 10)]
@@ -62,6 +68,10 @@ def states(draw: st.DrawFn, group_id: int, index: int, age: int) -> TrajectorySt
         age=age,
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         reward_info=draw(st.dictionaries(texts, json_values, max_size=2)),
+        # The prompt, which is not stored, has rows too.
+        routed_experts=[
+            make_rows(count, seed=count) for count in draw(st.lists(st.integers(1, 5), max_size=3 if length else 0))
+        ],
     )
 
 
@@ -80,7 +90,45 @@ def paused_groups(draw: st.DrawFn) -> list[PausedGroup]:
 def test_what_is_read_is_what_was_written(tmp_path_factory, groups):
     path = tmp_path_factory.getbasetemp() / "paused_groups.parquet"
     write_paused_groups(groups, path)
-    assert read_paused_groups(path) == groups
+    assert list(map(comparable, read_paused_groups(path))) == list(map(comparable, groups))
+
+
+def comparable(group: PausedGroup) -> PausedGroup:
+    """With all chunks of routed experts as one list."""
+    return replace(
+        group,
+        states=[
+            replace(state, routed_experts=[row for chunk in state.routed_experts for row in chunk.tolist()])
+            for state in group.states
+        ],
+    )
+
+
+def test_routed_experts_keep_their_type_and_old_files_have_none(tmp_path):
+    path = tmp_path / "paused.parquet"
+    rows = make_rows(7, dtype=np.int16)
+    states = [TrajectoryState([], 3, 0, routed_experts=[rows[:4], rows[4:]]), TrajectoryState([], 3, 1)]
+    write_paused_groups([PausedGroup(3, 2, 0, states)], path)
+    (group,) = read_paused_groups(path)
+    ((read,), none) = (state.routed_experts for state in group.states)
+    assert none == [] and read.dtype == np.int16
+    np.testing.assert_array_equal(read, rows)
+    pq.write_table(pq.read_table(path).drop_columns("routed_experts"), path)
+    (group,) = read_paused_groups(path)
+    assert [state.routed_experts for state in group.states] == [[], []]
+
+
+def test_damaged_routed_experts_are_named(tmp_path):
+    path = tmp_path / "paused.parquet"
+    states = [TrajectoryState([], 3, index, routed_experts=[make_rows(4)]) for index in range(3)]
+    write_paused_groups([PausedGroup(3, 3, 0, states)], path)
+    table = pq.read_table(path)
+    values = table["routed_experts"].to_pylist()
+    values[1]["data"] = values[1]["data"][:-1]
+    place = table.column_names.index("routed_experts")
+    pq.write_table(table.set_column(place, "routed_experts", pa.array(values, stored_type())), path)
+    with pytest.raises(UnreadableFile, match=r"paused.parquet, row 1: cannot be read: routed_experts has 23 bytes"):
+        read_paused_groups(path)
 
 
 def test_branching_decides_the_same_after_a_restart(tmp_path):

@@ -24,7 +24,7 @@ from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ModelConfig
 from sglang_rollout.engine.process import CPU_SHIMS, torchvision_directory
-from sglang_rollout.weight_sync.fp8 import Fp8
+from sglang_rollout.weight_sync.quantization import Fp8
 from tests.conversion.conftest import model_directory, read_all  # noqa: F401 (a fixture)
 from tests.learner.tiny_models import FAMILIES
 

@@ -21,8 +21,8 @@ from sglang_rollout.weight_sync.base import is_local
 from sglang_rollout.weight_sync.disk import DiskWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
 from sglang_rollout.weight_sync.errors import WeightSyncError
-from sglang_rollout.weight_sync.fp8 import Fp8
 from sglang_rollout.weight_sync.push import make_weight_sync
+from sglang_rollout.weight_sync.quantization import Fp8
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
 BUCKETS = [[("a.weight", torch.ones(4, 4)), ("b.bias", torch.zeros(3))], [("c.weight", torch.ones(2))]]

@@ -1,0 +1,117 @@
+"""What becomes of linear weights on their way to engines: quantised for those that serve FP8, rounded for a study.
+
+Which weights these are says ``conversion.model.block_fp8``, for exported checkpoints and for engines too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from conversion.files.directory import local_directory
+from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import Form, form_of, linear_names, quantize_named, quantized_names, round_to_blocks
+from conversion.model.weight_map import WeightMap
+from megatron_retool.config import Config, ModelConfig
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """``rollout.engine.quantization=fp8``: weights named as in FP8 checkpoints of the family.
+
+    A weight [out, in] becomes weight (float8_e4m3fn [out, in]) and weight_scale_inv or weight_scale (what to multiply
+    with, float32 [out/128, in/128]).
+
+    Attributes:
+        model: whose weights are sent.
+    """
+
+    model: ModelConfig
+
+    @cached_property
+    def _form(self) -> Form:
+        return form_of(_weight_map(self.model))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of the weights that are converted.
+
+        Raises:
+            ValueError: the model's sizes allow no block.
+        """
+        return quantized_names(_weight_map(self.model))
+
+    def __call__(self, bucket: Bucket) -> Bucket:
+        converted: Bucket = []
+        for name, tensor in bucket:
+            converted += quantize_named(name, tensor, self._form) if name in self.names else [(name, tensor)]
+        return converted
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """``weight_sync.round_to``: weights keep name, shape and dtype, and lose what a quantised engine could not hold.
+
+    Attributes:
+        model: whose weights are sent.
+        grid: "fp8" (``round_to_blocks``), or "int8", "int4", "int3" (``round_to_integers``).
+        group_size: inputs that share a scale; with integers alone.
+    """
+
+    model: ModelConfig
+    grid: str
+    group_size: int = 32
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of the weights that are rounded: the matrices of linear layers, experts included, of any
+        size."""
+        return linear_names(_weight_map(self.model))
+
+    def __call__(self, bucket: Bucket) -> Bucket:
+        return [(name, self._round(tensor) if name in self.names else tensor) for name, tensor in bucket]
+
+    def _round(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.grid == "fp8":
+            return round_to_blocks(weight)
+        return round_to_integers(weight, int(self.grid.removeprefix("int")), self.group_size)
+
+
+def round_to_integers(weight: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """What is left of a matrix that integers of ``bits`` bits hold, symmetric, rounded to the nearest.
+
+    Args:
+        weight: [out, in], any floating dtype.
+        bits: 2 or more; the integers are -(2^(bits-1) - 1) … 2^(bits-1) - 1.
+        group_size: consecutive inputs of a row that share a scale, which is their largest magnitude over the largest
+            integer; the last group of a row may be smaller.
+
+    Returns:
+        [out, in] in the dtype of ``weight``.
+    """
+    rows, columns = weight.shape
+    largest_integer = 2 ** (bits - 1) - 1
+    group_size = min(group_size, columns)
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % group_size))
+    groups = padded.view(rows, -1, group_size)
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / largest_integer, torch.ones_like(largest))
+    rounded = (groups / scale).round().clamp(-largest_integer, largest_integer) * scale
+    return rounded.view(rows, -1)[:, :columns].to(weight.dtype).contiguous()
+
+
+def weight_conversion(config: Config) -> Callable[[Bucket], Bucket] | None:
+    """What weight_sync.round_to or rollout.engine.quantization make of weights on their way; None: nothing."""
+    sync = config.weight_sync
+    if sync.round_to is not None:
+        return Rounding(config.model, sync.round_to, sync.round_group_size)
+    return Fp8(config.model) if config.rollout.engine.quantization == "fp8" else None
+
+
+def _weight_map(model: ModelConfig) -> WeightMap:
+    return WeightMap(Architecture.from_pretrained(local_directory(model.path), model.families))
