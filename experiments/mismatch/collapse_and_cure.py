@@ -9,19 +9,17 @@ control: float32 on both sides.
 
 import sys
 
-from experiments.mismatch.experiment import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment, main
-
-CORRECTION = "algorithm.rollout_correction."
-
-
-def correction(level: str, mode: str, lower: float, upper: float, *rejection: str) -> tuple[str, ...]:
-    rules = ",".join(f"'{rule}'" for rule in rejection)
-    return (
-        *NO_CORRECTION,
-        f"{CORRECTION}level={level}", f"{CORRECTION}mode={mode}", f"{CORRECTION}lower={lower}",
-        f"{CORRECTION}upper={upper}", f"{CORRECTION}rejection=[{rules}]",
-    )  # fmt: skip
-
+from experiments.mismatch.arms import (
+    NO_CORRECTION,
+    REAL_MISMATCH,
+    SEQUENCE_MIS,
+    SEQUENCE_TIS,
+    TOKEN_TIS,
+    Arm,
+    Experiment,
+    rejection,
+)
+from experiments.mismatch.experiment import main
 
 EXPERIMENT = Experiment(
     name="collapse_and_cure",
@@ -35,15 +33,16 @@ EXPERIMENT = Experiment(
     arms=(
         Arm("same_numbers", NO_CORRECTION),
         Arm("uncorrected", (*REAL_MISMATCH, *NO_CORRECTION), quick=True),
-        Arm("token_tis", (*REAL_MISMATCH, *correction("token", "truncate", 0, 2))),
-        Arm("sequence_tis", (*REAL_MISMATCH, *correction("sequence", "truncate", 0, 2))),
-        Arm("sequence_mis", (*REAL_MISMATCH, *correction("sequence", "mask", 0.5, 2))),
+        Arm("token_tis", (*REAL_MISMATCH, *NO_CORRECTION, *TOKEN_TIS)),
+        Arm("sequence_tis", (*REAL_MISMATCH, *NO_CORRECTION, *SEQUENCE_TIS)),
+        Arm("sequence_mis", (*REAL_MISMATCH, *NO_CORRECTION, *SEQUENCE_MIS)),
         Arm(
             "geometric_mis",
             (
                 *REAL_MISMATCH,
-                *correction("token", "truncate", 0, 2, "geometric_ratio 0.99 1.01"),
-                f"{CORRECTION}veto_threshold=1.0e-4",
+                *NO_CORRECTION,
+                *TOKEN_TIS,
+                *rejection("geometric_ratio 0.99 1.01", veto=1e-4),
             ),
             quick=True,
         ),

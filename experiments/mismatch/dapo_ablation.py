@@ -7,7 +7,8 @@ Float32 on both sides: only the algorithm differs.
 
 import sys
 
-from experiments.mismatch.experiment import Arm, Experiment, main
+from experiments.mismatch.arms import Arm, Experiment
+from experiments.mismatch.experiment import main
 
 EXPERIMENT = Experiment(
     name="dapo_ablation",

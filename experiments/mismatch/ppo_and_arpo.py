@@ -8,7 +8,8 @@ tools were used) is `reward.function=deep_research_hermes`.
 
 import sys
 
-from experiments.mismatch.experiment import TWO_TOOLS_CONFIG, Arm, Experiment, main
+from experiments.mismatch.arms import TWO_TOOLS_CONFIG, Arm, Experiment
+from experiments.mismatch.experiment import main
 
 PPO = (
     "algorithm.advantage=gae",

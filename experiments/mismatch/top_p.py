@@ -7,7 +7,8 @@ The learner trains the distribution that was sampled: it applies the same top_p 
 
 import sys
 
-from experiments.mismatch.experiment import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment, main
+from experiments.mismatch.arms import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment
+from experiments.mismatch.experiment import main
 
 CORRECTIONS = {"corrected": (), "uncorrected": NO_CORRECTION}
 

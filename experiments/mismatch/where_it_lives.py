@@ -7,13 +7,14 @@ One run without correction for each source of mismatch; the pictures are in each
 
 import sys
 
-from experiments.mismatch.experiment import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment, main
+from experiments.mismatch.arms import NO_CORRECTION, REAL_MISMATCH, Arm, Experiment
+from experiments.mismatch.experiment import main
 
 EXPERIMENT = Experiment(
     name="where_it_lives",
     title="Where mismatch lives",
     common=NO_CORRECTION,
-    seeds=1,
+    seeds=(0,),
     arms=(
         Arm("bfloat16", ("rollout.engine.dtype=bfloat16",)),
         Arm("bfloat16_fp8_weights", REAL_MISMATCH, quick=True),

@@ -9,24 +9,29 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import ray
 import torch
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.placement import Placement
+from megatron_retool.cluster.routed_rows import RowStore, with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
+
+if TYPE_CHECKING:
+    from megatron_retool.learner.learner import LogProbs
 
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
@@ -113,10 +118,8 @@ class LearnerWorker:
 
     # The answers of these are the same on every rank; rank 0's alone leaves its process.
 
-    def log_probs(
-        self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings
-    ) -> dict[str, FloatArray] | None:
-        found = self.learner.log_probs(batch, reference=reference, sampling=sampling)
+    def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
+        found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
         return found if self.rank == 0 else None
 
     def values(self, batch: TrajectoryBatch) -> FloatArray | None:
@@ -124,7 +127,7 @@ class LearnerWorker:
         return found if self.rank == 0 else None
 
     def update(self, batch: TrajectoryBatch, sampling: SamplingSettings) -> Updated:
-        metrics = self.learner.update(batch, sampling=sampling)
+        metrics = self.learner.update(_arrived(batch), sampling=sampling)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
@@ -158,6 +161,18 @@ class LearnerWorker:
             # Every rank takes part in every gather, whatever became of the push: else the next call's would meet these.
             for _ in buckets:
                 pass
+
+
+def _arrived(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """The batch with its routed experts.
+
+    Raises:
+        OutOfStep: they are lost here, and other ranks may have them.
+    """
+    try:
+        return with_rows(batch)
+    except ObjectLostError as error:
+        raise OutOfStep(f"the step's routed experts are lost: {error}") from error
 
 
 class _Export:
@@ -209,6 +224,7 @@ class LearnerGroup:
             for rank in range(config.learner.world_size)
         ]
         self._seconds = [0.0] * len(self.workers)
+        self._rows = RowStore()
 
     async def setup(self, total_optimizer_steps: int) -> None:
         try:
@@ -219,13 +235,14 @@ class LearnerGroup:
 
     def kill(self) -> None:
         """End every rank at once, whatever it is doing."""
+        self._rows.release()
         for worker in self.workers:
             ray.kill(worker)
 
     async def log_probs(
         self, batch: TrajectoryBatch, *, sampling: SamplingSettings, reference: bool = False
-    ) -> dict[str, FloatArray]:
-        """log_probs and entropy, float32 [T] each; see ``Learner.log_probs``."""
+    ) -> LogProbs:
+        """log_probs and entropy, float32 [T] each, and what else ``Learner.log_probs`` finds."""
         return _of_rank_0(await self._on_all_ranks(LearnerWorker.log_probs, batch, reference, sampling))
 
     async def values(self, batch: TrajectoryBatch) -> FloatArray:
@@ -286,12 +303,15 @@ class LearnerGroup:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
-        """``method`` of every rank with the same arguments; batches among them are stored once for all ranks.
+        """``method`` of every rank with the same arguments; batches among them are stored once for all ranks, and the
+        rows of their routed experts once for all batches of a step.
 
         A failure does not wait for the other ranks: they may be stuck in a collective.
         """
         # Ray resolves a reference only as a direct argument, which these are.
-        shared = [ray.put(argument) if isinstance(argument, TrajectoryBatch) else argument for argument in args]
+        shared = [
+            ray.put(self._sent(argument)) if isinstance(argument, TrajectoryBatch) else argument for argument in args
+        ]
         calls = [getattr(worker, method.__name__).remote(*shared, **kwargs) for worker in self.workers]
         tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(resolved(call)) for call in calls]
         try:
@@ -315,6 +335,11 @@ class LearnerGroup:
                 raise self._died(rank, error) from error
             raise error
         return [task.result() for task in tasks]
+
+    def _sent(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        if self.role == "critic" or self.config.learner.routing_replay == "none":
+            return replace(batch, routed_experts=None)
+        return self._rows.without_rows(batch)
 
     def _died(self, rank: int, error: BaseException) -> LearnerDied:
         log = self.config.run_dir / "logs" / f"{self.role}_rank{rank}.log"

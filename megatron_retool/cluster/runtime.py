@@ -167,9 +167,9 @@ def lost_nodes(node_ids: Sequence[str]) -> list[str]:
 
 
 def _object_store_bytes() -> int:
-    """A quarter of shared memory, at most 8 GiB: batches are small beside weights, and weights do not pass here."""
+    """A quarter of shared memory, at most 64 GiB: weights do not pass here, and a step's routed experts may have 10."""
     shared = os.statvfs("/dev/shm")
-    return max(80 * 2**20, min(8 * 2**30, shared.f_frsize * shared.f_bavail // 4))
+    return max(80 * 2**20, min(64 * 2**30, shared.f_frsize * shared.f_bavail // 4))
 
 
 def redirect_output(path: Path) -> None:

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.config import MultiTurnConfig
-from megatron_retool.routed_experts import ExpertArray, missing_rows
+from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from sglang_rollout.agent.routing_record import column, still_true
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.base import GenerateResult, StopConditions
@@ -58,7 +59,7 @@ class TrajectoryState:
     turn_ids: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     routed_experts: list[ExpertArray] = field(default_factory=list)
-    routed_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    routed_ids: npt.NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
     tool_calls: list[ToolCall] = field(default_factory=list)
     turn: int = 0
     turn_start: int = 0
@@ -76,21 +77,14 @@ class TrajectoryState:
     def routed_tokens(self) -> int:
         """Tokens that ``routed_experts`` has rows of, which is the first that has none.
 
-        Where an agent took back tokens since, their rows go, and those after them.
+        Where an agent has taken back tokens since, their rows go, and those after them.
         """
-        known = sum(map(len, self.routed_experts))
-        valid = min(known, self.length)
-        if self.routed_ids is not None and valid:
-            ids = self._ids(valid)
-            changed = np.flatnonzero(ids != self.routed_ids[: len(ids)])
-            valid = int(changed[0]) if len(changed) else valid
-        if valid < known:
-            self.routed_experts = [np.concatenate(self.routed_experts)[:valid]] if valid else []
-        return valid
+        if self.routed_experts:
+            self.routed_experts = still_true(self.routed_experts, self.routed_ids, self._ids())
+        return sum(map(len, self.routed_experts))
 
-    def _ids(self, count: int) -> npt.NDArray[np.int32]:
-        response = self.response_ids[: max(0, count - len(self.prompt_ids))]
-        return np.array([*self.prompt_ids[:count], *response], np.int32)
+    def _ids(self) -> npt.NDArray[np.int32]:
+        return np.array([*self.prompt_ids, *self.response_ids], np.int32)
 
     def append_sampled(self, result: GenerateResult) -> None:
         count, known = len(result.output_ids), self.routed_tokens()
@@ -104,7 +98,7 @@ class TrajectoryState:
             rows = result.routed_experts[: self.length - known]
             if len(rows):
                 self.routed_experts.append(rows)
-                self.routed_ids = self._ids(known + len(rows))
+                self.routed_ids = self._ids()[: known + len(rows)]
 
     def append_unsampled(self, ids: Sequence[int]) -> None:
         """Tool results and template glue: part of the context, never of the loss."""
@@ -187,15 +181,8 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
-            routed_experts=self._all_rows(),
+            routed_experts=column(self.routed_experts, self.length) if self.routed_tokens() else None,
         )
-
-    def _all_rows(self) -> ExpertArray | None:
-        """Rows of all tokens: those after the last chunk are missing."""
-        known = self.routed_tokens()
-        if not known:
-            return None
-        return np.concatenate([*self.routed_experts, missing_rows(self.length - known, self.routed_experts[0])])
 
 
 Generate = Callable[[TrajectoryState, int, float], Awaitable[GenerateResult]]

@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 
+from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
+from megatron_retool.routed_experts import ExpertArray
+from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.engine.process import resolve_device
+from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.weight_sync.disk import WeightDirectory
 
 
@@ -34,6 +38,8 @@ class SampledSequence:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_log_probs: list[list[float]] = field(default_factory=list)
+    routed_experts: ExpertArray | None = None
+    """Of the tokens that were input so far, all under the same weights."""
     finish_reason: Any = None
     matched_stop: int | str | None = None
     error: Exception | None = None
@@ -51,6 +57,7 @@ class SampledSequence:
 
     def result(self) -> GenerateResult:
         top = self.top_log_probs if self.request.top_log_probs else None
+        rows, start = self.routed_experts, self.request.routed_experts_start
         return GenerateResult(
             output_ids=self.output_ids,
             log_probs=self.log_probs,
@@ -59,6 +66,7 @@ class SampledSequence:
             matched_stop=self.matched_stop,
             prompt_tokens=len(self.request.input_ids),
             top_log_probs=top,
+            routed_experts=None if rows is None or start is None else rows[start : len(self.ids) - 1],
         )
 
 
@@ -77,6 +85,7 @@ class BatchedModel:
         self._tokenizer: Any = None
         self._version = 0
         self._loaded: tuple[Path, int] | None = None
+        self._routing: RoutingRecorder | None = None
         self._stop_ids: frozenset[int] = frozenset()
         self._context = 0
         self._waiting: list[SampledSequence] = []
@@ -158,6 +167,9 @@ class BatchedModel:
         if info["missing_keys"]:
             raise RuntimeError(f"{path} lacks {', '.join(sorted(info['missing_keys'])[:5])}")
         self._model.to(self.device).eval()
+        if self.config.learner.routing_replay == "rollout":
+            shape = RoutingShape.of(Architecture.from_pretrained(self.path, self.config.model.families))
+            self._routing = RoutingRecorder(self._model, shape.experts)
         self._loaded, self._version = found, version
         ends = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset([ends] if isinstance(ends, int) else ends or ())
@@ -180,6 +192,9 @@ class BatchedModel:
             if self._batch:
                 # Keys and values of other weights would give log-probs that no weights have.
                 continues = not joining and self._cache_of == self._loaded
+                if self._cache_of != self._loaded:
+                    for sequence in self._batch:
+                        sequence.routed_experts = None
                 logits = self._decode(rows) if continues else self._prefill()
                 self._cache_of = self._loaded
                 for sequence, token in zip(self._batch, self._draw(logits.float().cpu()), strict=True):
@@ -208,6 +223,8 @@ class BatchedModel:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         device = self._model.device
+        if self._routing is not None:
+            self._routing.forget()
         output = self._model(
             input_ids=ids.to(device),
             attention_mask=self._mask.to(device),
@@ -217,8 +234,16 @@ class BatchedModel:
             logits_to_keep=1,
         )
         self._cache = output.past_key_values
+        if self._routing is not None:
+            self._record(self._routing.rows(len(ids)))
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def _record(self, rows: ExpertArray) -> None:
+        """Add to every sequence's rows those of the tokens that were input, [sequences, tokens, layers, k]."""
+        for sequence, found in zip(self._batch, rows, strict=True):
+            own = found[-min(len(found), len(sequence.ids)) :]
+            sequence.routed_experts = extended(sequence.routed_experts, own, len(sequence.ids) - len(own))
 
     def _draw(self, logits: torch.Tensor) -> list[tuple[int, float, list[float]]]:
         """A token for each sequence, its log-prob and those of the most likely tokens, from float32 [sequences, V]."""

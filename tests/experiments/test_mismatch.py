@@ -1,35 +1,52 @@
-"""The experiments' definitions and what becomes of their runs; a real run is in tests/end_to_end."""
+"""The experiments' definitions: what each arm sets. What becomes of their runs is in test_runs."""
 
-import json
-from pathlib import Path
+import functools
 
 import pytest
-from rich.console import Console
 
-from experiments.mismatch import collapse_and_cure, dapo_ablation, experiment, ppo_and_arpo, top_p, where_it_lives
+from experiments.mismatch import (
+    collapse_and_cure,
+    collapse_search,
+    collapse_search_dense,
+    dapo_ablation,
+    ppo_and_arpo,
+    top_p,
+    where_it_lives,
+)
+from experiments.mismatch.arms import CONFIG
+from experiments.mismatch.experiment import QUICK
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
-from megatron_retool.config import ConfigError, load_config
+from megatron_retool.config import load_config
+from megatron_retool.config.tree import walk
 
-EXPERIMENTS = [module.EXPERIMENT for module in (collapse_and_cure, where_it_lives, top_p, dapo_ablation, ppo_and_arpo)]
+MODULES = (
+    collapse_and_cure, collapse_search, collapse_search_dense, where_it_lives, top_p, dapo_ablation, ppo_and_arpo,
+)  # fmt: skip
+EXPERIMENTS = [module.EXPERIMENT for module in MODULES]
 
-BASE_PARTS = ("data/model", "sft/COMPLETE", "sft_hf", "sft_mcore")
+
+@functools.cache
+def load(experiment, arm):
+    return load_config(experiment.config, [*experiment.common, *arm.overrides])
 
 
 @pytest.mark.parametrize("chosen", EXPERIMENTS, ids=lambda e: e.name)
 def test_arms_are_valid_and_differ(chosen):
-    configs = [load_config(chosen.config, [*chosen.common, *arm.overrides]) for arm in chosen.arms]
-    assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
+    known = [arm.name for arm in chosen.arms]
+    assert len(set(known)) == len(known)
+    runs = [(arm.starts_from, load(chosen, arm)) for arm in chosen.arms]
+    assert all(a != b for i, a in enumerate(runs) for b in runs[:i])
+    for place, arm in enumerate(chosen.arms):
+        assert arm.against in (None, *known) and arm.starts_from in (None, *known[:place])
     quick = [arm for arm in chosen.arms if arm.quick]
     assert quick
     for arm in quick:
-        load_config(chosen.config, [*chosen.common, *arm.overrides, *experiment._QUICK])
+        load_config(chosen.config, [*chosen.common, *arm.overrides, *QUICK])
 
 
 def test_the_cures_are_those_of_the_literature():
     arms = {arm.name: arm for arm in collapse_and_cure.EXPERIMENT.arms}
-    corrections = {
-        name: load_config(experiment.CONFIG, arm.overrides).algorithm.rollout_correction for name, arm in arms.items()
-    }
+    corrections = {name: load_config(CONFIG, arm.overrides).algorithm.rollout_correction for name, arm in arms.items()}
     uncorrected = corrections["uncorrected"]
     assert (uncorrected.mode, uncorrected.rejection, uncorrected.veto_threshold) == ("none", [], None)
     mis = corrections["sequence_mis"]
@@ -38,7 +55,7 @@ def test_the_cures_are_those_of_the_literature():
     (rule,) = parse_rejection_rules(geometric.rejection)
     assert rule.name == "geometric_ratio" and geometric.veto_threshold == 1e-4 and geometric.mode == "truncate"
     for name, arm in arms.items():
-        config = load_config(experiment.CONFIG, arm.overrides)
+        config = load_config(CONFIG, arm.overrides)
         mismatched = (config.rollout.engine.dtype, config.weight_sync.round_to)
         assert mismatched == (("float32", None) if name == "same_numbers" else ("bfloat16", "fp8"))
 
@@ -55,85 +72,65 @@ def test_branching_is_the_papers():
         assert rollout.multi_turn.tools == ["code_interpreter", "search"]
 
 
-def test_runs_are_of_the_experiments_own_demo(tmp_path, monkeypatch):
-    base = tmp_path / "base"
-    for name in BASE_PARTS:
-        (base / name).mkdir(parents=True)
-    (base / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
-    commands = []
-    monkeypatch.setattr(experiment, "_call", lambda arguments: commands.append(arguments) or 1)
-    with pytest.raises(RuntimeError, match="ppo_seed0 ended with exit code 1"):
-        experiment.run_experiment(
-            ppo_and_arpo.EXPERIMENT, output=tmp_path, quick=True, base=base, arms=["ppo"], console=Console()
-        )
-    ((command, option, file, *settings),) = commands
-    assert (command, option) == ("train", "--config") and file.endswith("configs/demo_two_tools_cpu.yaml")
-    config = load_config(file, settings)
-    assert config.tools.search.corpus == str(base / "data" / "corpus.parquet")
-    assert config.algorithm.advantage == "gae" and config.reward.function == "math"
+C = "algorithm.rollout_correction."
+TOKEN_TIS = {C + "mode": "truncate"}
+GEOMETRIC_MIS = {C + "rejection": ["geometric_ratio 0.95 1.05"], C + "veto_threshold": 1e-4}
+MASK = {C + "mode": "mask", C + "lower": 0.5}
+REPLAY = {"learner.routing_replay": "rollout"}
+BFLOAT16 = {"rollout.engine.dtype": "bfloat16"}
+ROUND, LENGTH = "weight_sync.round_to", {"data.max_response_length": 320}
+CALLS, TURNS = "rollout.multi_turn.max_tool_calls", "rollout.multi_turn.max_assistant_turns"
+ENGINE = "rollout.engine.extra_args"
+
+WHAT_AN_ARM_IS_ABOUT = {
+    "bfloat16": ("float32", BFLOAT16),
+    "fp8": ("float32", {**BFLOAT16, ROUND: "fp8"}),
+    "int4": ("float32", {**BFLOAT16, ROUND: "int4"}),
+    "int3": ("float32", {**BFLOAT16, ROUND: "int3"}),
+    "int4_token_tis": ("int4", TOKEN_TIS),
+    "int4_sequence_tis": ("int4", {**TOKEN_TIS, C + "level": "sequence"}),
+    "int4_token_mis": ("int4", MASK),
+    "int4_sequence_mis": ("int4", {**MASK, C + "level": "sequence"}),
+    "int4_geometric_mis": ("int4", GEOMETRIC_MIS),
+    "int4_geometric_mis_token_tis": ("int4", {**GEOMETRIC_MIS, **TOKEN_TIS}),
+    "int4_replay": ("int4", REPLAY),
+    "int4_replay_old_log_probs": ("int4", {"learner.routing_replay": "old_log_probs"}),
+    "int4_replay_token_tis": ("int4", {**REPLAY, **TOKEN_TIS}),
+    "int4_replay_geometric_mis": ("int4", {**REPLAY, **GEOMETRIC_MIS}),
+    "int4_dual_clip": ("int4", {"algorithm.dual_clip": 3.0}),
+    "int4_batch_filter": ("int4", {C + "batch_k3_limit": 0.01}),
+    "int3_token_tis": ("int3", TOKEN_TIS),
+    "int4_on_policy": ("int4", {"learner.mini_batch_size": 128}),
+    "int4_off_policy": ("int4", {"learner.mini_batch_size": 32}),
+    "float32_off_policy": ("float32", {"learner.mini_batch_size": 32}),
+    "int4_fp32_head": ("int4", {"learner.fp32_lm_head": True, ENGINE: ["--enable-fp32-lm-head"]}),
+    "int4_chunked_prefill_off": ("int4", {ENGINE: ["--chunked-prefill-size", "-1"]}),
+    "int4_radix_cache_off": ("int4", {ENGINE: ["--disable-radix-cache"]}),
+    "int4_top_p": ("int4", {"rollout.train.top_p": 0.999}),
+    "int4_tool_limit_1": ("int4", {**LENGTH, CALLS: 1, TURNS: 2}),
+    "int4_tool_limit_5": ("int4_tool_limit_1", {CALLS: 5, TURNS: 6}),
+    "int4_then_token_tis": ("int4", TOKEN_TIS),
+    "int4_then_geometric_mis": ("int4", GEOMETRIC_MIS),
+    "int4_then_float32": ("int4", {"rollout.engine.dtype": "float32", ROUND: None}),
+}
 
 
-@pytest.mark.parametrize("chosen", [where_it_lives.EXPERIMENT, ppo_and_arpo.EXPERIMENT], ids=lambda e: e.name)
-def test_the_quick_forms_base_is_made_of_less(chosen, tmp_path, monkeypatch):
-    made = {}
+@pytest.mark.parametrize("chosen", [collapse_search.EXPERIMENT, collapse_search_dense.EXPERIMENT], ids=lambda e: e.name)
+def test_an_arm_of_the_search_differs_only_where_it_says(chosen):
+    def settings(arm):
+        return {key: value for key, _, value in walk(load(chosen, arm)) if not hasattr(value, "__dataclass_fields__")}
 
-    def fine_tune(config, stages, arguments):
-        made["config"] = load_config(arguments[1], arguments[2:])
-        data = Path(config.demo.directory)
-        for name in BASE_PARTS:
-            (config.run_dir / name).mkdir(parents=True)
-        (data / "manifest.json").write_text(json.dumps({"demo": {"variant": config.demo.variant}}))
-
-    monkeypatch.setattr(experiment, "fine_tune", fine_tune)
-    monkeypatch.setattr(experiment.Stages, "run", lambda *_, **__: None)
-    base = experiment.make_base(tmp_path, chosen.config, True, Console())
-    config, whole = made["config"], load_config(chosen.config)
-    assert base.sft_hf == config.run_dir / "sft_hf" and config.demo.sft_rows < whole.demo.sft_rows
-    for stage, full in zip(config.sft.stages, whole.sft.stages, strict=True):
-        assert stage.steps < full.steps and stage.optimizer == full.optimizer
-        assert all(Path(file).parent == base.data for file in stage.train_files)
-
-
-def write_run(directory, name, accuracies):
-    run_dir = directory / name
-    run_dir.mkdir(parents=True)
-    rows = [{"step": 0, "val-core/all/acc/mean@4": 0.2}]
-    rows += [
-        {"step": step, "rollout/acc/mean": a, "actor/grad_norm": 1.0 + step, "timing_s/step": 2.0}
-        for step, a in enumerate(accuracies, 1)
-    ]
-    rows[-1]["val-core/all/acc/mean@4"] = 0.7
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_results_tell_a_run_that_fell_from_one_that_learned(tmp_path):
-    write_run(tmp_path, "up_seed0", [0.1 + 0.03 * i for i in range(20)])
-    write_run(tmp_path, "down_seed0", [*(0.1 + 0.08 * i for i in range(10)), *([0.2] * 20)])
-    up = experiment.summary(tmp_path, "e", "up", 0)
-    down = experiment.summary(tmp_path, "e", "down", 0)
-    assert not up["degraded"] and up["final_accuracy"] == up["best_accuracy"] == pytest.approx(0.535)
-    assert down["degraded"] and down["final_accuracy"] == pytest.approx(0.2)
-    assert up["held_out_accuracy"] == 0.7 and up["max_grad_norm"] == 21.0 and up["seconds"] == 40.0
-    assert up["max_k3_kl"] is None
-    arms = (experiment.Arm("up", ()), experiment.Arm("down", ()))
-    described = experiment.Experiment("e", "Title", arms)
-    assert experiment.draw_curves(tmp_path, described, ["up", "down"], 1).stat().st_size > 10_000
-    console = Console(record=True, width=200)
-    console.print(experiment.results_table(described, [up, down]))
-    text = console.export_text()
-    assert "up" in text and "0/1" in text and "1/1" in text
-
-
-def test_mistakes_are_named(tmp_path):
-    def run(**options):
-        experiment.run_experiment(EXPERIMENTS[0], output=tmp_path, quick=True, console=Console(), **options)
-
-    with pytest.raises(ConfigError, match="'geo'; known are .*geometric_mis"):
-        run(arms=["geo"])
-    with pytest.raises(ConfigError, match="data/model does not exist"):
-        run(base=tmp_path)
-    for name in BASE_PARTS:
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "data" / "manifest.json").write_text('{"demo": {"variant": "two_tools"}}')
-    with pytest.raises(ConfigError, match="made with demo.variant=two_tools; this experiment needs one_tool"):
-        run(base=tmp_path)
+    arms = {arm.name: arm for arm in chosen.arms}
+    of = {name: settings(arm) for name, arm in arms.items()}
+    control = of["float32"]
+    assert control["rollout.engine.dtype"] == control["learner.dtype"] == "float32" and control[ROUND] is None
+    assert (control[C + "mode"], control[C + "rejection"], control[C + "veto_threshold"]) == ("none", [], None)
+    assert (control[C + "level"], control[C + "lower"], control[C + "upper"]) == ("token", 0.0, 2.0)
+    differences = {
+        name: (arm.against, {key: value for key, value in of[name].items() if value != of[arm.against][key]})
+        for name, arm in arms.items()
+        if name != "float32"
+    }
+    dense = chosen is collapse_search_dense.EXPERIMENT
+    assert differences == {name: d for name, d in WHAT_AN_ARM_IS_ABOUT.items() if not (dense and "replay" in name)}
+    assert {name for name, arm in arms.items() if arm.starts_from} == {name for name in arms if "then" in name}

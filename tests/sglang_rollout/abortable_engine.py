@@ -11,6 +11,7 @@ import random
 
 from aiohttp import web
 
+from tests.sglang_rollout import traced_rows
 from tests.sglang_rollout.agent.markov_policy import CALL, WORD, WORDS, single
 
 
@@ -47,6 +48,9 @@ class AbortableEngine:
                 break
         pairs = [[log_probs[place + offset], token, None] for offset, token in enumerate(sampled)]
         meta = {"finish_reason": reason, "output_token_logprobs": pairs, "weight_version": str(self.version)}
+        # A request that is aborted while it is held has no rows.
+        if reason["type"] != "abort" or len(sampled) % 2:
+            meta |= traced_rows.meta_info(body, sampled, self.version)
         return web.json_response({"output_ids": sampled, "meta_info": meta})
 
     async def abort(self, request: web.Request) -> web.Response:

@@ -16,6 +16,7 @@ from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
+from tests.sglang_rollout import traced_rows
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
@@ -51,6 +52,7 @@ class ScriptedEngine:
             "finish_reason": {"type": "stop", "matched": ids[-1]},
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
             "weight_version": "1",
+            **traced_rows.meta_info(body, ids, version=1),
         }
         return web.json_response({"output_ids": ids, "meta_info": meta})
 
@@ -71,7 +73,8 @@ class ScriptedEngine:
 
 
 def make_config(*overrides: str):
-    return load_config(None, ["rollout.request_retries=1", "rollout.engine.health_timeout_seconds=1", *overrides])
+    common = ["rollout.request_retries=1", "rollout.engine.health_timeout_seconds=1", *traced_rows.OVERRIDES]
+    return load_config(None, [*common, *overrides])
 
 
 PROMPTS = [Prompt([1, 2], group_id, {"row": group_id}) for group_id in range(6)]
@@ -83,6 +86,8 @@ def assert_complete(groups) -> None:
     assert [(t.group_id, t.index) for t in trajectories] == [(g, i) for g in range(6) for i in range(2)]
     assert all(t.finish_reason is FinishReason.STOP and len(t.tool_calls) == 1 for t in trajectories)
     assert all(t.extra_info["row"] == t.group_id for t in trajectories)
+    # Whatever engine a request was repeated on, every token but the last has its row.
+    assert all(traced_rows.check(t) == [len(t.routed_experts) - 1] for t in trajectories)
 
 
 def test_the_only_engine_dies_and_comes_back_while_others_wait_for_a_place(tokenizer):
@@ -266,14 +271,29 @@ def recorded(tokenizer, config, *arguments) -> RecordingEngine:
 
 
 def test_few_calls_lie_between_a_trajectory_and_its_engine(tokenizer):
-    for callers in recorded(tokenizer, make_config(), TWO).callers:
+    for callers in recorded(tokenizer, make_config("learner.routing_replay=none"), TWO).callers:
         assert callers[0] == "generate" and len(callers) <= 4, callers
 
 
 @pytest.mark.parametrize(("purpose", "exact", "measured"), [("train", True, 2), ("validation", False, 0)])
 def test_what_trajectories_are_for_decides_how_they_are_sampled(tokenizer, purpose, exact, measured):
-    config = make_config("rollout.branching.enable=true", "rollout.branching.initial_rollouts=2")
+    config = make_config(
+        "rollout.branching.enable=true", "rollout.branching.initial_rollouts=2", "learner.routing_replay=none"
+    )
     requests = recorded(tokenizer, config, SamplingConfig(n=3), purpose).requests
     assert {request.filtered_log_probs for request in requests} == {exact}
     # Branching measures the entropy of the first tokens.
     assert sum(request.top_log_probs > 0 for request in requests) == measured
+
+
+@pytest.mark.parametrize("purpose", ["train", "validation"])
+def test_an_engine_without_routed_experts_is_refused_where_they_are_needed(tokenizer, purpose):
+    if purpose == "validation":
+        assert {
+            request.routed_experts_start for request in recorded(tokenizer, make_config(), TWO, purpose).requests
+        } == {None}
+        return
+    with pytest.raises(
+        RolloutError, match=r"http://e answered with no routed experts\. learner\.routing_replay=rollout"
+    ):
+        recorded(tokenizer, make_config(), TWO, purpose)

@@ -10,12 +10,9 @@ import pytest
 
 from megatron_retool.config import SamplingConfig, load_config
 from megatron_retool.routed_experts import is_missing
-from sglang_rollout.engine.base import GenerateRequest
-from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import moe_policy
 from tests.sglang_rollout.agent.markov_policy import TOOL_POLICY
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools

@@ -1,0 +1,108 @@
+"""A mixture of experts whose engine holds INT4 weights: what does its mismatch do to a run, and what cures it?
+
+`python -m experiments.mismatch.collapse_search --base runs/demo_moe --seeds 1 2 3`
+
+The learner computes in float32. The engine computes in bfloat16 with weights rounded to INT4 at every sync, but in the
+arms whose name says otherwise. The learning rate is three times the demo's: the control, float32 on both sides, has to
+stay healthy at it. What a rounded engine answers hides what became of the weights, so that at the end of every run its
+own weights answer the held-out problems in a float32 engine.
+"""
+
+import sys
+
+from experiments.mismatch.arms import (
+    CORRECTION,
+    MOE_CONFIG,
+    NO_CORRECTION,
+    SEQUENCE_MIS,
+    SEQUENCE_TIS,
+    TOKEN_MIS,
+    TOKEN_TIS,
+    Arm,
+    Experiment,
+    rejection,
+)
+from experiments.mismatch.experiment import main
+
+FLOAT32 = ("rollout.engine.dtype=float32",)
+BFLOAT16 = ("rollout.engine.dtype=bfloat16",)
+INT4 = (*BFLOAT16, "weight_sync.round_to=int4")
+
+# Of some fifty sampled tokens, one whose log-ratio is beyond 2.5 leaves these bounds, and what INT4 does to all of them
+# stays within. [0.999, 1.001] is meant for thousands of tokens.
+GEOMETRIC_MIS = rejection("geometric_ratio 0.95 1.05", veto=1e-4)
+
+REPLAY = ("learner.routing_replay=rollout",)
+SMALL_MINI_BATCHES = ("learner.mini_batch_size=32",)
+# Room for more calls than the demo's responses make; both arms have it, so that the limit alone differs.
+LONG_RESPONSES = ("data.max_response_length=320",)
+
+
+def int4(name: str, *overrides: str, against: str = "int4", starts_from: str | None = None, quick: bool = False) -> Arm:
+    return Arm(f"int4_{name}", (*INT4, *overrides), quick=quick, against=against, starts_from=starts_from)
+
+
+EXPERIMENT = Experiment(
+    name="collapse_search",
+    title="Collapse and cure with an INT4 engine, mixture of experts",
+    config=MOE_CONFIG,
+    common=(
+        *NO_CORRECTION,
+        "learner.optimizer.lr=3.0e-4",
+        "learner.world_size=1",
+        # Every step generates the same number of responses, so that arms differ in nothing but what they are about.
+        "algorithm.dynamic_sampling.enable=false",
+        # A run that collapsed has no group with different rewards, and is to show that to its end.
+        "trainer.max_skipped_steps=0",
+    ),
+    steps=100,
+    evaluate_in_float32=True,
+    arms=(
+        # What the engine computes with.
+        Arm("float32", FLOAT32),
+        Arm("bfloat16", BFLOAT16, against="float32"),
+        Arm("fp8", (*BFLOAT16, "weight_sync.round_to=fp8"), against="float32"),
+        Arm("int4", INT4, quick=True, against="float32"),
+        Arm("int3", (*BFLOAT16, "weight_sync.round_to=int3"), against="float32"),
+        # Corrections, one at a time and together.
+        int4("token_tis", *TOKEN_TIS),
+        int4("sequence_tis", *SEQUENCE_TIS),
+        int4("token_mis", *TOKEN_MIS),
+        int4("sequence_mis", *SEQUENCE_MIS),
+        int4("geometric_mis", *GEOMETRIC_MIS),
+        int4("geometric_mis_token_tis", *GEOMETRIC_MIS, *TOKEN_TIS),
+        int4("replay", *REPLAY),
+        int4("replay_old_log_probs", "learner.routing_replay=old_log_probs"),
+        int4("replay_token_tis", *REPLAY, *TOKEN_TIS),
+        int4("replay_geometric_mis", *REPLAY, *GEOMETRIC_MIS),
+        int4("dual_clip", "algorithm.dual_clip=3.0"),
+        int4("batch_filter", f"{CORRECTION}batch_k3_limit=0.01"),
+        Arm("int3_token_tis", (*BFLOAT16, "weight_sync.round_to=int3", *TOKEN_TIS), against="int3"),
+        # One, two (all others) and four updates a step.
+        int4("on_policy", "learner.mini_batch_size=128"),
+        int4("off_policy", *SMALL_MINI_BATCHES),
+        Arm("float32_off_policy", (*FLOAT32, *SMALL_MINI_BATCHES), against="float32"),
+        # The engine's own part in it.
+        int4("fp32_head", "learner.fp32_lm_head=true", "rollout.engine.extra_args=[--enable-fp32-lm-head]"),
+        int4("chunked_prefill_off", "rollout.engine.extra_args=[--chunked-prefill-size,'-1']"),
+        int4("radix_cache_off", "rollout.engine.extra_args=[--disable-radix-cache]"),
+        int4("top_p", "rollout.train.top_p=0.999"),
+        # Five times as many calls, as 20 against 100 in long runs.
+        int4(
+            "tool_limit_1", *LONG_RESPONSES,
+            "rollout.multi_turn.max_tool_calls=1", "rollout.multi_turn.max_assistant_turns=2",
+        ),
+        int4(
+            "tool_limit_5", *LONG_RESPONSES,
+            "rollout.multi_turn.max_tool_calls=5", "rollout.multi_turn.max_assistant_turns=6",
+            against="int4_tool_limit_1",
+        ),
+        # A run that went on without correction until halfway, and from there with one.
+        int4("then_token_tis", *TOKEN_TIS, starts_from="int4", quick=True),
+        int4("then_geometric_mis", *GEOMETRIC_MIS, starts_from="int4"),
+        Arm("int4_then_float32", FLOAT32, against="int4", starts_from="int4"),
+    ),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))

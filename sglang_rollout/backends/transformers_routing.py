@@ -1,0 +1,54 @@
+"""The experts that transformers' mixture of experts chooses, read from its routers as they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_retool.routed_experts import ExpertArray, expert_dtype
+
+
+class RoutingRecorder:
+    """Listens to every router of a model.
+
+    Args:
+        model: of transformers.
+        experts: how many each layer has.
+
+    Raises:
+        ValueError: transformers names no router in this model.
+    """
+
+    def __init__(self, model: Any, experts: int) -> None:
+        recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+        kind = getattr(recorded, "target_class", recorded)
+        routers = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+        if not routers:
+            raise ValueError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
+        self._dtype = expert_dtype(experts)
+        self._chosen: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(self._listen)
+
+    def forget(self) -> None:
+        """A forward pass begins."""
+        self._chosen = []
+
+    def rows(self, sequences: int) -> ExpertArray:
+        """[sequences, tokens, layers, k] of the last forward pass, padding included."""
+        chosen = torch.stack(self._chosen, dim=1)
+        found: ExpertArray = chosen.reshape(sequences, -1, *chosen.shape[1:]).cpu().numpy().astype(self._dtype)
+        return found
+
+    def _listen(self, router: Any, inputs: Any, outputs: Any) -> None:
+        # A router returns logits, gates and the experts' numbers, in this order or another.
+        self._chosen.append(next(each for each in outputs if not each.is_floating_point()))
+
+
+def extended(known: ExpertArray | None, found: ExpertArray, first: int) -> ExpertArray:
+    """``known`` rows of a sequence's first tokens, and behind them those of ``found``, which begin at ``first``."""
+    if known is None:
+        return found
+    return np.concatenate([known, found[len(known) - first :]])
