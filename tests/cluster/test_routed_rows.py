@@ -215,9 +215,11 @@ def test_who_does_not_replay_gets_no_rows(runtime, monkeypatch, role, mode):
     group, batch = group_of(role, mode), make_batch()
     sizes = bytes_put(monkeypatch)
     try:
-        calls = [group.values(batch), group.update_critic(batch)] if role == "critic" else [
-            group.log_probs(batch, sampling=SAMPLING), group.update(batch, sampling=SAMPLING)
-        ]
+        calls = (
+            [group.values(batch), group.update_critic(batch)]
+            if role == "critic"
+            else [group.log_probs(batch, sampling=SAMPLING), group.update(batch, sampling=SAMPLING)]
+        )
         assert [asyncio.run(call)["rows"] for call in calls] == [None, None]
     finally:
         group.kill()

@@ -149,3 +149,19 @@ def test_what_filters_of_sampling_remove_is_removed():
     assert kept.exp().item() == pytest.approx(0.3 / 0.8, rel=1e-6)
     at_the_edge = sampled_log_probs(logits, torch.tensor([2]), settings)
     assert at_the_edge.exp().item() == pytest.approx(0.15 / 0.95, rel=1e-6)
+
+
+def test_a_choice_of_experts_is_told_from_other_errors(tmp_path):
+    """The engine chose other experts in every fourth token, and is off by rounding otherwise."""
+    run_dir = make_run(tmp_path, "qwen3_moe", experts=True, num_hidden_layers=LAYERS)
+    page, result = write_referee_report(run_dir)
+    routing, total = result["routing"], result["splits"][0]
+    assert total["side"] == "engine" and total["engine"]["mean_abs"] > 1e-3 and not total["learner"]["beyond_format"]
+    assert routing["share_of_squared_error"] == pytest.approx(1.0, abs=1e-4)
+    assert routing["mean_abs_forced"] < 1e-6 < 1e-3 < routing["mean_abs_own"]
+    assert [share > 0 for share in routing["by_layer"]] == [False, True, False]
+    assert routing["tokens_with_other_experts"] == pytest.approx(0.25 * 5 / 6, abs=0.08)  # one pair of six is its own
+    assert routing["learner_tokens_with_other_experts"] < 0.02
+    assert "of the engine's squared error is routing" in result["verdict"][-1]
+    assert not any(row["off"] for row in result["layers"])
+    assert page.read_text().count("data:image/png;base64,") == 4
