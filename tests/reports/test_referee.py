@@ -165,3 +165,12 @@ def test_a_choice_of_experts_is_told_from_other_errors(tmp_path):
     assert "of the engine's squared error is routing" in result["verdict"][-1]
     assert not any(row["off"] for row in result["layers"])
     assert page.read_text().count("data:image/png;base64,") == 4
+
+
+def test_a_replayed_choice_of_experts_is_nobodys_fault(tmp_path):
+    settings = ["learner.routing_replay=rollout"]
+    run_dir = make_run(tmp_path, "qwen3_moe", *settings, experts=True, replay=True, num_hidden_layers=LAYERS)
+    result, _ = judge_step(run_dir)
+    assert result["referee"]["experts_forced"] and result["splits"][0]["side"] == "neither"
+    assert result["learner"]["stored_against_run_again"]["max_abs"] < 1e-5
+    assert result["routing"]["mean_abs_own"] > 1e-3 and not any(row["off"] for row in result["layers"])
