@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conversion.files.directory import COMPANIONS
+from conversion.files.checksums import DamagedError
 from conversion.hf_to_mcore import convert
 from megatron_retool.__main__ import main
 from megatron_retool.config import load_config, save_config
@@ -119,7 +119,6 @@ def test_weights_of_a_later_step_come_from_the_checkpoint_before_it(dense_run, t
     assert find_step(run_dir).number == 1
     checkpoint = run_dir / "checkpoints" / "global_step_3"
     convert(dense_run.parent / "model", checkpoint / "learner", require_tokenizer=False)
-    shutil.rmtree(checkpoint / "learner" / COMPANIONS)
     (checkpoint / "COMPLETE").touch()
     found = find_step(run_dir)
     assert found.number == 4 and found.weights.version == 3
@@ -128,6 +127,12 @@ def test_weights_of_a_later_step_come_from_the_checkpoint_before_it(dense_run, t
     assert "the mismatch is the engine's" in result["verdict"][0]
     with pytest.raises(FileNotFoundError, match="those of steps 1, 4"):
         find_step(run_dir, 2)
+    (file,) = (checkpoint / "learner").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=file.name):
+        judge_step(run_dir)
 
 
 def test_in_bypass_mode_the_learner_is_run_again(dense_run, tmp_path):

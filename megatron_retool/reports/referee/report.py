@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
+from conversion.files.checksums import verify_files
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError
@@ -103,9 +104,12 @@ def judge_step(
     Raises:
         FileNotFoundError, ValueError, ConfigError: as ``find_step`` and ``sample_tokens``; or the run did not compute
             old_log_probs (bypass mode), and its learner does not run here.
+        DamagedError: the weights are not what was written.
     """
     stored = find_step(run_dir, step)
     responses, drawn_from = sample_tokens(stored, tokens, seed)
+    if stored.config.trainer.verify_checkpoints:
+        verify_files(stored.weights.path)
     architecture = Architecture.from_pretrained(stored.model_dir, stored.config.model.families)
     if dtype == "auto":
         parameters = sum(math.prod(mapping.mcore_shape) for mapping in WeightMap(architecture).exported())
