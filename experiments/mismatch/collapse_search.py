@@ -2,10 +2,10 @@
 
 `python -m experiments.mismatch.collapse_search --base runs/demo_moe --seeds 1 2 3`
 
-The learner computes in float32, the engine in bfloat16 with weights rounded to INT4 at every sync, but in arms whose name
-says otherwise. The learning rate is three times the demo's: the control, float32 on both sides, has to stay healthy at
-it. What a rounded engine answers hides what became of the weights, so that at the end of every run its own weights
-answer the held-out problems in a float32 engine.
+The learner computes in float32. The engine computes in bfloat16 with weights rounded to INT4 at every sync, but in arms
+whose name says otherwise. The learning rate is three times the demo's: the control, float32 on both sides, has to stay
+healthy at it. What a rounded engine answers hides what became of the weights, so that at the end of every run its own
+weights answer the held-out problems in a float32 engine.
 """
 
 import sys
