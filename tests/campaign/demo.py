@@ -32,9 +32,16 @@ def shrink_demo(tree: DictConfig, steps: int) -> None:
     OmegaConf.update(tree, "algorithm.dynamic_sampling.enable", False)
 
 
-def write_config(directory: Path, name: str, steps: int, **trainer: Any) -> Path:
-    """Settings of the demo's whole pipeline with few small steps, as a file in ``directory``; runs lie there too."""
+def write_config(directory: Path, name: str, steps: int, variant: str = "", **trainer: Any) -> Path:
+    """Settings of the demo's whole pipeline with few small steps, as a file in ``directory``; runs lie there too.
+
+    ``variant`` names a file of configs/ that extends demo_cpu.yaml.
+    """
     tree: Any = OmegaConf.load(ROOT / "configs" / "demo_cpu.yaml")
+    if variant:
+        own: Any = OmegaConf.load(ROOT / "configs" / f"{variant}.yaml")
+        assert own.pop("extends") == "demo_cpu.yaml"
+        tree = OmegaConf.merge(tree, own)
     shrink_demo(tree, steps)
     tree.trainer.update({"runs_dir": str(directory), "experiment_name": name} | trainer)
     reward = directory / "reward.py"

@@ -1,0 +1,35 @@
+"""The demo with a mixture of experts on the real stack: a bfloat16 engine's choice of experts in a float32 learner."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_retool.routed_experts import is_missing
+from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.trajectory import read_trajectories
+from tests.campaign.demo import write_config
+from tests.end_to_end.conftest import CommandLine
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.slow
+def test_the_learner_takes_the_experts_that_the_engine_chose(tmp_path):
+    """Two steps from random weights, where engine and learner differ most."""
+    config = write_config(tmp_path, "experts", 2, variant="demo_moe_cpu", val_before_train=False, test_freq=0)
+    command_line = CommandLine(config)
+    small = ("demo.pretrain_rows=1", "demo.sft_rows=1", "demo.sft_val_rows=1", "data.max_val_samples=2")
+    for command in ("make-demo", "train"):
+        code, output = command_line.run(command, *small)
+        assert code == 0, output
+    rows = read_metrics(tmp_path / "experts" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["actor/grad_norm"] > 0
+        assert 0 < row["routing_replay/differing_token_layers"] < row["routing_replay/differing_tokens"] < 0.5
+        # The last sampled token of a trajectory was input to no layer.
+        assert row["routing_replay/missing_rows"] < 0.05
+        assert 1e-8 < row["rollout_corr/k3_kl"] < 1e-4
+    for trajectory in read_trajectories(tmp_path / "experts" / "rollouts" / "step_000002.parquet"):
+        assert trajectory.routed_experts is not None
+        assert not is_missing(trajectory.routed_experts)[:-1].any()
