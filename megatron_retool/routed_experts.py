@@ -94,8 +94,13 @@ class RoutedExperts:
             missing_rows(int(length), like) if column is None else column
             for column, length in zip(columns, lengths, strict=True)
         ]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        return cls(np.concatenate(parts), ends - np.asarray(lengths, np.int64))
+        rows: Any = np.concatenate(parts)
+        return cls.end_to_end(rows, lengths)
+
+    @classmethod
+    def end_to_end(cls, rows: ExpertArray, lengths: npt.NDArray[Any]) -> RoutedExperts:
+        """The column whose ``rows`` are in the order of the batch's sequences, which have ``lengths`` [N] tokens."""
+        return cls(rows, np.cumsum(lengths, dtype=np.int64) - np.asarray(lengths, np.int64))
 
     def select(self, sequences: npt.NDArray[np.int64]) -> RoutedExperts:
         """The column of these sequences, in that order; no row is copied."""

@@ -169,7 +169,16 @@ FILE = r"(?<![\w./<>-])((?:[\w.-]+/)*[\w-]+\.(?:py|sh|sbatch|yaml|md|env)|(?:[\w
 
 @pytest.mark.parametrize(("page", "name"), named(FILE))
 def test_file_exists(page: str, name: str) -> None:
-    if name in ("config.yaml", "path/to/file.py", "rollout_corr/", "reward/failures/", "reward/", "val-aux/", "actor/"):
+    if name in (
+        "config.yaml",
+        "results.md",
+        "path/to/file.py",
+        "rollout_corr/",
+        "reward/failures/",
+        "reward/",
+        "val-aux/",
+        "actor/",
+    ):
         return  # what a run makes, or a metric's prefix
     if page == "docs/metrics.md" and name.endswith("/"):
         return

@@ -21,7 +21,7 @@ from sglang_rollout.rollout_statistics import RolloutStatistics
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = (
     "actor|critic|rollout|rollout_corr|reward|tool|perf|checkpoint|monitor|dynamic_sampling|training|sft|response|"
-    "response_length|prompt_length|num_turns|tool_call_counts|weight_sync|global_seqlen"
+    "response_length|prompt_length|num_turns|tool_call_counts|weight_sync|global_seqlen|routing_replay"
 )
 
 

@@ -7,6 +7,8 @@ One command each, from the repository's root:
     python -m experiments.mismatch.top_p
     python -m experiments.mismatch.dapo_ablation
     python -m experiments.mismatch.ppo_and_arpo
+    python -m experiments.mismatch.collapse_search
+    python -m experiments.mismatch.collapse_search_dense
 
 Each goes on where it stopped, and has a --quick form of minutes.
 """

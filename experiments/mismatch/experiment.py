@@ -157,10 +157,7 @@ def _make_runs(
                 if is_complete(run, experiment):
                     console.print(f"[dim]{run.name}: done[/]")
                     continue
-                left = (
-                    f", about {sum(seconds) / len(seconds) * (len(pending) + 1) / 60:.0f} min left" if seconds else ""
-                )
-                console.rule(f"[bold]{run.name}[/] ({len(runs) - len(pending)} of {len(runs)}{left})", align="left")
+                console.rule(f"[bold]{run.name}[/] ({_progress(len(runs), len(pending), seconds)})", align="left")
                 began, made = time.monotonic(), True
                 try:
                     make_run(run, experiment, model, common, last, console)

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
+
+if TYPE_CHECKING:
+    from megatron_retool.learner.learner import LogProbs
 
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
@@ -115,9 +118,7 @@ class LearnerWorker:
 
     # The answers of these are the same on every rank; rank 0's alone leaves its process.
 
-    def log_probs(
-        self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings
-    ) -> dict[str, FloatArray] | None:
+    def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
         found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
         return found if self.rank == 0 else None
 
@@ -240,8 +241,8 @@ class LearnerGroup:
 
     async def log_probs(
         self, batch: TrajectoryBatch, *, sampling: SamplingSettings, reference: bool = False
-    ) -> dict[str, FloatArray]:
-        """log_probs and entropy, float32 [T] each; see ``Learner.log_probs``."""
+    ) -> LogProbs:
+        """log_probs and entropy, float32 [T] each, and what else ``Learner.log_probs`` finds."""
         return _of_rank_0(await self._on_all_ranks(LearnerWorker.log_probs, batch, reference, sampling))
 
     async def values(self, batch: TrajectoryBatch) -> FloatArray:

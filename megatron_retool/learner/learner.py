@@ -6,12 +6,13 @@ and answers are the same on every rank.  Runs under torchrun as well as under Ra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,10 @@ from megatron_retool.learner.pipeline import (
     whole_sequences,
 )
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
 from megatron_retool.registry import Need
+from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
@@ -55,6 +58,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
+
+
+class LogProbs(TypedDict):
+    """What ``Learner.log_probs`` finds."""
+
+    log_probs: FloatArray
+    entropy: FloatArray
+    metrics: dict[str, float]
+    routed_experts: NotRequired[ExpertArray]
 
 
 class Learner:
@@ -134,6 +146,10 @@ class Learner:
             # without passing through autograd's hooks, which overlapping would wait for.
             overlap_grad_reduce=False,
         )
+        self.routing_replay: RoutingReplay | None = None
+        if role == "actor" and config.learner.routing_replay != "none":
+            models = [*chunks, *(self.reference_chunks or ())]
+            self.routing_replay = RoutingReplay(config, architecture, self.transformer_config, models, self.device)
         self.model_chunks: Sequence[Any] = [
             DistributedDataParallel(self.transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
@@ -192,8 +208,11 @@ class Learner:
         reference: bool = False,
         temperature: float = 1.0,
         sampling: SamplingSettings | None = None,
-    ) -> dict[str, FloatArray]:
+    ) -> LogProbs:
         """log pi of every token of the loss mask and the entropy of the distribution it came from.
+
+        In a mixture of experts ``learner.routing_replay`` says whose choice of experts this is, also of the reference
+        (see ``routing_replay.RoutingReplay``).
 
         Args:
             reference: of the initial weights.
@@ -203,16 +222,26 @@ class Learner:
 
         Returns:
             log_probs, entropy: float32 [T] in the batch's order, 0 where ``loss_mask`` is false.
+            metrics: routing_replay/*, where experts of the engine were replayed.
+            routed_experts: with learner.routing_replay=old_log_probs, the experts that the learner chose: uint8 or
+                int16 [sum (P + R), layers, k] in the batch's order, prompt first in each sequence.
 
         Raises:
             ConfigError: ``reference`` without a reference policy.
+            ValueError: the batch's routed experts are not of this model.
         """
         if reference and self.reference_chunks is None:
             raise ConfigError("the learner was built without a reference policy (with_reference=True)")
         chunks = self.reference_chunks if reference else None
         head_options = _head_options(temperature, sampling)
-        found = self._read(self.packer.micro_batches(batch), 2, batch.num_response_tokens, chunks, head_options)
-        return {"log_probs": found[0], "entropy": found[1]}
+        micro_batches = self.packer.micro_batches(batch)
+        replay = self.routing_replay
+        routing = replay.reading(batch, micro_batches, reference) if replay else None
+        found = self._read(micro_batches, 2, batch.num_response_tokens, chunks, head_options, routing)
+        answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
+        if routing and routing.records:
+            answer["routed_experts"] = routing.recorded()
+        return answer
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
         """The critic's value of the state in which each response token is generated: float32 [T]."""
@@ -221,7 +250,8 @@ class Learner:
 
     def sft_loss(self, batch: TrajectoryBatch) -> float:
         """-sum(loss_weights * log_probs), without a gradient; weights as in ``sft_update``."""
-        log_probs = self.log_probs(batch)["log_probs"].astype(np.float64)
+        micro_batches = self.packer.micro_batches(batch)
+        log_probs = self._read(micro_batches, 2, batch.num_response_tokens, None, {})[0].astype(np.float64)
         return float(-(_sft_weights(batch).astype(np.float64) * log_probs).sum())
 
     @torch.no_grad()
@@ -232,6 +262,7 @@ class Learner:
         num_tokens: int,
         chunks: list[PackedModel] | None,
         head_options: dict[str, Any],
+        routing: RoutingPass | None = None,
     ) -> FloatArray:
         found = torch.zeros(columns, num_tokens, dtype=torch.float32, device=self.device)
 
@@ -242,7 +273,9 @@ class Learner:
         modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
         for module in modules:
             module.eval()
-        forward(modules, micro_batches, {**head_options, **self._head_settings}, self.packer.max_tokens, collect)
+        options = {**head_options, **self._head_settings, "routing": routing}
+        with routing or contextlib.nullcontext():
+            forward(modules, micro_batches, options, self.packer.max_tokens, collect)
         # Every token was found by one context-parallel rank of one data-parallel rank.
         parallel.sum_over_data_parallel(found, with_context_parallel=True)
         return found.cpu().numpy()
@@ -262,7 +295,11 @@ class Learner:
 
         Returns:
             actor/pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, grad_norm, lr and the like;
-            global_seqlen/*; perf/mfu/actor where the device's peak is known.
+            global_seqlen/*; perf/mfu/actor where the device's peak is known; routing_replay/* where experts are
+            replayed and ``log_probs`` has not counted that already.
+
+        Raises:
+            ValueError: the batch lacks a column, or its routed experts are not of this model.
         """
         objective = self.config.algorithm.objective
         values = ("values", "returns") if Need.CRITIC in objective.loss.needs else ()
@@ -283,7 +320,8 @@ class Learner:
             )
             return policy_loss(inputs, objective)
 
-        return self._learn("actor", mini_batch, "loss_mask", _head_options(temperature, sampling), loss)
+        options = _head_options(temperature, sampling)
+        return self._learn("actor", mini_batch, "loss_mask", options, loss, replays=True)
 
     def update_critic(self, mini_batch: TrajectoryBatch) -> dict[str, float]:
         """One optimizer step on the value loss; columns values (before the update), returns and loss_weights."""
@@ -332,6 +370,7 @@ class Learner:
         head_options: dict[str, Any],
         loss: Callable[[MicroBatch, Tensor], LossOutput],
         sum_over_context: bool = False,
+        replays: bool = False,
     ) -> dict[str, float]:
         start = self._update_start = time.perf_counter()
         micro_batches = self.packer.micro_batches(batch, head_on)
@@ -339,13 +378,16 @@ class Learner:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        options = {**head_options, **self._head_settings}
-        parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
+        routing = self.routing_replay.learning(batch, micro_batches) if replays and self.routing_replay else None
+        options = {**head_options, **self._head_settings, "routing": routing}
+        with routing or contextlib.nullcontext():
+            parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
         lr = self.learning_rate
         applied, grad_norm = self._step()
         metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
         metrics[f"{room}/grad_norm"] = grad_norm
         metrics[f"{room}/lr"] = lr
+        metrics |= routing.metrics() if routing else {}
         if not applied:
             metrics[f"{room}/nonfinite_grad"] = 1.0
             logger.warning("the gradient norm is %s: this update was left out", grad_norm)

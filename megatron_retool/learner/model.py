@@ -7,6 +7,7 @@ two in the norms alone, which the weight map knows.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from megatron_retool.learner.attention import (
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.precision import Acceleration, transformer_options
+from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 
 
 def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -185,9 +187,10 @@ class PackedModel(GPTModel):
         frequencies = rope_inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table = RotaryTable(frequencies)
+        self.layer_replays: list[LayerReplay] = []
 
-    def forward(self, micro_batch: MicroBatch, **head_options: Any) -> Tensor:
-        """One stage's pass over a micro-batch.
+    def forward(self, micro_batch: MicroBatch, routing: RoutingPass | None = None, **head_options: Any) -> Tensor:
+        """One stage's pass over a micro-batch, of which ``routing`` says or keeps who goes through which experts.
 
         Returns:
             Hidden states [t, 1, h] (with sequence parallelism [t / TP, 1, h]) on stages before the last; what ``_head``
@@ -197,9 +200,10 @@ class PackedModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids)
         rotary, packed = self._sequence_parameters(micro_batch)
-        hidden = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
-        )
+        with contextlib.nullcontext() if routing is None else routing.through(self.layer_replays, micro_batch):
+            hidden = self.decoder(
+                hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
+            )
         return self._head(hidden, micro_batch, **head_options) if self.post_process else hidden
 
     def _sequence_parameters(self, micro_batch: MicroBatch) -> tuple[Tensor | None, PackedSeqParams]:

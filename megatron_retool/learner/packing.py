@@ -68,6 +68,8 @@ class MicroBatch:
         response_positions: int64 [R], the micro-batch's response tokens as positions in the batch's columns, whole
             sequences on every context-parallel rank.
         sequence_ids: int64 [R], 0 .. len(rows) - 1.
+        token_positions: int64 [t], the local tokens as positions among the batch's, prompt and response of each
+            sequence end to end; -1: padding.
         buckets: what attention does with it where Transformer Engine is absent.
     """
 
@@ -81,6 +83,7 @@ class MicroBatch:
     slots: torch.Tensor
     response_positions: Int64Array
     sequence_ids: torch.Tensor
+    token_positions: Int64Array
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...]
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
@@ -208,9 +211,11 @@ class Packer:
         # The whole stream, padding as token 0 at the positions that follow the sequence's own.
         owner = np.repeat(np.arange(len(padded)), padded)
         position = np.arange(total) - boundaries[owner]
-        ids = np.zeros(total, np.int64)
+        ids, token_positions = np.zeros(total, np.int64), np.full(total, -1)
         if len(rows):
-            ids[position < lengths[owner]] = stream.tokens(rows)
+            real = position < lengths[owner]
+            token_positions[real] = stream.positions(rows)
+            ids[real] = stream.ids[token_positions[real]]
 
         # Response tokens in row order; token k of a sequence is predicted from position k - 1.
         responses = batch.response_lengths[rows].astype(np.int64) if len(rows) else np.zeros(0, np.int64)
@@ -256,6 +261,7 @@ class Packer:
             slots=tensor(slots),
             response_positions=response_positions,
             sequence_ids=tensor(response_owner),
+            token_positions=token_positions[local],
             buckets=buckets,
         )
 
@@ -354,7 +360,8 @@ class _Stream:
         self.ids[np.repeat(self.starts, prompts) + _ramp(prompts)] = batch.prompt_ids
         self.ids[np.repeat(self.starts + prompts, responses) + _ramp(responses)] = batch.response_ids
 
-    def tokens(self, rows: Int64Array) -> Int64Array:
-        """Tokens of ``rows``, end to end."""
+    def positions(self, rows: Int64Array) -> Int64Array:
+        """Where the tokens of ``rows``, end to end, are in ``ids``."""
         counts = self.lengths[rows]
-        return self.ids[np.repeat(self.starts[rows], counts) + _ramp(counts)]
+        positions: Int64Array = np.repeat(self.starts[rows], counts) + _ramp(counts)
+        return positions

@@ -21,7 +21,7 @@ from megatron_retool.learner.packing import MicroBatch
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
-    head_options: dict[str, Any],
+    options: dict[str, Any],
     max_tokens: int,
     loss: Callable[[MicroBatch, Tensor], LossOutput],
 ) -> list[dict[str, Tensor]]:
@@ -29,7 +29,7 @@ def forward_backward(
 
     Args:
         chunks: this rank's virtual pipeline stages.
-        head_options: keyword arguments of the model's head.
+        options: keyword arguments of the model's forward pass.
         max_tokens: of a micro-batch.
         loss: of a micro-batch and the head's output.
 
@@ -47,7 +47,7 @@ def forward_backward(
             # The token count would divide the gradient, which is normalised already (sum_gradients drops it).
             return result.loss, torch.zeros((), dtype=torch.int, device=output.device), {}
 
-        return model(micro_batch, **head_options), finish
+        return model(micro_batch, **options), finish
 
     _run(forward_step, chunks, micro_batches, max_tokens, forward_only=False)
     return metrics
@@ -56,7 +56,7 @@ def forward_backward(
 def forward(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
-    head_options: dict[str, Any],
+    options: dict[str, Any],
     max_tokens: int,
     collect: Callable[[MicroBatch, Tensor], None],
 ) -> None:
@@ -64,7 +64,7 @@ def forward(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
         micro_batch = next(iterator)
-        return model(micro_batch, **head_options), lambda output, non_loss_data=False: collect(micro_batch, output)
+        return model(micro_batch, **options), lambda output, non_loss_data=False: collect(micro_batch, output)
 
     _run(forward_step, chunks, micro_batches, max_tokens, forward_only=True)
 

@@ -5,6 +5,7 @@ Each function takes the step's batch and gives it back with more columns ([T], s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer, reward_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.registry import Need
+from megatron_retool.routed_experts import RoutedExperts
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from sglang_rollout.agent.branching import shared_token_ids
 
@@ -29,19 +31,30 @@ if TYPE_CHECKING:
 _WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", "rollout_corr/staleness/")
 
 
-async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTimer) -> TrajectoryBatch:
+async def add_log_probs(
+    run: Deployment, batch: TrajectoryBatch, timer: StepTimer
+) -> tuple[TrajectoryBatch, dict[str, float]]:
     """old_log_probs and entropy with the training kernels; ref_log_probs where they are needed; critic's values.
 
     All log-probs are those of the distribution that is sampled (temperature, top_p, top_k, min_p). In bypass mode
-    old_log_probs are the engine's, and nothing is computed.
+    old_log_probs are the engine's, and nothing is computed. With learner.routing_replay=old_log_probs the batch's
+    routed experts are from here on those of old_log_probs.
+
+    Returns:
+        The batch, and routing_replay/* metrics where the engine's experts were replayed.
     """
     algorithm, sampling = run.config.algorithm, run.config.rollout.train
+    metrics: dict[str, float] = {}
     with timer.phase(Phase.OLD_LOG_PROB):
         if algorithm.rollout_correction.bypass_old_log_probs:
             batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
         else:
             result = await run.learner.log_probs(batch, sampling=sampling)
             batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
+            metrics = result["metrics"]
+            if "routed_experts" in result:
+                column = RoutedExperts.end_to_end(result["routed_experts"], batch.total_lengths)
+                batch = dataclasses.replace(batch, routed_experts=column)
     if Need.REFERENCE in algorithm.needs:
         with timer.phase(Phase.REFERENCE):
             reference = await run.learner.log_probs(batch, reference=True, sampling=sampling)
@@ -49,7 +62,7 @@ async def add_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTime
     if run.critic is not None:
         with timer.phase(Phase.VALUES):
             batch = batch.with_columns(values=await run.critic.values(batch))
-    return batch
+    return batch, metrics
 
 
 def correct_rollout(

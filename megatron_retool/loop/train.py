@@ -165,11 +165,11 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         return Learned(batch, {}, SkipReason.NO_SIGNAL)
     with timer.phase(Phase.PHASE_SWITCH):
         await run.gpu_phases.training()
-    batch = await add_log_probs(run, batch, timer)
+    batch, routing_metrics = await add_log_probs(run, batch, timer)
     with timer.phase(Phase.ADVANTAGE):
         batch, metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
         batch, kl_metrics = add_advantages(batch, kept, state)
-    metrics |= kl_metrics
+    metrics |= routing_metrics | kl_metrics
     if beyond_limit:
         return Learned(batch, metrics, SkipReason.MISMATCH)
     if not batch.columns["keep"][batch.loss_mask].any():

@@ -21,6 +21,16 @@ COMMANDS = [
     ("report a_file", "a_file is no directory"),
     ("report junk", "junk", "metrics.jsonl"),
     ("report mismatch empty", "empty"),
+    ("report referee gone", "gone is no directory"),
+    ("report referee empty", "empty", "has not trained a step yet"),
+    ("report referee a_file", "a_file is no directory"),
+    ("report referee stepped", "config.yaml is missing"),
+    ("report referee configured", "are not on disk", "trainer.save_freq=1"),
+    ("report referee configured --step 3", "step 3", "not on disk", "trainer.keep_checkpoints=0"),
+    ("report referee configured --step 4", "of step 4", "those of step 3"),
+    ("report referee empty --step 0", "--step"),
+    ("report referee empty --sample none", "--sample"),
+    ("report referee empty --dtype int8", "--dtype"),
     ("plan --gpus H100", "H100"),
     ("plan --gpus A1000x8", "A1000"),
     ("plan --gpus H100x0", "H100x0"),
@@ -82,6 +92,11 @@ def places(tmp_path: Path) -> None:
     (tmp_path / "a_link").symlink_to("nowhere")
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "metrics.jsonl").write_bytes(b"\x00\xff not json\n")
+    for name in ("stepped", "configured"):
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        for kind in ("", ".learner"):
+            (tmp_path / name / "rollouts" / f"step_000003{kind}.parquet").touch()
+    (tmp_path / "configured" / "config.yaml").write_text("model: {path: gone}\n")
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "configuration.yaml").write_text("sft: {stages: [{train_files: [a_file]}]}\n")

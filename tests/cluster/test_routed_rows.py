@@ -17,7 +17,7 @@ from ray._private.internal_api import node_stats
 from ray.exceptions import ObjectLostError
 
 from megatron_retool.cluster import learner_group, routed_rows
-from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup, LearnerWorker
+from megatron_retool.cluster.learner_group import LearnerGroup, LearnerWorker, OutOfStep
 from megatron_retool.cluster.routed_rows import RowStore
 from megatron_retool.cluster.runtime import ray_runtime
 from megatron_retool.config import Config, SamplingConfig, load_config
@@ -35,7 +35,8 @@ class RecordingLearner:
     own_seconds = 0.0
 
     def log_probs(self, batch: TrajectoryBatch, **_: Any) -> Any:
-        return described(batch)
+        self.last = described(batch)
+        return self.last
 
     def values(self, batch: TrajectoryBatch) -> Any:
         return described(batch)
@@ -65,40 +66,26 @@ class Rank(LearnerWorker):
         self.learner: Any = RecordingLearner()
 
 
-class LosingRank(Rank):
-    """Its node cannot give it the rows any more."""
-
-    def log_probs(self, *arguments: Any) -> Any:
-        def lost(_: Any) -> Any:
-            raise ObjectLostError("00ff", None, "a call site")
-
-        routed_rows.ray = type("Ray", (), {"get": staticmethod(lost)})
-        return super().log_probs(*arguments)
-
-
 def config_of(mode: str = "rollout") -> Config:
     return load_config(None, ["learner.world_size=2", f"learner.routing_replay={mode}"])
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[None]:
+def ranks() -> Iterator[list[Any]]:
     with ray_runtime(config_of()):
-        yield
+        yield [ray.remote(Rank).remote(rank) for rank in range(2)]
 
 
-def group_of(role: str = "learner", mode: str = "rollout", kinds: tuple[type[Rank], ...] = (Rank, Rank)) -> Any:
+def group_of(ranks: list[Any], role: str = "learner", mode: str = "rollout") -> Any:
     group = LearnerGroup.__new__(LearnerGroup)
-    group.config, group.role, group.nodes = config_of(mode), role, []
-    group.workers = [ray.remote(kind).remote(rank) for rank, kind in enumerate(kinds)]
-    group._seconds, group._rows = [0.0] * len(kinds), RowStore()
+    group.config, group.role, group.nodes, group.workers = config_of(mode), role, [], ranks
+    group._seconds, group._rows = [0.0] * len(ranks), RowStore()
     return group
 
 
 @pytest.fixture(scope="module")
-def group(runtime: None) -> Iterator[Any]:
-    made = group_of()
-    yield made
-    made.kill()
+def group(ranks: list[Any]) -> Any:
+    return group_of(ranks)
 
 
 def make_batch(layers: int = 2, seed: int = 0) -> TrajectoryBatch:
@@ -156,19 +143,6 @@ def test_each_rank_finds_the_rows_of_every_batch_and_they_are_put_once(group, mo
     assert max(size for size in sizes if size != rows.nbytes) < len(without) + 1000
 
 
-def test_the_second_rank_has_them_too(runtime):
-    group = group_of()
-    try:
-        group.workers.reverse()
-        for worker, rank in zip(group.workers, (0, 1), strict=True):
-            ray.get(worker.__ray_call__.remote(lambda self, rank=rank: setattr(self, "rank", rank)))
-        batch = make_batch()
-        found = asyncio.run(group.log_probs(batch, sampling=SAMPLING))
-        np.testing.assert_array_equal(np.concatenate(found["rows"]), batch.routed_experts.rows)
-    finally:
-        group.kill()
-
-
 def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while not true():
@@ -178,12 +152,18 @@ def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     return True
 
 
-def stored_bytes() -> int:
-    return int(node_stats()["storeStats"].get("objectStoreBytesUsed", 0)) if False else used_by_store()
-
-
 def used_by_store() -> int:
-    return int(node_stats().store_stats.object_store_bytes_used)
+    (node,) = ray.nodes()
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"])
+    return int(stats.store_stats.object_store_bytes_used)
+
+
+def test_every_rank_has_the_rows(group):
+    batch = make_batch()
+    asyncio.run(group.log_probs(batch, sampling=SAMPLING))
+    for worker in group.workers:
+        rows = ray.get(worker.__ray_call__.remote(lambda self: self.learner.last["rows"]))
+        np.testing.assert_array_equal(np.concatenate(rows), batch.routed_experts.rows)
 
 
 def test_steps_leave_nothing_in_the_object_store(group):
@@ -194,7 +174,7 @@ def test_steps_leave_nothing_in_the_object_store(group):
         size = batch.routed_experts.rows.nbytes
         assert size > 7e6
         asyncio.run(group.log_probs(batch, sampling=SAMPLING))
-        assert wait_for(lambda size=size: size <= used_by_store() - before < 1.5 * size)
+        assert wait_for(lambda size=size: 0.9 * size < used_by_store() - before < 1.1 * size)
     batch = None
     gc.collect()
     assert wait_for(lambda: used_by_store() - before < 1e6)
@@ -211,39 +191,39 @@ def test_rows_that_a_step_replaces_leave_the_store_first(group, monkeypatch):
 
 
 @pytest.mark.parametrize(("role", "mode"), [("critic", "rollout"), ("learner", "none")])
-def test_who_does_not_replay_gets_no_rows(runtime, monkeypatch, role, mode):
-    group, batch = group_of(role, mode), make_batch()
+def test_who_does_not_replay_gets_no_rows(ranks, monkeypatch, role, mode):
+    group, batch = group_of(ranks, role, mode), make_batch()
     sizes = bytes_put(monkeypatch)
-    try:
-        calls = [group.values(batch), group.update_critic(batch)] if role == "critic" else [
-            group.log_probs(batch, sampling=SAMPLING), group.update(batch, sampling=SAMPLING)
-        ]
-        assert [asyncio.run(call)["rows"] for call in calls] == [None, None]
-    finally:
-        group.kill()
-    assert len(sizes) == 2 and max(sizes) < batch.routed_experts.rows.nbytes + len(
-        pickle_of(replace(batch, routed_experts=None))
-    )
+    if role == "critic":
+        calls = [group.values(batch), group.update_critic(batch)]
+    else:
+        calls = [group.log_probs(batch, sampling=SAMPLING), group.update(batch, sampling=SAMPLING)]
+    assert [asyncio.run(call)["rows"] for call in calls] == [None, None]
+    assert sizes == [len(pickle_of(replace(batch, routed_experts=None)))] * 2
     assert batch.routed_experts is not None
 
 
-def test_ranks_that_died_are_followed_by_others_with_the_same_rows(runtime):
-    batch, first = make_batch(), group_of()
+def test_a_group_that_follows_one_that_died_puts_the_rows_again(ranks, monkeypatch):
+    batch, sizes = make_batch(), bytes_put(monkeypatch)
+    first, second = group_of(ranks), group_of(ranks)
     asyncio.run(first.log_probs(batch, sampling=SAMPLING))
-    ray.kill(first.workers[1])
-    with pytest.raises(LearnerDied, match="learner rank 1 died"):
-        asyncio.run(first.update(batch, sampling=SAMPLING))
+    first.workers = []
+    first.kill()
     assert first._rows._reference is None
-    second = group_of()
-    try:
-        found = asyncio.run(second.log_probs(batch, sampling=SAMPLING))
-        np.testing.assert_array_equal(np.concatenate(found["rows"]), batch.routed_experts.rows)
-    finally:
-        second.kill()
+    found = asyncio.run(second.log_probs(batch, sampling=SAMPLING))
+    np.testing.assert_array_equal(np.concatenate(found["rows"]), batch.routed_experts.rows)
+    assert sizes.count(batch.routed_experts.rows.nbytes) == 2
 
 
-def test_rows_that_are_lost_end_the_group_which_can_be_built_anew(runtime, monkeypatch):
-    monkeypatch.setattr(learner_group, "DEATH_NOTICE_SECONDS", 0.1)
-    group = group_of(kinds=(Rank, LosingRank))
-    with pytest.raises(LearnerDied, match="learner rank 1 left the others waiting .*: the step's routed experts are"):
-        asyncio.run(group.log_probs(make_batch(), sampling=SAMPLING))
+def test_a_rank_that_cannot_have_the_rows_leaves_its_group(monkeypatch):
+    """The others may have them and wait for it in a collective."""
+
+    def lost(reference: Any) -> Any:
+        raise ObjectLostError("00ff", None, "a call site")
+
+    monkeypatch.setattr(ray, "put", lambda rows: "00ff")
+    sent = RowStore().without_rows(make_batch())
+    monkeypatch.setattr(ray, "get", lost)
+    for call in (lambda: Rank(0).log_probs(sent, False, SAMPLING), lambda: Rank(1).update(sent, SAMPLING)):
+        with pytest.raises(OutOfStep, match="the step's routed experts are lost: .*00ff"):
+            call()

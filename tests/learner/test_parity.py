@@ -1,5 +1,5 @@
 """Every family in every layout computes what transformers computes: log-probs, entropy, loss, every gradient, and the
-weights after one DAPO update."""
+weights after one DAPO update. A mixture of experts does so too where the choice of experts is replayed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig
 from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner import forced_routing
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny_models import (
     FAMILIES,
@@ -145,6 +146,21 @@ def _reference(family: str, directory: Path) -> None:
         },
         directory / f"{family}.pt",
     )
+    if family == "qwen3_moe":
+        _forced_reference(hf_model(family), batch, directory / "forced_routing.pt")
+
+
+def _forced_reference(model: Any, batch: TrajectoryBatch, file: Path) -> None:
+    rows = {
+        "all_rows": forced_routing.random_rows(batch, 8, 4, 2, missing=0.0),
+        "gaps": forced_routing.random_rows(batch, 8, 4, 2, missing=0.25),
+        "own": None,
+    }
+    expected = {
+        kind: forced_routing.expectation(model, batch, each, TEMPERATURE, ALGORITHM.objective)
+        for kind, each in rows.items()
+    }
+    torch.save(expected, file)
 
 
 def _config(world: int, layout: Layout) -> Config:
@@ -157,21 +173,32 @@ def _config(world: int, layout: Layout) -> Config:
     return Config(learner=learner, algorithm=ALGORITHM)
 
 
+def _replaying(config: Config) -> Config:
+    return dataclasses.replace(config, learner=dataclasses.replace(config.learner, routing_replay="rollout"))
+
+
 def _compare(world: int, family: str, name: str, directory: Path) -> dict[str, float]:
     from megatron_retool.learner.learner import Learner
     from megatron_retool.learner.weights import gradients_by_hf_name
 
     expected = torch.load(directory / f"{family}.pt", weights_only=False)
+    config, moe = _config(world, _layout(world, family, name)), family == "qwen3_moe"
     learner = Learner(
-        _config(world, _layout(world, family, name)),
+        _replaying(config) if moe else config,
         optimizer=OPTIMIZER,
         total_optimizer_steps=10,
         hf_dir=directory / family,
+        with_reference=moe,
     )
     batch = _mini_batch()
     found: dict[str, float] = {}
-    for column, values in learner.log_probs(batch, temperature=TEMPERATURE).items():
-        found[column] = float(np.abs(values - expected[column]).max())
+    if moe:
+        compared = forced_routing.compare(learner, batch, directory / "forced_routing.pt", TEMPERATURE)
+        found |= {f"replay: {name}": value for name, value in compared.items()}
+        learner.routing_replay = None
+    answer = learner.log_probs(batch, temperature=TEMPERATURE)
+    for column in ("log_probs", "entropy"):
+        found[column] = float(np.abs(answer[column] - expected[column]).max())
 
     step, gradients = learner._step, {}
 

@@ -108,14 +108,41 @@ def test_the_reference_is_asked_where_a_loss_declares_it(tmp_path, declared):
 
     class Learner:
         async def log_probs(self, batch, reference=False, sampling=None):
-            return {name: np.full(batch.num_response_tokens, -float(reference)) for name in ("log_probs", "entropy")}
+            columns = {name: np.full(batch.num_response_tokens, -float(reference)) for name in ("log_probs", "entropy")}
+            return {**columns, "metrics": {}}
 
     config = load_config(None, [f"algorithm.policy_loss={tmp_path}/own.py:loss"])
     run = SimpleNamespace(config=config, learner=Learner(), critic=None)
-    batch = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
+    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
     assert ("ref_log_probs" in batch.columns) == declared
     if declared:
         assert np.all(batch.columns["ref_log_probs"] == -1.0)
+
+
+def test_the_experts_of_the_old_log_probs_are_the_updates_and_the_references():
+    asked = []
+
+    class Learner:
+        async def log_probs(self, batch, reference=False, sampling=None):
+            asked.append((reference, batch.routed_experts))
+            columns = {name: np.zeros(batch.num_response_tokens) for name in ("log_probs", "entropy")}
+            return columns | ({"metrics": {}} if reference else {"metrics": {"seen": 1.0}, "routed_experts": rows})
+
+    config = load_config(
+        None, ["algorithm.kl_in_loss=0.1", "learner.routing_replay=old_log_probs", "learner.mini_batch_size=2"]
+    )
+    batch = TrajectoryBatch.from_trajectories(four())
+    rows = np.arange(2 * int(batch.total_lengths.sum()), dtype=np.uint8).reshape(-1, 1, 2)
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
+    batch, metrics = asyncio.run(add_log_probs(run, batch, StepTimer()))
+    assert metrics == {"seen": 1.0}
+    assert [reference for reference, _ in asked] == [False, True] and asked[0][1] is None
+    batch = batch.with_columns(keep=batch.loss_mask)
+    part = next(split_mini_batches(config, batch, step=1))
+    for column in (asked[1][1], batch.routed_experts, part.routed_experts):
+        np.testing.assert_array_equal(column.rows, rows)
+    np.testing.assert_array_equal(batch.routed_experts.starts, np.cumsum(batch.total_lengths) - batch.total_lengths)
+    assert set(part.routed_experts.starts) < set(batch.routed_experts.starts)
 
 
 def test_gae_takes_the_critics_values_and_reports_how_good_they_were():

@@ -81,7 +81,7 @@ class FakeLearner:
 
     async def log_probs(self, batch: Any, **_: Any) -> dict[str, Any]:
         log_probs = batch.rollout_log_probs - np.float32(self.gap)
-        return {"log_probs": log_probs, "entropy": np.zeros_like(log_probs)}
+        return {"log_probs": log_probs, "entropy": np.zeros_like(log_probs), "metrics": {}}
 
     async def update(self, batch: Any, **_: Any) -> dict[str, float]:
         self.updates += 1

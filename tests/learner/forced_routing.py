@@ -1,0 +1,202 @@
+"""Routing replay against transformers: its routers are made to take the same experts, token by token.
+
+``compare`` runs in every rank of a layout, on a learner that was built for something else too: building one costs more
+than its passes over a few sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
+from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
+from megatron_retool.trajectory import TrajectoryBatch
+from tests.learner.tiny_models import hf_log_probs, stored_gradients
+
+Rows = np.ndarray[Any, Any]
+
+
+def random_rows(batch: TrajectoryBatch, layers: int, experts: int, k: int, missing: float, seed: int = 9) -> Rows:
+    """uint8 [sum (P + R), layers, k]: experts drawn at random, of which a share of the tokens knows none."""
+    rng = np.random.default_rng(seed)
+    count = int(batch.total_lengths.sum())
+    rows = rng.random((count, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
+    rows[rng.random(count) < missing] = missing_expert(np.uint8)
+    return rows
+
+
+def with_rows(batch: TrajectoryBatch, rows: Rows | None) -> TrajectoryBatch:
+    """The batch with these rows in its order, stored backwards: where a sequence's rows begin is the column's say."""
+    if rows is None:
+        return dataclasses.replace(batch, routed_experts=None)
+    lengths = batch.total_lengths.astype(np.int64)
+    parts = np.split(rows, np.cumsum(lengths)[:-1])
+    starts = np.cumsum(lengths[::-1])[::-1] - lengths
+    return dataclasses.replace(batch, routed_experts=RoutedExperts(np.concatenate(parts[::-1]), starts))
+
+
+@contextlib.contextmanager
+def forced(model: Any, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
+    """Routers of a transformers model take the experts of ``rows``, with their own gates; where rows are missing (or
+    None) they choose for themselves.
+
+    Yields:
+        What each layer would have chosen, call by call: int64 [t, k].
+    """
+    own: list[list[Tensor]] = []
+
+    def force(router: Any, layer: int) -> None:
+        seen = 0
+
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            nonlocal seen
+            hidden = hidden.reshape(-1, router.hidden_dim)
+            logits = torch.nn.functional.linear(hidden, router.weight)
+            probabilities = logits.float().softmax(-1)
+            chosen = probabilities.topk(router.top_k, dim=-1).indices
+            own[layer].append(chosen)
+            if rows is not None:
+                mine = rows[seen : seen + len(hidden)]
+                seen += len(hidden)
+                known = torch.from_numpy(~is_missing(mine))[:, None]
+                chosen = torch.where(known, torch.from_numpy(mine[:, layer].astype(np.int64)), chosen)
+            gates = probabilities.gather(1, chosen)
+            if router.norm_topk_prob:
+                gates = gates / gates.sum(-1, keepdim=True)
+            return logits, gates.to(logits.dtype), chosen
+
+        router.forward = forward
+
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    for layer, router in enumerate(routers):
+        own.append([])
+        force(router, layer)
+    try:
+        yield own
+    finally:
+        for router in routers:
+            del router.forward
+
+
+def own_rows(own: list[list[Tensor]]) -> Rows:
+    """What ``forced`` saw of routers' choices over sequences in turn: [tokens, layers, k]."""
+    return torch.stack([torch.cat(calls) for calls in own], 1).numpy()
+
+
+def expectation(model: Any, batch: TrajectoryBatch, rows: Rows | None, temperature: float, loss: Any) -> dict[str, Any]:
+    """Log-probs, gradients and how often routers would have chosen otherwise."""
+    model.zero_grad()
+    with forced(model, rows) as own:
+        log_probs, entropy = hf_log_probs(model, batch, temperature)
+    mask = torch.from_numpy(batch.loss_mask)
+    columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
+    sequence_ids = torch.from_numpy(batch.sequence_ids)
+    inputs = PolicyLossInputs(
+        log_probs=log_probs, entropy=entropy, loss_mask=mask, sequence_ids=sequence_ids, **columns
+    )
+    policy_loss(inputs, loss).loss.backward()
+    chosen = np.sort(own_rows(own), -1)
+    expected: dict[str, Any] = {
+        "rows": rows,
+        "own": chosen,
+        "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
+        "gradients": {name: gradient.clone() for name, gradient in stored_gradients(model).items()},
+    }
+    model.zero_grad()
+    if rows is not None:
+        known = ~is_missing(rows)
+        differing = (np.sort(rows[known], -1) != chosen[known]).any(-1)
+        expected["metrics"] = {
+            "routing_replay/missing_rows": 1 - known.mean(),
+            "routing_replay/differing_tokens": differing.any(-1).mean(),
+            "routing_replay/differing_token_layers": differing.mean(),
+        }
+    return expected
+
+
+@contextlib.contextmanager
+def recomputing(learner: Any, granularity: str | None) -> Iterator[None]:
+    """A learner that was built without recomputation recomputes whole layers, or the experts ("moe") alone."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    config = learner.transformer_config
+    before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
+    if granularity == "full":
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+    parts = [each for chunk in learner.model_chunks for each in chunk.modules() if isinstance(each, MoELayer)]
+    for part in parts:
+        part.moe_layer_recompute = granularity == "moe"
+    try:
+        yield
+    finally:
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = before
+        for part in parts:
+            part.moe_layer_recompute = False
+
+
+def gradients_of_update(learner: Any, batch: TrajectoryBatch, temperature: float) -> tuple[dict[str, Tensor], Any]:
+    """Gradients by Hugging Face name (rank 0 has them) and the metrics of an update that changes no weight."""
+    from megatron_retool.learner.weights import gradients_by_hf_name
+
+    found: dict[str, Tensor] = {}
+
+    def look() -> tuple[bool, float]:
+        named = gradients_by_hf_name(learner.model_chunks, learner.architecture)
+        found.update({name: gradient.clone() for name, gradient in named.items()})
+        return True, 0.0
+
+    learner._step = look
+    try:
+        metrics = learner.update(batch, temperature=temperature)
+    finally:
+        del learner._step
+    return found, metrics
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a gradient; a gradient that is to be 0 must be."""
+    if not found:
+        return 0.0
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0 or found[name].norm() == 0, name
+    return max(float((found[n] - g).norm() / g.norm()) for n, g in expected.items() if g.norm() > 0)
+
+
+def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float) -> dict[str, float]:
+    """How far replay of all rows, of rows with gaps, and of the learner's own rows is from transformers'."""
+    expected = torch.load(file, weights_only=False)
+    found: dict[str, float] = {}
+    replay = learner.routing_replay
+    for kind, granularities in (("all_rows", (None, "moe")), ("gaps", (None, "full")), ("own", ("full",))):
+        want = expected[kind]
+        replay.mode = "old_log_probs" if kind == "own" else "rollout"
+        rows = with_rows(batch, want["rows"])
+        passes = {"policy": learner.log_probs(rows, temperature=temperature)}
+        if kind == "own":
+            recorded = passes["policy"]["routed_experts"]
+            found["recorded rows"] = float((np.sort(recorded, -1) != want["own"]).any(-1).mean())
+            rows = with_rows(batch, recorded)
+        if learner.reference_chunks is not None:
+            passes["reference"] = learner.log_probs(rows, reference=True, temperature=temperature)
+        for name, answer in passes.items():
+            found[f"{kind} {name}"] = float(np.abs(answer["log_probs"] - want["log_probs"]).max())
+        for granularity in granularities:
+            with recomputing(learner, granularity):
+                gradients, metrics = gradients_of_update(learner, rows, temperature)
+            found[f"{kind} gradient, recompute {granularity}"] = distance(gradients, want["gradients"])
+            counted = metrics if kind == "own" else passes["policy"]["metrics"]
+            figures = want.get("metrics", dict.fromkeys(counted, 0.0) if kind == "own" else {})
+            for name, value in figures.items():
+                if name.startswith("routing_replay/"):
+                    found[f"{kind} {name}"] = abs(counted[name] - value)
+        assert replay.waiting == 0
+    return found
