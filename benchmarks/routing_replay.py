@@ -1,6 +1,6 @@
 """What replaying routed experts costs the learner: old log-probs and an update with and without, alternating.
 
-    python benchmarks/routing_replay.py                                          # the shape of configs/demo_moe_cpu.yaml
+    python benchmarks/routing_replay.py  # the shape of configs/demo_moe_cpu.yaml
     python benchmarks/routing_replay.py --recompute full --layers 8 --experts 32 --experts-per-token 4
 
 The replayed experts are those that the learner would choose, so that both sides give each expert the same tokens; one
