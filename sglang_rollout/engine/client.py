@@ -104,6 +104,32 @@ class SGLangClient:
             await _pause_before_retry(attempt)
         raise AssertionError("unreachable")
 
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """``ScoringClient.score``: a prefill, and a greedy token that is dropped.
+
+        Raises:
+            EngineFailed: also for the last id of the vocabulary, in whose place SGLang scores the first.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
+        # A later request that shares a prefix with the text is to be computed as if it had never been here.
+        with contextlib.suppress(EngineRejected):
+            await self.flush_cache()
+        try:
+            pairs = answer["meta_info"]["input_token_logprobs"][1:]
+            log_probs, ids = [float(pair[0]) for pair in pairs], [pair[1] for pair in pairs]
+        except (KeyError, TypeError, IndexError) as error:
+            reason = f"no log-probs of the input: {str(answer)[:300]}"
+            raise EngineFailed(self.base_url, reason, "/generate") from error
+        if ids != list(input_ids)[1:]:
+            raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
+        return log_probs
+
     async def abort(self, request_id: str) -> None:
         """End one request; its /generate call returns what it has, with finish_reason "abort"."""
         await self.request("/abort_request", {"rid": request_id})
