@@ -53,7 +53,7 @@ class SGLangClient:
         base_url: http://host:port
         retries: further attempts after a dropped or refused connection.
         timeout_seconds: limit of one /generate call.
-        routing: of the served model, for requests that want routed experts.
+        routing: gives that of the served model, for requests that want routed experts; called when the first answers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SGLangClient:
         *,
         retries: int = 3,
         timeout_seconds: float = 3600.0,
-        routing: RoutingShape | None = None,
+        routing: Callable[[], RoutingShape] | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.retries = retries
@@ -308,7 +308,7 @@ class SGLangClient:
         if start is None or self.routing is None or not isinstance(text, str):
             return None
         try:
-            return self.routing.decode(text, max(0, len(request.input_ids) + sampled - 1 - start))
+            return self.routing().decode(text, max(0, len(request.input_ids) + sampled - 1 - start))
         except ValueError as error:
             if aborted:
                 # They are asked for again: an answer that was cut off need not be whole.

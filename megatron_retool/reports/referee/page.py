@@ -189,8 +189,8 @@ def _remarks(result: Mapping[str, Any]) -> list[str]:
     ]
     if result["referee"]["experts_forced"]:
         remarks.append(
-            "The learner replays the engine's choice of experts (learner.routing_replay=rollout), and the referee "
-            "takes it too where log-probs are compared; not so for hidden states."
+            "The learner replays the engine's choice of experts (learner.routing_replay=rollout): the referee "
+            "and the yardsticks take it too."
         )
     if not learner["run_again"]:
         remarks.append(f"Hidden states are not compared: {learner['not_run_again_because']}.")
