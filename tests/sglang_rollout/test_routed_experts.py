@@ -53,7 +53,8 @@ def make_config(model_directory):
                 "rollout.engine.max_total_tokens=4096",
                 "rollout.engine.max_running_requests=64",
                 # The prompts are longer: they are read in several passes.
-                "rollout.engine.extra_args=[--chunked-prefill-size, '64']",
+                # And more requests are let in than there is memory for.
+                "rollout.engine.extra_args=[--chunked-prefill-size, '64', --schedule-conservativeness, '0.1']",
                 "rollout.multi_turn.max_tool_response_tokens=48",
                 "data.max_response_length=400",
                 *overrides,
