@@ -187,7 +187,7 @@ def default_bound(config: Config) -> float:
         dtype = _of_model(config, "dtype") or _of_model(config, "torch_dtype") or "bfloat16"
     if dtype == learner.dtype == "float32" and rounded is None:
         return 0.005
-    return 0.2 if _of_model(config, "num_experts") or _of_model(config, "num_local_experts") else 0.1
+    return 0.15
 
 
 def fixed_text(tokenizer: Any, vocabulary: int, length: int) -> list[int]:
