@@ -157,8 +157,8 @@ class LogProbCheck:
             which += ": these alone missed something, such as a tensor of a weight sync"
         return (
             f"engine {url} and the learner do not compute the same model: their log-probs of a fixed text of "
-            f"{len(self._ids)} tokens differ. {wrong[url].diagnosis(bound)}. {which}. docs/mismatch.md has what to look "
-            f"at; weight_sync.max_log_prob_difference, {bound:g} now, is the bound in units of the spread, and "
+            f"{len(self._ids)} tokens differ. {wrong[url].diagnosis(bound)}. {which}. docs/mismatch.md has what to "
+            f"look at; weight_sync.max_log_prob_difference, {bound:g} now, is the bound in units of the spread, and "
             "weight_sync.check_log_probs=false goes on regardless"
         )
 
