@@ -19,7 +19,7 @@ from megatron_retool.runs.files import write_text
 _MAX_POINTS = 5000
 _ENGINE, _LEARNER, _FORMAT = "tab:orange", "tab:blue", "0.55"
 _LEAST = 1e-9
-"""Errors below it are drawn there, since a logarithmic axis has no 0."""
+"""Errors of log-probs below it are drawn there, since a logarithmic axis has no 0."""
 
 
 def write_page(path: Path, result: Mapping[str, Any], judged: Judged) -> None:
@@ -61,7 +61,7 @@ def draw(result: Mapping[str, Any], judged: Judged) -> list[tuple[str, bytes, st
     canvas, panels = plt.subplots(1, 3, figsize=(13, 4))
     for axes, split in zip(panels, ("probability", "turn", "position"), strict=True):
         _draw_split(axes, [row for row in result["splits"] if row["split"] == split], split)
-    panels[0].legend(fontsize=8)
+    panels[1].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     save(
         canvas,
         "splits",
@@ -114,7 +114,8 @@ def _draw_layers(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for prefix, colour, label in (("", _LEARNER, "learner"), ("format_", _FORMAT, "its number format")):
         for name, style in (("median", "-"), ("p95", "--")):
             values = [row[prefix + name] for row in rows]
-            drawn = np.maximum(values, _LEAST)
+            # Where both looked up the same embedding there is nothing to draw.
+            drawn = [value if value > 0 else float("nan") for value in values]
             axes.plot(places, drawn, style, marker="o", markersize=3, color=colour, label=f"{label}, {name}")
     off = [place for place, row in zip(places, rows, strict=True) if row["off"]]
     if off:
