@@ -90,6 +90,9 @@ class GroupFactory:
         group.states = [
             replace(state.copy(), prompt_ids=first.prompt_ids, extra_info=first.extra_info) for state in paused.states
         ]
+        for state in group.states:
+            # Rows out of a file are of the tokens beside them, whatever the agent does to those.
+            state.routed_tokens()
         if paused.branching is None:
             group.branching = None
         elif group.branching is not None:

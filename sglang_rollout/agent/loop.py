@@ -45,7 +45,7 @@ class TrajectoryState:
         age: training steps for which it was paused.
         routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks, which end
             where no engine has answered yet, before the last token. Copies share them: none is ever changed.
-        routed_ids: int32, the tokens that those rows were received for; None where another process received them.
+        routed_ids: int32, the tokens that those rows were received for; None: for those that it has.
     """
 
     prompt_ids: list[int]
@@ -80,7 +80,9 @@ class TrajectoryState:
         Where an agent has taken back tokens since, their rows go, and those after them.
         """
         if self.routed_experts:
-            self.routed_experts = still_true(self.routed_experts, self.routed_ids, self._ids())
+            ids = self._ids()
+            self.routed_experts = still_true(self.routed_experts, self.routed_ids, ids)
+            self.routed_ids = ids if self.routed_ids is None else self.routed_ids
         return sum(map(len, self.routed_experts))
 
     def _ids(self) -> npt.NDArray[np.int32]:
@@ -111,6 +113,7 @@ class TrajectoryState:
 
     def copy(self) -> TrajectoryState:
         """The same trajectory, which does not change when this one goes on."""
+        self.routed_tokens()
         return replace(
             self,
             response_ids=list(self.response_ids),

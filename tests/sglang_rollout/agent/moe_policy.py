@@ -22,7 +22,7 @@ GAP = 1e-3
 """Router logits that lie closer than this may be chosen between by rounding."""
 
 
-def moe_model(tokenizer: PreTrainedTokenizerFast, table: Table, seed: int, floor: float = 1e-9) -> Qwen3MoeForCausalLM:
+def moe_model(tokenizer: PreTrainedTokenizerFast, table: Table, seed: int, floor: float = 1e-30) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
