@@ -128,12 +128,15 @@ def _draw_layers(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_routing(panels: Sequence[Any], routing: Mapping[str, Any]) -> None:
+    sides = {"engine": (routing["by_layer"], _ENGINE), "learner, run again": (routing["learner_by_layer"], _LEARNER)}
+    known = {label: drawn for label, drawn in sides.items() if drawn[0] is not None}
     layers = np.arange(1, len(routing["by_layer"]) + 1)
-    panels[0].bar(layers - 0.2, 100 * np.array(routing["by_layer"]), 0.4, color=_ENGINE, label="engine")
-    if routing["learner_by_layer"] is not None:
-        learner = 100 * np.array(routing["learner_by_layer"])
-        panels[0].bar(layers + 0.2, learner, 0.4, color=_LEARNER, label="learner, run again")
+    width = 0.8 / len(known)
+    for number, (label, (shares, colour)) in enumerate(known.items()):
+        places = layers + (number - (len(known) - 1) / 2) * width
+        panels[0].bar(places, 100 * np.array(shares), width, color=colour, label=label)
     panels[0].set(xlabel="layer", ylabel="tokens (%)", title="Other experts than the referee's")
+    panels[0].set_xticks(layers[:: -(-len(layers) // 24)])
     panels[0].legend(fontsize=8)
     bars = {
         "all tokens,\nreferee's own experts": routing["mean_abs_own"],
@@ -141,9 +144,9 @@ def _draw_routing(panels: Sequence[Any], routing: Mapping[str, Any]) -> None:
         "tokens with\nthe same experts": routing["mean_abs_same_experts"],
         "tokens with\nother experts": routing["mean_abs_other_experts"],
     }
-    known = {name: max(value, _LEAST) for name, value in bars.items() if value is not None}
-    panels[1].bar(list(known), list(known.values()), color=_ENGINE)
-    panels[1].set(yscale="log", ylabel="mean |error|", title="The engine's error")
+    measured = {name: value for name, value in bars.items() if value is not None}
+    panels[1].bar(list(measured), list(measured.values()), color=_ENGINE)
+    panels[1].set(ylabel="mean |error|", title="The engine's error")
     panels[1].tick_params(axis="x", labelsize=8)
 
 
