@@ -56,8 +56,8 @@ def check_rows(rows: Any, length: int, label: str) -> None:
         raise ValueError(f"{label}: routed_experts has {len(rows)} rows for {length} tokens")
     if rows.dtype == np.int16 and (rows < 0).any():
         raise ValueError(f"{label}: routed_experts names expert {rows.min()}")
-    unknown = (rows == missing_expert(rows.dtype)).reshape(len(rows), -1)
-    if (unknown.any(-1) != unknown.all(-1)).any():
+    unknown = rows == missing_expert(rows.dtype)
+    if (unknown.any((1, 2)) != unknown.all((1, 2))).any():
         raise ValueError(f"{label}: a row of routed_experts is known in part")
 
 

@@ -2,10 +2,10 @@
 
 `python -m experiments.mismatch.collapse_search --base runs/demo_moe --seeds 1 2 3`
 
-The learner computes in float32. The engine computes in bfloat16 with weights rounded to INT4 at every sync, but in the
-arms whose name says otherwise. The learning rate is three times the demo's: the control, float32 on both sides, has to
-stay healthy at it. What a rounded engine answers hides what became of the weights, so that at the end of every run its
-own weights answer the held-out problems in a float32 engine.
+The learner computes in float32. The engine computes in bfloat16 with weights rounded to INT4 at every sync, but in arms
+whose name says otherwise. The learning rate is three times the demo's: the control, float32 on both sides, has to stay
+healthy at it. What a rounded engine answers hides what became of the weights, so that at the end of every run its own
+weights answer the held-out problems in a float32 engine.
 """
 
 import sys
@@ -33,9 +33,13 @@ INT4 = (*BFLOAT16, "weight_sync.round_to=int4")
 GEOMETRIC_MIS = rejection("geometric_ratio 0.95 1.05", veto=1e-4)
 
 REPLAY = ("learner.routing_replay=rollout",)
+FP32_HEAD = ("learner.fp32_lm_head=true", "rollout.engine.extra_args=[--enable-fp32-lm-head]")
+BFLOAT16_LEARNER = (*BFLOAT16, "learner.dtype=bfloat16")
 SMALL_MINI_BATCHES = ("learner.mini_batch_size=32",)
 # Room for more calls than the demo's responses make; both arms have it, so that the limit alone differs.
 LONG_RESPONSES = ("data.max_response_length=320",)
+# Without chunks SGLang reserves so much for activations that its own guess of the weights' share falls below 0.
+WHOLE_PREFILL = "rollout.engine.extra_args=[--chunked-prefill-size,'-1',--mem-fraction-static,'0.5']"
 
 
 def int4(name: str, *overrides: str, against: str = "int4", starts_from: str | None = None, quick: bool = False) -> Arm:
@@ -83,8 +87,10 @@ EXPERIMENT = Experiment(
         int4("off_policy", *SMALL_MINI_BATCHES),
         Arm("float32_off_policy", (*FLOAT32, *SMALL_MINI_BATCHES), against="float32"),
         # The engine's own part in it.
-        int4("fp32_head", "learner.fp32_lm_head=true", "rollout.engine.extra_args=[--enable-fp32-lm-head]"),
-        int4("chunked_prefill_off", "rollout.engine.extra_args=[--chunked-prefill-size,'-1']"),
+        int4("fp32_head", *FP32_HEAD),
+        Arm("bfloat16_learner", BFLOAT16_LEARNER, against="bfloat16"),
+        Arm("bfloat16_learner_fp32_head", (*BFLOAT16_LEARNER, *FP32_HEAD), against="bfloat16_learner"),
+        int4("chunked_prefill_off", WHOLE_PREFILL),
         int4("radix_cache_off", "rollout.engine.extra_args=[--disable-radix-cache]"),
         int4("top_p", "rollout.train.top_p=0.999"),
         # Five times as many calls, as 20 against 100 in long runs.

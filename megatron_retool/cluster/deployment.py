@@ -23,6 +23,7 @@ from megatron_retool.cluster.engine_weights import EngineWeights
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, ray_node_stacks
 from megatron_retool.cluster.learner_group import LearnerGroup
+from megatron_retool.cluster.log_prob_check import LogProbCheck
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
 from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
@@ -140,6 +141,9 @@ class Deployment:
             replaced=lambda url, new_url: self.rollout.replace_engine(url, new_url),
             starting=self._starting,
             console=self.console,
+            check=LogProbCheck(config, tokenizer, self.engines.engine.client, self.console)
+            if self.with_learner and config.weight_sync.check_log_probs
+            else None,
         )
         starts = [self._start_engines()]
         if self.sandboxes is not None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from sglang_rollout.engine.base import EngineStartError
@@ -20,7 +21,7 @@ SYNC_ATTEMPTS = 3
 """More than two: while one engine is started anew, another may die."""
 
 
-class WeightSource(Protocol):
+class WeightSource(ScoringLearner, Protocol):
     """A learner group, as far as engines are concerned."""
 
     async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]: ...
@@ -33,6 +34,7 @@ class EngineWeights:
         source: the present learner; None: the engines serve ``model_path`` for good.
         replaced: told of an engine that was started anew during a sync, by its old and its new URL.
         starting: timer of phases in which processes start.
+        check: compares each engine with the learner once, after its first weights from it.
 
     Attributes:
         version: of the weights that the engines serve: the number of the last completed step.
@@ -47,6 +49,7 @@ class EngineWeights:
         replaced: Callable[[str, str], Awaitable[None]],
         starting: StepTimer,
         console: Console,
+        check: LogProbCheck | None = None,
     ) -> None:
         self.version = 0
         self._starts: dict[str, asyncio.Future[str]] = {}
@@ -59,26 +62,38 @@ class EngineWeights:
         self._replaced = replaced
         self._starting = starting
         self._console = console
+        self._check = check
 
     async def sync(self, version: int) -> dict[str, float]:
         """Give every engine the learner's weights; returns when each of them serves ``version``.
 
         Engines that fail to take them are started anew and get them once more; the last of SYNC_ATTEMPTS is raised.
+
+        Raises:
+            LogProbMismatch: an engine that has its first weights from this learner computes another model.
         """
         assert self._source is not None
         if self._starts:
             # Engines that died while the learner trained: they take part.
             await asyncio.wait(set(self._starts.values()))
-        async with self._sending, self._gpu_phases.syncing():
-            for left in reversed(range(SYNC_ATTEMPTS)):
-                try:
-                    metrics = await self._source().sync_weights(self._engines.urls, version)
-                    break
-                except WeightSyncError as error:
-                    if not left:
-                        raise
-                    await self._restart_culprits(error)
-            self.version = version
+        async with self._sending:
+            async with self._gpu_phases.syncing():
+                for left in reversed(range(SYNC_ATTEMPTS)):
+                    try:
+                        metrics = await self._source().sync_weights(self._engines.urls, version)
+                        break
+                    except WeightSyncError as error:
+                        if not left:
+                            raise
+                        await self._restart_culprits(error)
+                self.version = version
+                # The learner leaves the GPUs with this block, and only then the engines can generate.
+                if self._check is not None:
+                    await self._check.score_by(self._source(), self._engines.urls)
+            if self._check is not None:
+                # Those of earlier comparisons: the first sync of a run belongs to no step.
+                metrics = metrics | self._check.take_metrics()
+                await self._check.compare()
         return metrics
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
@@ -105,8 +120,13 @@ class EngineWeights:
             if new_url is None or self._source is None:
                 break
             try:
-                async with self._sending, self._gpu_phases.sending_to_one():
-                    await self._source().sync_weights([new_url], self.version)
+                async with self._sending:
+                    async with self._gpu_phases.sending_to_one():
+                        await self._source().sync_weights([new_url], self.version)
+                        if self._check is not None:
+                            await self._check.score_by(self._source(), [new_url])
+                    if self._check is not None:
+                        await self._check.compare()
                 break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
@@ -141,4 +161,6 @@ class EngineWeights:
                 self._console.print(text, style="yellow", markup=False)
                 new_url = await self._engines.restart(place, self._model_path)
         self._gpu_phases.restarted(new_url)
+        if self._check is not None:
+            self._check.restarted(new_url)
         return new_url

@@ -21,5 +21,12 @@ class WeightSyncConfig:
     a scale for each round_group_size inputs. Embeddings, norms, routers and the output layer stay as they are."""
     round_group_size: int = at_least_one(32)
     """Inputs of a row that share a scale, with intN."""
+    check_log_probs: bool = True
+    """At the first sync of a run, and of an engine that was started anew: compare the engine's log-probs of a fixed
+    text with the learner's, and stop where they are not of the same model."""
+    max_log_prob_difference: float | None = positive(None)
+    """Mean difference that check_log_probs admits, as a share of the log-probs' own spread (0: the same model, 1.4: any
+    other); null: by precision, 0.005 in float32, 0.15 in bfloat16 or float16, 0.4 where FP8 takes part, none with
+    round_to int4 or int3."""
     timeout_seconds: float = positive(300.0)
     """For one piece on its way."""

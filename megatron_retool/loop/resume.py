@@ -90,10 +90,11 @@ def _shown(value: object) -> str:
 def contents_after(run: Deployment, state: TrainerState, collected: Collected) -> Contents:
     """What a checkpoint after the step of ``collected`` holds beside the models."""
     trainer_state = {**state.state_dict(), "total_steps": run.total_steps, "seed": run.config.trainer.seed}
+    paused = collected.paused  # alone: a checkpoint that is still being written holds it into the next step
 
     def write_paused(workspace: Path) -> None:
-        if collected.paused:
-            write_paused_groups(collected.paused, workspace / PAUSED_GROUPS)
+        if paused:
+            write_paused_groups(paused, workspace / PAUSED_GROUPS)
 
     files = {"prompt_source.json": collected.prompt_state, "trainer_state.json": trainer_state}
     return Contents(files, write_paused)

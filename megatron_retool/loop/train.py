@@ -146,6 +146,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             if leaving and not last:
                 run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
                 return False
+            # Else they would stay while the next step is generated: their routed experts may be gigabytes.
+            del collected, learned, batch
     return True
 
 

@@ -149,7 +149,7 @@ def demo_architecture(config: Config) -> Architecture:
             "num_experts": demo.num_experts,
             "num_experts_per_tok": demo.num_experts_per_tok,
             "moe_intermediate_size": demo.moe_intermediate_size,
-            "norm_topk_prob": True,
+            "norm_topk_prob": demo.num_experts_per_tok > 1,
             "tie_word_embeddings": False,
         }
     return Architecture.from_hf_config(hf_config)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
-from sglang_rollout.agent.routing_record import column, still_true
+from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.base import GenerateResult, StopConditions
@@ -45,7 +45,7 @@ class TrajectoryState:
         age: training steps for which it was paused.
         routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks, which end
             where no engine has answered yet, before the last token. Copies share them: none is ever changed.
-        routed_ids: int32, the tokens that those rows were received for; None where another process received them.
+        routed_ids: int32, the tokens that those rows were received for; None: for those that it has.
     """
 
     prompt_ids: list[int]
@@ -80,7 +80,9 @@ class TrajectoryState:
         Where an agent has taken back tokens since, their rows go, and those after them.
         """
         if self.routed_experts:
-            self.routed_experts = still_true(self.routed_experts, self.routed_ids, self._ids())
+            ids = self._ids()
+            self.routed_experts = still_true(self.routed_experts, self.routed_ids, ids)
+            self.routed_ids = ids if self.routed_ids is None else self.routed_ids
         return sum(map(len, self.routed_experts))
 
     def _ids(self) -> npt.NDArray[np.int32]:
@@ -111,6 +113,7 @@ class TrajectoryState:
 
     def copy(self) -> TrajectoryState:
         """The same trajectory, which does not change when this one goes on."""
+        self.routed_tokens()
         return replace(
             self,
             response_ids=list(self.response_ids),
@@ -181,7 +184,7 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
-            routed_experts=column(self.routed_experts, self.length) if self.routed_tokens() else None,
+            routed_experts=whole_column(self.routed_experts, self.length) if self.routed_tokens() else None,
         )
 
 

@@ -35,6 +35,6 @@ def still_true(chunks: list[ExpertArray], received_for: IntArray | None, ids: In
     return [np.concatenate(chunks)[:valid]] if valid else []
 
 
-def column(chunks: Sequence[ExpertArray], length: int) -> ExpertArray:
+def whole_column(chunks: Sequence[ExpertArray], length: int) -> ExpertArray:
     """Rows [length, layers, k], at least one chunk of them; those behind the last chunk are missing."""
     return np.concatenate([*chunks, missing_rows(length - sum(map(len, chunks)), chunks[0])])

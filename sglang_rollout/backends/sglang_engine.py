@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
 from sglang_rollout.engine.base import WeightSync
@@ -46,15 +48,19 @@ class SGLangEngine:
         )
 
     def client(self, base_url: str) -> SGLangClient:
-        rollout, model = self.config.rollout, self.config.model
+        rollout = self.config.rollout
         return SGLangClient(
             base_url,
             retries=rollout.request_retries,
             timeout_seconds=rollout.request_timeout_seconds,
-            routing=RoutingShape.of(Architecture.from_pretrained(model.path, model.families))
-            if self._routed_experts
-            else None,
+            routing=(lambda: self._routing_shape) if self._routed_experts else None,
         )
+
+    @functools.cached_property
+    def _routing_shape(self) -> RoutingShape:
+        # A demo's model is made after its engine was checked.
+        model = self.config.model
+        return RoutingShape.of(Architecture.from_pretrained(local_directory(model.path), model.families))
 
     def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
         """The way that weight_sync.method names."""

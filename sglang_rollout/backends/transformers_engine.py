@@ -158,6 +158,13 @@ class TransformersClient:
             del self._sequences[request_id]
         return sequence.result()
 
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """``ScoringClient.score``."""
+        try:
+            return await asyncio.to_thread(self._model.score, input_ids)
+        except Exception as error:
+            raise EngineFailed(self.base_url, f"{type(error).__name__}: {error}") from error
+
     async def abort(self, request_id: str) -> None:
         if request_id in self._sequences:
             self._sequences[request_id].deadline = 0.0

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,16 @@ class BatchedModel:
         with self._lock:
             self._refresh()
             return self._version
+
+    @torch.inference_mode()
+    def score(self, input_ids: Sequence[int]) -> list[float]:
+        """log-prob of every token but the first; the batch and its cache stay as they are."""
+        with self._lock:
+            self._refresh()
+            ids = torch.tensor([list(input_ids)], device=self._model.device)
+            log_probs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            found: list[float] = log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+            return found
 
     async def _serve(self) -> None:
         while self._waiting or self._batch:

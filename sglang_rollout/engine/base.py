@@ -198,6 +198,18 @@ class EngineClient(Protocol):
     async def __aexit__(self, *exception: object) -> None: ...
 
 
+class ScoringClient(Protocol):
+    """An ``EngineClient`` that can also score a text. An engine of your own may leave it out: it is not compared with
+    the learner at the first weight sync then."""
+
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """log-prob of every token but the first, given those before it, at temperature 1; nothing is left in a cache.
+
+        Raises:
+            EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What one push did."""
@@ -322,6 +334,8 @@ def check_engine(config: Config) -> None:
         except Exception as error:
             raise ExtensionError(f"{label}: its {name}(…) raised {type(error).__name__}: {error}") from error
         _check_parts(f"{label}: what its {name}(…) returned", part, protocol)
+        if name == "client" and hasattr(part, "score"):
+            _check_parts(f"{label}: what its {name}(…) returned", part, ScoringClient)
 
 
 def _check_parts(label: str, found: object, protocol: type) -> None:

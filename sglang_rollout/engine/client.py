@@ -53,7 +53,7 @@ class SGLangClient:
         base_url: http://host:port
         retries: further attempts after a dropped or refused connection.
         timeout_seconds: limit of one /generate call.
-        routing: of the served model, for requests that want routed experts.
+        routing: gives that of the served model, for requests that want routed experts; called when the first answers.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SGLangClient:
         *,
         retries: int = 3,
         timeout_seconds: float = 3600.0,
-        routing: RoutingShape | None = None,
+        routing: Callable[[], RoutingShape] | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.retries = retries
@@ -103,6 +103,32 @@ class SGLangClient:
                     raise
             await _pause_before_retry(attempt)
         raise AssertionError("unreachable")
+
+    async def score(self, input_ids: Sequence[int]) -> list[float]:
+        """``ScoringClient.score``: a prefill, and a greedy token that is dropped.
+
+        Raises:
+            EngineFailed: also for the last id of the vocabulary, in whose place SGLang scores the first.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
+        # A later request that shares a prefix with the text is to be computed as if it had never been here.
+        with contextlib.suppress(EngineRejected):
+            await self.flush_cache()
+        try:
+            pairs = answer["meta_info"]["input_token_logprobs"][1:]
+            log_probs, ids = [float(pair[0]) for pair in pairs], [pair[1] for pair in pairs]
+        except (KeyError, TypeError, IndexError) as error:
+            reason = f"no log-probs of the input: {str(answer)[:300]}"
+            raise EngineFailed(self.base_url, reason, "/generate") from error
+        if ids != list(input_ids)[1:]:
+            raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
+        return log_probs
 
     async def abort(self, request_id: str) -> None:
         """End one request; its /generate call returns what it has, with finish_reason "abort"."""
@@ -282,7 +308,7 @@ class SGLangClient:
         if start is None or self.routing is None or not isinstance(text, str):
             return None
         try:
-            return self.routing.decode(text, max(0, len(request.input_ids) + sampled - 1 - start))
+            return self.routing().decode(text, max(0, len(request.input_ids) + sampled - 1 - start))
         except ValueError as error:
             if aborted:
                 # They are asked for again: an answer that was cut off need not be whole.

@@ -223,10 +223,11 @@ def test_defaults_are_valid():
 
 
 def test_the_demo_with_experts_computes_in_two_precisions():
-    """Without that, engine and learner would hardly ever choose different experts."""
+    """Without that, engine and learner would hardly ever choose different experts, and there were nothing to replay."""
     config = load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo_moe_cpu")])
     assert config.demo.num_experts >= config.demo.num_experts_per_tok > 1
     assert (config.rollout.engine.dtype, config.learner.dtype) == ("bfloat16", "float32")
+    assert config.learner.routing_replay == "rollout"
     dense = load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo_cpu")])
     assert not dense.demo.num_experts and dense.rollout.engine.dtype == "float32"
     assert config.run_dir != dense.run_dir

@@ -135,9 +135,10 @@ def test_foreign_directories_and_impossible_settings_are_refused(tmp_path):
         ("demo.num_key_value_heads=3", "demo.num_key_value_heads"),
         ("demo.hidden_size=30", "demo.hidden_size"),
         ("demo.val_rows=0", "demo.val_rows"),
+        ("learner.routing_replay=rollout", "demo.num_experts=0"),
     ):
         with pytest.raises(ConfigError, match=key):
-            make_demo(demo_config(tmp_path / "data", override))
+            make_demo(demo_config(tmp_path / "data", "demo.enable=true", override))
     assert not (tmp_path / "data").exists()
 
 

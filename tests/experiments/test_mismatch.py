@@ -81,6 +81,7 @@ BFLOAT16 = {"rollout.engine.dtype": "bfloat16"}
 ROUND, LENGTH = "weight_sync.round_to", {"data.max_response_length": 320}
 CALLS, TURNS = "rollout.multi_turn.max_tool_calls", "rollout.multi_turn.max_assistant_turns"
 ENGINE = "rollout.engine.extra_args"
+FP32_HEAD = {"learner.fp32_lm_head": True, ENGINE: ["--enable-fp32-lm-head"]}
 
 WHAT_AN_ARM_IS_ABOUT = {
     "bfloat16": ("float32", BFLOAT16),
@@ -103,8 +104,10 @@ WHAT_AN_ARM_IS_ABOUT = {
     "int4_on_policy": ("int4", {"learner.mini_batch_size": 128}),
     "int4_off_policy": ("int4", {"learner.mini_batch_size": 32}),
     "float32_off_policy": ("float32", {"learner.mini_batch_size": 32}),
-    "int4_fp32_head": ("int4", {"learner.fp32_lm_head": True, ENGINE: ["--enable-fp32-lm-head"]}),
-    "int4_chunked_prefill_off": ("int4", {ENGINE: ["--chunked-prefill-size", "-1"]}),
+    "int4_fp32_head": ("int4", FP32_HEAD),
+    "bfloat16_learner": ("bfloat16", {"learner.dtype": "bfloat16"}),
+    "bfloat16_learner_fp32_head": ("bfloat16_learner", FP32_HEAD),
+    "int4_chunked_prefill_off": ("int4", {ENGINE: ["--chunked-prefill-size", "-1", "--mem-fraction-static", "0.5"]}),
     "int4_radix_cache_off": ("int4", {ENGINE: ["--disable-radix-cache"]}),
     "int4_top_p": ("int4", {"rollout.train.top_p": 0.999}),
     "int4_tool_limit_1": ("int4", {**LENGTH, CALLS: 1, TURNS: 2}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,11 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     group = [trajectory(0), trajectory(1)]
     rollouts = config.run_dir / "rollouts"
     saved: list[int] = []
+    batches: list[weakref.ref[TrajectoryBatch]] = []
 
     class Stored(Experience):
         async def take(self, step: int) -> Collected:
+            assert [batch() for batch in batches] == [None] * (step - 1)  # no step is held while another is generated
             if step == 2:  # the quota is reached
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited))
             elif step == 3:
@@ -41,7 +44,9 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
             return Collected(group, group, {})
 
     async def learn(*_: Any) -> train_loop.Learned:
-        return train_loop.Learned(TrajectoryBatch.from_trajectories(group), {}, None)
+        batch = TrajectoryBatch.from_trajectories(group)
+        batches.append(weakref.ref(batch))
+        return train_loop.Learned(batch, {}, None)
 
     async def save(step: int, *_: Any, wait: bool) -> dict[str, float]:
         saved.append(step)

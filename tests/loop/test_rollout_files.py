@@ -1,5 +1,6 @@
 """What a step leaves in rollouts/, read again."""
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ from rich.console import Console
 
 from megatron_retool.config import load_config
 from megatron_retool.loop.experience import Collected, replay_groups
+from megatron_retool.loop.resume import contents_after
 from megatron_retool.loop.rollout_files import read_estimates, store_step, write_estimates
+from megatron_retool.loop.state import TrainerState
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.loop.stand_ins import run_of
 from tests.loop.test_columns import make_batch, trajectory
@@ -48,3 +51,12 @@ def test_replayed_steps_have_the_experts_that_the_engine_chose(tmp_path):
     for name in ("rows", "starts"):
         before, after = (TrajectoryBatch.from_trajectories(step).routed_experts for step in (rows, replayed))
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
+def test_a_checkpoint_that_is_still_being_written_does_not_hold_the_step():
+    config = load_config(None, [])
+    collected = Collected([trajectory(7, 0, 1.0)], [trajectory(7, 0, 1.0)], {})
+    contents = contents_after(run_of(config, Console(quiet=True), 3), TrainerState.first(config), collected)
+    gone = weakref.ref(collected)
+    del collected
+    assert gone() is None and contents.write is not None

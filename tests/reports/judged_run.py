@@ -20,13 +20,20 @@ Error = Callable[[Trajectory], np.ndarray]
 
 
 def make_run(
-    directory: Path, family: str, *overrides: str, engine: Error | None = None, experts: bool = False, **model: Any
+    directory: Path,
+    family: str,
+    *overrides: str,
+    engine: Error | None = None,
+    experts: bool = False,
+    replay: bool = False,
+    **model: Any,
 ) -> Path:
     """runs/<name> with step 1, whose weights are the model that it started from.
 
     Args:
         engine: what is added to the engine's log-probs of a trajectory, float64 [R].
         experts: the engine chose at random in every fourth token, and recorded what it chose.
+        replay: the learner took the engine's choice.
     """
     run_dir, policy = directory / "run", hf_model(family, **model)
     save_model(policy, directory / "model")
@@ -53,7 +60,7 @@ def make_run(
             sampled = sampled + engine(trajectory)
         trajectory.rollout_log_probs = np.where(trajectory.loss_mask, sampled, 0).astype(np.float32)
         trajectories.append(trajectory)
-        learner.append(np.where(trajectory.loss_mask, own, 0))
+        learner.append(np.where(trajectory.loss_mask, sampled if replay else own, 0))
     batch = TrajectoryBatch.from_trajectories(trajectories).with_columns(old_log_probs=np.concatenate(learner))
     write_trajectories(trajectories, run_dir / "rollouts" / "step_000001.parquet")
     write_estimates(batch, run_dir / "rollouts" / "step_000001.learner.parquet")

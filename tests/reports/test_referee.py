@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conversion.files.directory import COMPANIONS
+from conversion.files.checksums import DamagedError
 from conversion.hf_to_mcore import convert
 from megatron_retool.__main__ import main
 from megatron_retool.config import load_config, save_config
@@ -119,7 +119,6 @@ def test_weights_of_a_later_step_come_from_the_checkpoint_before_it(dense_run, t
     assert find_step(run_dir).number == 1
     checkpoint = run_dir / "checkpoints" / "global_step_3"
     convert(dense_run.parent / "model", checkpoint / "learner", require_tokenizer=False)
-    shutil.rmtree(checkpoint / "learner" / COMPANIONS)
     (checkpoint / "COMPLETE").touch()
     found = find_step(run_dir)
     assert found.number == 4 and found.weights.version == 3
@@ -128,6 +127,12 @@ def test_weights_of_a_later_step_come_from_the_checkpoint_before_it(dense_run, t
     assert "the mismatch is the engine's" in result["verdict"][0]
     with pytest.raises(FileNotFoundError, match="those of steps 1, 4"):
         find_step(run_dir, 2)
+    (file,) = (checkpoint / "learner").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=file.name):
+        judge_step(run_dir)
 
 
 def test_in_bypass_mode_the_learner_is_run_again(dense_run, tmp_path):
@@ -149,3 +154,29 @@ def test_what_filters_of_sampling_remove_is_removed():
     assert kept.exp().item() == pytest.approx(0.3 / 0.8, rel=1e-6)
     at_the_edge = sampled_log_probs(logits, torch.tensor([2]), settings)
     assert at_the_edge.exp().item() == pytest.approx(0.15 / 0.95, rel=1e-6)
+
+
+def test_a_choice_of_experts_is_told_from_other_errors(tmp_path):
+    """The engine chose other experts in every fourth token, and is off by rounding otherwise."""
+    run_dir = make_run(tmp_path, "qwen3_moe", experts=True, num_hidden_layers=LAYERS)
+    page, result = write_referee_report(run_dir)
+    routing, total = result["routing"], result["splits"][0]
+    assert total["side"] == "engine" and total["engine"]["mean_abs"] > 1e-3 and not total["learner"]["beyond_format"]
+    assert routing["share_of_squared_error"] == pytest.approx(1.0, abs=1e-4)
+    assert routing["mean_abs_forced"] < 1e-6 < 1e-3 < routing["mean_abs_own"]
+    assert [share > 0 for share in routing["by_layer"]] == [False, True, False]
+    assert routing["tokens_with_other_experts"] == pytest.approx(0.25 * 5 / 6, abs=0.08)  # one pair of six is its own
+    assert routing["learner_tokens_with_other_experts"] < 0.02
+    assert "of the engine's squared error is routing" in result["verdict"][-1]
+    assert not any(row["off"] for row in result["layers"])
+    assert page.read_text().count("data:image/png;base64,") == 4
+
+
+def test_a_replayed_choice_of_experts_is_nobodys_fault(tmp_path):
+    settings = ["learner.routing_replay=rollout"]
+    run_dir = make_run(tmp_path, "qwen3_moe", *settings, experts=True, replay=True, num_hidden_layers=LAYERS)
+    result, _ = judge_step(run_dir)
+    assert result["referee"]["experts_forced"] and result["splits"][0]["side"] == "neither"
+    assert result["learner"]["stored_against_run_again"]["max_abs"] < 1e-5
+    assert "without which" in result["verdict"][-1]
+    assert result["routing"]["mean_abs_own"] > 1e-3 and not any(row["off"] for row in result["layers"])

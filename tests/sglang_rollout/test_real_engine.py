@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
+from megatron_retool.cluster.log_prob_check import LogProbMismatch, fixed_text
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
 from megatron_retool.process_tree import descendants
 from megatron_retool.trajectory import FinishReason
@@ -32,6 +34,7 @@ from sglang_rollout.weight_sync.quantization import round_to_integers
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, TOOL_POLICY, table_model
+from tests.sglang_rollout.scored_text import compare
 from tests.sglang_rollout.scripted import FaultyTools, Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
 from tools.code_interpreter.process import SandboxServerProcess
@@ -654,3 +657,58 @@ def test_branching_fills_the_budget_with_forks_and_fresh_trajectories(engine, to
         assert fork.response_ids[:shared].tolist() == parent.response_ids[:shared].tolist()
         assert fork.rollout_log_probs[:shared].tolist() == parent.rollout_log_probs[:shared].tolist()
         assert set(fork.weight_versions[fork.loss_mask].tolist()) == {version}
+
+
+def probe_config(model_directory):
+    return make_config(f"model.path={model_directory}", "learner.dtype=float32")
+
+
+def test_the_first_sync_s_check_passes_and_leaves_no_trace(engine, tokenizer, model_directory):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    serve(engine, model)
+    metrics = compare(probe_config(model_directory), tokenizer, engine.base_url, model)
+    assert metrics["weight_sync/log_prob_difference_max"] < 2e-5
+
+    async def scenario(client):
+        text = fixed_text(tokenizer, markov_policy.VOCABULARY, 100)
+        return await client.generate(GenerateRequest(text, 1, GREEDY)), await client.score([5, 6])
+
+    after, shortest = on_client(engine, scenario)
+    assert after.cached_tokens == 0 and len(shortest) == 1
+
+
+def test_the_first_sync_s_check_finds_one_tensor_of_other_weights(engine, tokenizer, model_directory):
+    config, model = probe_config(model_directory), markov_policy.random_model(tokenizer, seed=2)
+    for name in ("layers.1.mlp.up_proj", "layers.0.self_attn.q_proj", "layers.1.input_layernorm"):
+        stale = markov_policy.random_model(tokenizer, seed=1)
+        with torch.no_grad():
+            stale.model.layers[1].input_layernorm.weight.fill_(0.9)
+        serve(engine, stale)
+        weights = [item for item in markov_policy.named_weights(model) if name not in item[0]]
+        with TensorWeightSync([engine.base_url], timeout_seconds=30) as sync:
+            sync.push([weights], next(versions))
+        with pytest.raises(LogProbMismatch, match="All of the text is concerned"):
+            compare(config, tokenizer, engine.base_url, model)
+
+
+@pytest.mark.parametrize(("name", "words"), [("lm_head", "output layer"), ("embed_tokens", "embedding")])
+def test_the_first_sync_s_check_finds_rows_of_the_vocabulary(engine, tokenizer, model_directory, name, words):
+    model, damaged = (markov_policy.random_model(tokenizer, seed=2) for _ in range(2))
+    with torch.no_grad():
+        for tensor_name, tensor in damaged.named_parameters():
+            if name in tensor_name:
+                tensor[280:] = 0
+    serve(engine, damaged)
+    with pytest.raises(LogProbMismatch, match=rf"ids from about 2[78]\d to 318 .* rows of the {words}"):
+        compare(probe_config(model_directory), tokenizer, engine.base_url, model)
+
+
+def test_the_first_sync_s_check_finds_other_rotary_frequencies(engine, tokenizer, model_directory):
+    model = markov_policy.random_model(tokenizer, seed=2)
+    serve(engine, model)
+    config = markov_policy.build_config(tokenizer)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 100_000.0}
+    other = Qwen2ForCausalLM(config).eval()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(LogProbMismatch, match="It grows with the position|All of the text"):
+        compare(probe_config(model_directory), tokenizer, engine.base_url, other)

@@ -83,6 +83,12 @@ def _check(config: Config) -> None:
             f"demo.variant={demo.variant} teaches the tools {expected}: set rollout.multi_turn.tools to these, not "
             f"{config.rollout.multi_turn.tools}"
         )
+    replay = config.learner.routing_replay
+    if replay != "none" and demo.enable and not demo.num_experts:
+        raise ConfigError(
+            f"learner.routing_replay={replay} replays the choice of experts, and demo.num_experts=0 makes a dense "
+            "model: set demo.num_experts, or learner.routing_replay=none"
+        )
     check_vocabulary_size(demo.vocab_size)
     if demo.hidden_size % demo.num_attention_heads or (demo.hidden_size // demo.num_attention_heads) % 2:
         raise ConfigError(
@@ -262,7 +268,7 @@ def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -
                     num_experts=demo.num_experts,
                     num_experts_per_tok=demo.num_experts_per_tok,
                     moe_intermediate_size=demo.moe_intermediate_size,
-                    norm_topk_prob=True,
+                    norm_topk_prob=demo.num_experts_per_tok > 1,
                 )
             ).float()
         else:

@@ -5,8 +5,9 @@ Precision, kernels and packing are the run's; the layout is that of one rank, on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,11 @@ def single_rank(learner: LearnerConfig) -> LearnerConfig:
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
+
+
+def replays_engine(step: StoredStep, batch: TrajectoryBatch) -> bool:
+    """Whether the learner took the engine's choice of experts for its log-probs."""
+    return step.config.learner.routing_replay == "rollout" and batch.routed_experts is not None
 
 
 def describe_layout(learner: LearnerConfig) -> str:
@@ -74,6 +80,7 @@ def read_learner(
     from megatron_retool.learner.model import build_model_chunks, build_transformer_config
     from megatron_retool.learner.packing import Packer
     from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+    from megatron_retool.learner.routing_replay import RoutingReplay
 
     config = step.config
     settings = single_rank(config.learner)
@@ -99,12 +106,18 @@ def read_learner(
         # Where each sampled token stands among the sampled, and among the watched.
         place = np.cumsum(batch.loss_mask) - 1
         found = _Found(len(watched), architecture)
-        for micro_batch in packer.micro_batches(batch):
+        micro_batches = packer.micro_batches(batch)
+        routing = None
+        if replays_engine(step, batch):
+            replay = RoutingReplay(config, architecture, transformer_config, [model], device)
+            routing = replay.reading(batch, micro_batches, reference=False)
+        for micro_batch in micro_batches:
             tokens = place[micro_batch.response_positions[micro_batch.slots.cpu().numpy()]]
             watch = _Watch(micro_batch.head_positions, torch.from_numpy(watched[tokens]).to(device))
-            with _hooks(model, architecture, watch):
+            with routing or nullcontext(), _hooks(model, architecture, watch):
                 log_probs = model(
                     micro_batch,
+                    routing=routing,
                     sampling=config.rollout.train,
                     chunk_tokens=settings.log_prob_chunk_tokens,
                     fp32_head=settings.fp32_lm_head,
@@ -121,7 +134,9 @@ def _load(model: Any, architecture: Architecture, weights: Weights) -> None:
     from megatron_retool.learner.weights import load_hf_weights
 
     if weights.mcore_dir is not None:
-        load_model_weights([model], architecture, weights.mcore_dir)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about how Megatron-Core uses it
+            load_model_weights([model], architecture, weights.mcore_dir)
     else:
         load_hf_weights([model], architecture, weights.path)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import linear_names, quantized_names, round_to_blocks
+from conversion.model.block_fp8 import quantized_names, round_to_blocks
 from conversion.model.weight_map import WeightMap
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
@@ -24,29 +24,44 @@ from megatron_retool.config import Config
 from megatron_retool.learner.precision import DTYPES
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep
 from megatron_retool.routed_experts import is_missing
+from sglang_rollout.weight_sync.quantization import weight_conversion
 
 REFEREE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """dtype of weights and activations, and whether linear weights are rounded to FP8 before."""
+    """dtype of weights and activations, and what the weights were rounded to before.
+
+    Attributes:
+        rounding: such as "int4 weights"; None: the dtype alone.
+        round: tensor of a Hugging Face name -> the same, rounded.
+    """
 
     dtype: torch.dtype
-    fp8_weights: str | None = None
-    """rounded: all linear weights. quantized: those that block-FP8 holds. None: none."""
+    rounding: str | None = None
+    round: Callable[[str, Tensor], Tensor] = field(default=lambda _, tensor: tensor, compare=False)
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") + (" with FP8 weights" if self.fp8_weights else "")
+        return str(self.dtype).removeprefix("torch.") + (f" with {self.rounding}" if self.rounding else "")
 
 
 def engine_format(config: Config, architecture: Architecture) -> NumberFormat:
     """What the run's engines computed in. Of engines that multiply in FP8 only the weights' part is known here."""
     name = config.rollout.engine.dtype
-    if name == "auto":
-        name = architecture.dtype or "bfloat16"
-    rounding = "rounded" if config.weight_sync.round_to_fp8 else None
-    return NumberFormat(DTYPES[name], "quantized" if config.rollout.engine.quantization == "fp8" else rounding)
+    dtype = DTYPES[architecture.dtype or "bfloat16" if name == "auto" else name]
+    if config.weight_sync.round_to is not None:
+        convert = weight_conversion(config)
+        assert convert is not None
+        return NumberFormat(
+            dtype, f"{config.weight_sync.round_to} weights", lambda name, tensor: convert([(name, tensor)])[0][1]
+        )
+    if config.rollout.engine.quantization == "fp8":
+        names = quantized_names(WeightMap(architecture))
+        return NumberFormat(
+            dtype, "fp8 weights", lambda name, tensor: round_to_blocks(tensor) if name in names else tensor
+        )
+    return NumberFormat(dtype)
 
 
 @dataclass(frozen=True)
@@ -77,14 +92,10 @@ def load_model(step: StoredStep, architecture: Architecture, number_format: Numb
 
     architecture.declaration  # noqa: B018  (a family's file may make its classes known to transformers)
     config = AutoConfig.from_pretrained(step.model_dir)
-    rounded: frozenset[str] = frozenset()
-    if number_format.fp8_weights is not None:
-        names = linear_names if number_format.fp8_weights == "rounded" else quantized_names
-        rounded = names(WeightMap(architecture))
     tensors: dict[str, Tensor] = {}
     for name, tensor in step.weights.tensors(architecture):
-        tensor = tensor.to(DTYPES[step.config.learner.dtype])
-        tensors[name] = (round_to_blocks(tensor) if name in rounded else tensor).to(number_format.dtype)
+        learners = tensor.to(DTYPES[step.config.learner.dtype])
+        tensors[name] = number_format.round(name, learners).to(number_format.dtype)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
+from conversion.files.checksums import verify_files
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError
@@ -36,7 +37,7 @@ from megatron_retool.reports.referee.attribution import (
     routing_statistics,
     split_rows,
 )
-from megatron_retool.reports.referee.learner_model import describe_layout, read_learner
+from megatron_retool.reports.referee.learner_model import describe_layout, read_learner, replays_engine
 from megatron_retool.reports.referee.page import write_page
 from megatron_retool.reports.referee.referee_model import (
     REFEREE_DTYPES,
@@ -103,9 +104,12 @@ def judge_step(
     Raises:
         FileNotFoundError, ValueError, ConfigError: as ``find_step`` and ``sample_tokens``; or the run did not compute
             old_log_probs (bypass mode), and its learner does not run here.
+        DamagedError: the weights are not what was written.
     """
     stored = find_step(run_dir, step)
     responses, drawn_from = sample_tokens(stored, tokens, seed)
+    if stored.config.trainer.verify_checkpoints:
+        verify_files(stored.weights.path)
     architecture = Architecture.from_pretrained(stored.model_dir, stored.config.model.families)
     if dtype == "auto":
         parameters = sum(math.prod(mapping.mcore_shape) for mapping in WeightMap(architecture).exported())
@@ -145,6 +149,7 @@ class _Judge:
         self._step, self._responses, self._architecture, self._console = step, responses, architecture, console
         self._format = NumberFormat(REFEREE_DTYPES[dtype])
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._batch = batch_of(responses)
         self._count = sum(len(response.positions) for response in responses)
         self._watched = np.zeros(self._count, np.bool_)
         chosen = np.random.default_rng(seed).permutation(self._count)[:WATCHED_TOKENS]
@@ -154,29 +159,31 @@ class _Judge:
         config = self._step.config
         learner = self._learner()
         model = self._load(self._format)
-        own = self._read(model, f"referee in {self._format}", watched=self._watched)
-        forced = self._forced(model)
+        # Where the learner took the engine's experts, so does the referee that judges both, and their yardsticks.
+        replayed = replays_engine(self._step, self._batch) and self._can_force(model)
+        own = self._read(model, f"referee in {self._format}", watched=None if replayed else self._watched)
+        forced = None
+        if self._can_force(model):
+            watched = self._watched if replayed else None
+            forced = self._read(model, "referee with the engine's experts", watched=watched, force_experts=True)
+        referee = forced if replayed and forced is not None else own
         del model
+        self._free()
         learner_format = NumberFormat(DTYPES[config.learner.dtype])
-        formats = {learner_format: self._format_reading(learner_format, watched=self._watched)}
+        formats = {learner_format: self._yardstick(learner_format, watched=self._watched, force_experts=replayed)}
         engine = engine_format(config, self._architecture)
         if engine not in formats:
-            formats[engine] = self._format_reading(engine)
-        replayed = config.learner.routing_replay == "rollout" and forced is not None
+            formats[engine] = self._yardstick(engine, force_experts=replayed)
         self.judged = self._judged(
-            learner,
-            # Where the learner took the engine's experts, so does the referee that judges both.
-            forced.log_probs if replayed and forced is not None else own.log_probs,
-            formats[engine].log_probs,
-            formats[learner_format].log_probs,
+            learner, referee.log_probs, formats[engine].log_probs, formats[learner_format].log_probs
         )
         rows = split_rows(self.judged)
-        layers = self._layers(learner.reading, own, formats[learner_format])
-        routing = self._routing(learner.reading, own, forced)
+        layers = self._layers(learner.reading, referee, formats[learner_format])
+        routing = self._routing(None if replayed else learner.reading, own, forced)
         return {
             "run": str(self._step.run_dir.name),
             "step": self._step.number,
-            "verdict": verdict(rows, layers, routing),
+            "verdict": verdict(rows, layers, routing, replayed=replayed),
             "weights": {"version": self._step.weights.version, "path": str(self._step.weights.path)},
             "referee": {"dtype": str(self._format), "device": self._device.type, "experts_forced": replayed},
             "learner": {
@@ -205,10 +212,7 @@ class _Judge:
     def _learner(self) -> _Learner:
         try:
             with progress_line(self._console, "learner", self._count) as line:
-                reading = read_learner(
-                    self._step, self._architecture, batch_of(self._responses), self._watched, line.advance
-                )
-            return _Learner(reading)
+                return _Learner(read_learner(self._step, self._architecture, self._batch, self._watched, line.advance))
         except ConfigError as error:
             if self._bypassed:
                 raise ConfigError(
@@ -233,10 +237,10 @@ class _Judge:
                 **options,
             )
 
-    def _format_reading(self, number_format: NumberFormat, watched: npt.NDArray[np.bool_] | None = None) -> Reading:
+    def _yardstick(self, number_format: NumberFormat, **options: Any) -> Reading:
         model = self._load(number_format)
         try:
-            return self._read(model, f"yardstick in {number_format}", watched=watched)
+            return self._read(model, f"yardstick in {number_format}", **options)
         finally:
             del model
             self._free()
@@ -246,11 +250,9 @@ class _Judge:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _forced(self, model: Any) -> Reading | None:
-        recorded = any(response.trajectory.routed_experts is not None for response in self._responses)
-        if not self._architecture.is_moe or not recorded or len(routers(model)) != self._architecture.num_layers:
-            return None
-        return self._read(model, "referee with the engine's experts", force_experts=True)
+    def _can_force(self, model: Any) -> bool:
+        """Whether the engine recorded its experts, and the referee's routers can be told which to take."""
+        return self._batch.routed_experts is not None and len(routers(model)) == self._architecture.num_layers
 
     def _judged(
         self,
@@ -293,18 +295,18 @@ class _Judge:
         difference = np.abs(reading.log_probs - self._stored_log_probs())
         return {"mean_abs": float(difference.mean()), "max_abs": float(difference.max())}
 
-    def _layers(self, learner: Reading | None, own: Reading, yardstick: Reading) -> list[dict[str, Any]] | None:
-        if learner is None or learner.hidden is None or own.hidden is None or yardstick.hidden is None:
+    def _layers(self, learner: Reading | None, referee: Reading, yardstick: Reading) -> list[dict[str, Any]] | None:
+        if learner is None or learner.hidden is None or referee.hidden is None or yardstick.hidden is None:
             return None
         others = None
-        if learner.experts is not None and own.experts is not None and yardstick.experts is not None:
-            own_experts = own.experts[self._watched]
+        if learner.experts is not None and referee.experts is not None and yardstick.experts is not None:
+            experts = referee.experts[self._watched]
             learner_experts, format_experts = learner.experts[self._watched], yardstick.experts[self._watched]
-            others = other_experts(learner_experts, own_experts), other_experts(format_experts, own_experts)
+            others = other_experts(learner_experts, experts), other_experts(format_experts, experts)
         return layer_rows(
             stage_names(self._architecture),
-            relative_differences(learner.hidden, own.hidden),
-            relative_differences(yardstick.hidden, own.hidden),
+            relative_differences(learner.hidden, referee.hidden),
+            relative_differences(yardstick.hidden, referee.hidden),
             others,
         )
 
