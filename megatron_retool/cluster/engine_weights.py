@@ -91,8 +91,9 @@ class EngineWeights:
                 if self._check is not None:
                     await self._check.score_by(self._source(), self._engines.urls)
             if self._check is not None:
-                await self._check.compare()
+                # Those of earlier comparisons: the first sync of a run belongs to no step.
                 metrics = metrics | self._check.take_metrics()
+                await self._check.compare()
         return metrics
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
