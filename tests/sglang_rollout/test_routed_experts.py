@@ -122,7 +122,7 @@ def make_prompts(tokenizer, count: int) -> list[Prompt]:
 
 def on_client(engine, scenario):
     async def run():
-        async with SGLangClient(engine.base_url, routing=SHAPE) as client:
+        async with SGLangClient(engine.base_url, routing=lambda: SHAPE) as client:
             return await scenario(client)
 
     return asyncio.run(run())

@@ -67,7 +67,7 @@ def asked(text: str | None, reason: str = "stop", start: int | None = 1):
         return web.json_response(answer(reason=reason, **meta))
 
     request = GenerateRequest([1, 2], 5, SamplingConfig(), routed_experts_start=start)
-    return generate(behaviour, request=request, routing=RoutingShape(2, 3, 8))
+    return generate(behaviour, request=request, routing=lambda: RoutingShape(2, 3, 8))
 
 
 def test_the_client_asks_for_rows_from_the_first_unknown_on():
