@@ -154,8 +154,8 @@ class LogProbComparison:
         if place is None:
             return (
                 "All of the text is concerned. Likely: an output layer or embedding that the engine takes from "
-                "elsewhere (tie_word_embeddings); a tensor that was not sent or that the engine puts in another place (a sync "
-                "with weight_sync.verify=true names it); rms_norm_eps, rope or experts' settings that the engine reads "
+                "elsewhere (tie_word_embeddings); a tensor that was not sent, or that the engine puts in another place "
+                "(weight_sync.verify=true names it); rms_norm_eps, rope or experts' settings that the engine reads "
                 "otherwise; weights in model.mcore_path that are another model's than model.path's config.json"
             )
         if place.kind == "position":

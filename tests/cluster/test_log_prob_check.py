@@ -91,7 +91,7 @@ def weights_of(engines: ScoringEngines, *overrides: str) -> tuple[EngineWeights,
     return weights, learner, console
 
 
-def test_every_engine_is_compared_once_and_a_new_one_when_it_has_its_weights() -> None:
+def test_every_engine_is_compared_once_and_a_new_one_at_its_first_sync() -> None:
     engines = ScoringEngines()
     weights, learner, console = weights_of(engines)
     assert asyncio.run(weights.sync(0)) == {"weight_sync/seconds": 1.0}
@@ -101,9 +101,11 @@ def test_every_engine_is_compared_once_and_a_new_one_when_it_has_its_weights() -
     assert metrics["weight_sync/log_prob_difference_mean"] == metrics["weight_sync/log_prob_difference_max"] == 0.0
     assert asyncio.run(weights.sync(1)) == {"weight_sync/seconds": 1.0}
     assert asyncio.run(weights.restart("http://e1")) == "http://e1-again"
+    # The learner may be in the middle of an update, or share the GPUs with engines that generate.
+    assert len(engines.asked) == 2 and learner.calls == 1
+    asyncio.run(weights.sync(2))
     assert engines.asked[2:] == ["http://e1-again"] and learner.calls == 2
-    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(2))
-    assert len(engines.asked) == 3
+    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(3))
 
 
 def test_a_learner_that_was_built_anew_is_compared_again() -> None:
@@ -133,8 +135,9 @@ def test_one_engine_that_computes_another_model_stops_the_run() -> None:
 def test_a_new_engine_that_computes_another_model_stops_the_run() -> None:
     weights, _, _ = weights_of(ScoringEngines(wrong=("http://e1-again",)))
     asyncio.run(weights.sync(0))
+    asyncio.run(weights.restart("http://e1"))
     with pytest.raises(LogProbMismatch, match="http://e1-again"):
-        asyncio.run(weights.restart("http://e1"))
+        asyncio.run(weights.sync(1))
 
 
 def test_engines_that_cannot_be_asked_are_named_and_left_alone() -> None:
