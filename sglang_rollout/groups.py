@@ -87,12 +87,10 @@ class GroupFactory:
         group = self.new(row, "train", paused.size)
         first = group.states[0]
         group.age = paused.age
+        # With its prompt before it is looked at: routed experts out of a file are of the prompt's tokens too.
         group.states = [
-            replace(state.copy(), prompt_ids=first.prompt_ids, extra_info=first.extra_info) for state in paused.states
+            replace(state, prompt_ids=first.prompt_ids, extra_info=first.extra_info).copy() for state in paused.states
         ]
-        for state in group.states:
-            # Rows out of a file are of the tokens beside them, whatever the agent does to those.
-            state.routed_tokens()
         if paused.branching is None:
             group.branching = None
         elif group.branching is not None:

@@ -174,6 +174,7 @@ def test_file_exists(page: str, name: str) -> None:
         "results.md",
         "path/to/file.py",
         "rollout_corr/",
+        "routing_replay/",
         "reward/failures/",
         "reward/",
         "val-aux/",
@@ -215,7 +216,10 @@ def test_variable_exists(page: str, variable: str) -> None:
     assert re.search(rf"\b{variable}\b", source_text())
 
 
-METRIC = r"^`((?:actor|critic|rollout|rollout_corr|reward|tool|perf|checkpoint|monitor|dynamic_sampling)/[\w/<>]+)`$"
+METRIC = (
+    r"^`((?:actor|critic|rollout|rollout_corr|reward|tool|perf|checkpoint|monitor|dynamic_sampling|routing_replay)"
+    r"/[\w/<>]+)`$"
+)
 
 
 @pytest.mark.parametrize(("page", "metric"), named(METRIC, code="`[^`\n]+`"))

@@ -26,7 +26,7 @@ MIN_PART = 8
 """Tokens without which a part says nothing."""
 FIRST_TOKENS = 16
 """Positions at which wrong rotary frequencies have hardly turned queries and keys apart."""
-CONTRAST = 3.0
+CONTRAST = 2.0
 """How much more a part must differ than the rest to be named as the place."""
 
 
@@ -99,16 +99,14 @@ class LogProbComparison:
             np.median(self._in_spreads[rows]) > bound for _, parts in self._parts() for rows, _, _ in parts
         )
 
-    def place(self, bound: float) -> Part | None:
+    def place(self) -> Part | None:
         """Where the difference is, if it is not everywhere alike: a range of the vocabulary, or the later positions."""
         for kind, parts in self._parts():
-            found = [(np.median(self._in_spreads[rows]), rows, first, last) for rows, first, last in parts]
-            off = [part for part in found if part[0] > bound]
-            rest = [np.median(self._in_spreads[rows]) for median, rows, _, _ in found if median <= bound]
-            if kind == "position" or not off or not rest:
-                continue
-            if min(part[0] for part in off) > CONTRAST * max(rest):
-                return Part(kind, min(part[2] for part in off), max(part[3] for part in off))
+            medians = np.array([np.median(self._in_spreads[rows]) for rows, _, _ in parts])
+            off = medians > CONTRAST * np.median(medians)
+            if kind != "position" and off.any():
+                found = [part for part, is_off in zip(parts, off, strict=True) if is_off]
+                return Part(kind, min(first for _, first, _ in found), max(last for _, _, last in found))
         first, later = self._in_spreads[:FIRST_TOKENS], self._in_spreads[FIRST_TOKENS:]
         if len(later) >= MIN_PART and np.median(later) > CONTRAST * np.median(first):
             return Part("position", self._onset(float(np.median(later)) / 2), len(self.ids) - 1)
@@ -149,15 +147,15 @@ class LogProbComparison:
             f"{self.spread:.3g}; largest {self.max:.3g} (position {worst + 1}, id {self.ids[worst + 1]}), "
             f"k3 {self.k3:.2g}; {off:.0%} of the tokens are beyond the bound"
         )
-        return f"{figures}. {self._causes(bound)}"
+        return f"{figures}. {self._causes()}"
 
-    def _causes(self, bound: float) -> str:
-        place = self.place(bound)
+    def _causes(self) -> str:
+        place = self.place()
         if place is None:
             return (
-                "All of the text is concerned. Likely: an output layer or embedding that the engine takes from elsewhere "
-                "(tie_word_embeddings); a tensor that was not sent or that the engine puts in another place (a sync "
-                "with weight_sync.verify=true names it); rms_norm_eps, rope or experts' settings that the engine reads "
+                "All of the text is concerned. Likely: an output layer or embedding that the engine takes from "
+                "elsewhere (tie_word_embeddings); a tensor that was not sent, or that the engine puts in another place "
+                "(weight_sync.verify=true names it); rms_norm_eps, rope or experts' settings that the engine reads "
                 "otherwise; weights in model.mcore_path that are another model's than model.path's config.json"
             )
         if place.kind == "position":

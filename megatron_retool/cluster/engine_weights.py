@@ -34,7 +34,7 @@ class EngineWeights:
         source: the present learner; None: the engines serve ``model_path`` for good.
         replaced: told of an engine that was started anew during a sync, by its old and its new URL.
         starting: timer of phases in which processes start.
-        check: compares each engine with the learner once, after its first weights from it.
+        check: compares each engine with the learner once, at the first ``sync`` that it takes part in.
 
     Attributes:
         version: of the weights that the engines serve: the number of the last completed step.
@@ -70,7 +70,7 @@ class EngineWeights:
         Engines that fail to take them are started anew and get them once more; the last of SYNC_ATTEMPTS is raised.
 
         Raises:
-            LogProbMismatch: an engine that has its first weights from this learner computes another model.
+            LogProbMismatch: an engine that takes part for the first time computes another model.
         """
         assert self._source is not None
         if self._starts:
@@ -91,8 +91,9 @@ class EngineWeights:
                 if self._check is not None:
                     await self._check.score_by(self._source(), self._engines.urls)
             if self._check is not None:
-                await self._check.compare()
+                # Those of earlier comparisons: the first sync of a run belongs to no step.
                 metrics = metrics | self._check.take_metrics()
+                await self._check.compare()
         return metrics
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
@@ -119,13 +120,9 @@ class EngineWeights:
             if new_url is None or self._source is None:
                 break
             try:
-                async with self._sending:
-                    async with self._gpu_phases.sending_to_one():
-                        await self._source().sync_weights([new_url], self.version)
-                        if self._check is not None:
-                            await self._check.score_by(self._source(), [new_url])
-                    if self._check is not None:
-                        await self._check.compare()
+                # Compared at the next sync: until then the learner may be changing its weights, or have no room.
+                async with self._sending, self._gpu_phases.sending_to_one():
+                    await self._source().sync_weights([new_url], self.version)
                 break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.

@@ -157,8 +157,8 @@ class LogProbCheck:
             which += ": these alone missed something, such as a tensor of a weight sync"
         return (
             f"engine {url} and the learner do not compute the same model: their log-probs of a fixed text of "
-            f"{len(self._ids)} tokens differ. {wrong[url].diagnosis(bound)}. {which}. docs/mismatch.md has what to look "
-            f"at; weight_sync.max_log_prob_difference, {bound:g} now, is the bound in units of the spread, and "
+            f"{len(self._ids)} tokens differ. {wrong[url].diagnosis(bound)}. {which}. docs/mismatch.md has what to "
+            f"look at; weight_sync.max_log_prob_difference, {bound:g} now, is the bound in units of the spread, and "
             "weight_sync.check_log_probs=false goes on regardless"
         )
 
@@ -187,7 +187,7 @@ def default_bound(config: Config) -> float:
         dtype = _of_model(config, "dtype") or _of_model(config, "torch_dtype") or "bfloat16"
     if dtype == learner.dtype == "float32" and rounded is None:
         return 0.005
-    return 0.2 if _of_model(config, "num_experts") or _of_model(config, "num_local_experts") else 0.1
+    return 0.15
 
 
 def fixed_text(tokenizer: Any, vocabulary: int, length: int) -> list[int]:

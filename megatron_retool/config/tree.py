@@ -82,6 +82,12 @@ def validate(config: Config) -> None:
             "learner.routing_replay=rollout needs the engine's choice of experts, which "
             "rollout.engine.backend=transformers does not tell: set backend=sglang, or routing_replay=old_log_probs"
         )
+    if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
+        raise ConfigError(
+            "learner.routing_replay=old_log_probs records experts while old log-probs are computed, which "
+            "algorithm.rollout_correction.bypass_old_log_probs leaves out: set routing_replay=rollout or none, or "
+            "bypass_old_log_probs=false"
+        )
     if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
         raise ConfigError(
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "

@@ -285,7 +285,7 @@ class RoutingReplay:
     experts the two would differ by the choice of experts besides by what was learned.
 
     Args:
-        models: ``PackedModel`` chunks of the policy and of the reference, whose routers ask from here on what to replay.
+        models: ``PackedModel`` chunks of the policy and of the reference, whose routers this installs itself in.
         device: where the models are.
 
     Raises:

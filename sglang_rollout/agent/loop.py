@@ -24,7 +24,7 @@ import numpy.typing as npt
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
-from sglang_rollout.agent.routing_record import column, still_true
+from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.base import GenerateResult, StopConditions
@@ -184,7 +184,7 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
-            routed_experts=column(self.routed_experts, self.length) if self.routed_tokens() else None,
+            routed_experts=whole_column(self.routed_experts, self.length) if self.routed_tokens() else None,
         )
 
 

@@ -6,6 +6,7 @@ Chunks are shared by forks and by what is paused, so nothing here changes one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +33,12 @@ def still_true(chunks: list[ExpertArray], received_for: IntArray | None, ids: In
         valid = int(changed[0]) if len(changed) else valid
     if valid == known:
         return chunks
-    return [np.concatenate(chunks)[:valid]] if valid else []
+    if not valid:
+        return []
+    together: Any = np.concatenate(chunks)
+    return [together[:valid]]
 
 
-def column(chunks: Sequence[ExpertArray], length: int) -> ExpertArray:
+def whole_column(chunks: Sequence[ExpertArray], length: int) -> ExpertArray:
     """Rows [length, layers, k], at least one chunk of them; those behind the last chunk are missing."""
     return np.concatenate([*chunks, missing_rows(length - sum(map(len, chunks)), chunks[0])])

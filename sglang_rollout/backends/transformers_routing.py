@@ -24,7 +24,9 @@ class RoutingRecorder:
     def __init__(self, model: Any, experts: int) -> None:
         recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
         kind = getattr(recorded, "target_class", recorded)
-        routers = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+        routers: list[Any] = [
+            module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)
+        ]
         if not routers:
             raise ValueError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
         self._dtype = expert_dtype(experts)
@@ -39,8 +41,9 @@ class RoutingRecorder:
     def rows(self, sequences: int) -> ExpertArray:
         """[sequences, tokens, layers, k] of the last forward pass, padding included."""
         chosen = torch.stack(self._chosen, dim=1)
-        found: ExpertArray = chosen.reshape(sequences, -1, *chosen.shape[1:]).cpu().numpy().astype(self._dtype)
-        return found
+        found: Any = chosen.reshape(sequences, -1, *chosen.shape[1:]).cpu().numpy()
+        rows: ExpertArray = found.astype(self._dtype)
+        return rows
 
     def _listen(self, router: Any, inputs: Any, outputs: Any) -> None:
         # A router returns logits, gates and the experts' numbers, in this order or another.

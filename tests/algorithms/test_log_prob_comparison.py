@@ -48,7 +48,7 @@ def test_a_range_of_the_vocabulary_is_found_though_the_mean_is_small(kind: str) 
     values = IDS[1:] if kind == "output id" else IDS[:-1]
     found = compared(NOISE + np.where(values >= 880, -0.5, 0))
     assert found.relative < BOUND and found.differs(BOUND)
-    place = found.place(BOUND)
+    place = found.place()
     assert place is not None and place.kind == kind and 870 <= place.first <= 885 and place.last >= 995
     words = "output layer" if kind == "output id" else "embedding"
     assert f"rows of the {words}" in found.diagnosis(BOUND) and "vocab_size" in found.diagnosis(BOUND)
@@ -59,7 +59,7 @@ def test_a_difference_that_grows_with_the_position_names_rope() -> None:
     wave = rng.normal(0, 1, TOKENS - 1)
     found = compared(NOISE + wave * np.minimum(positions / 200, 1.0))
     assert found.differs(BOUND)
-    place = found.place(BOUND)
+    place = found.place()
     assert place is not None and place.kind == "position" and 20 < place.first < 200
     assert f"from about {place.first} on" in found.diagnosis(BOUND) and "rope_theta" in found.diagnosis(BOUND)
 
@@ -67,7 +67,7 @@ def test_a_difference_that_grows_with_the_position_names_rope() -> None:
 def test_the_end_of_the_text_alone_counts() -> None:
     found = compared(NOISE + np.where(np.arange(1, TOKENS) > 448, 0.4, 0))
     assert found.relative < BOUND and found.differs(BOUND)
-    place = found.place(BOUND)
+    place = found.place()
     assert place is None or place.kind == "position"
 
 

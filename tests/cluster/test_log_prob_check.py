@@ -91,18 +91,21 @@ def weights_of(engines: ScoringEngines, *overrides: str) -> tuple[EngineWeights,
     return weights, learner, console
 
 
-def test_every_engine_is_compared_once_and_a_new_one_when_it_has_its_weights() -> None:
+def test_every_engine_is_compared_once_and_a_new_one_at_its_first_sync() -> None:
     engines = ScoringEngines()
     weights, learner, console = weights_of(engines)
-    metrics = asyncio.run(weights.sync(0))
-    assert metrics["weight_sync/log_prob_difference_mean"] == metrics["weight_sync/log_prob_difference_max"] == 0.0
+    assert asyncio.run(weights.sync(0)) == {"weight_sync/seconds": 1.0}
     assert engines.asked == ["http://e0", "http://e1"] and learner.calls == 1
     assert "2 engines agree with the learner on a text of 512 tokens" in console.export_text()
-    assert "weight_sync/log_prob_difference_mean" not in asyncio.run(weights.sync(1))
+    metrics = asyncio.run(weights.sync(1))
+    assert metrics["weight_sync/log_prob_difference_mean"] == metrics["weight_sync/log_prob_difference_max"] == 0.0
+    assert asyncio.run(weights.sync(1)) == {"weight_sync/seconds": 1.0}
     assert asyncio.run(weights.restart("http://e1")) == "http://e1-again"
+    # The learner may be in the middle of an update, or share the GPUs with engines that generate.
+    assert len(engines.asked) == 2 and learner.calls == 1
+    asyncio.run(weights.sync(2))
     assert engines.asked[2:] == ["http://e1-again"] and learner.calls == 2
-    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(2))
-    assert len(engines.asked) == 3
+    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(3))
 
 
 def test_a_learner_that_was_built_anew_is_compared_again() -> None:
@@ -121,18 +124,20 @@ def test_one_engine_that_computes_another_model_stops_the_run() -> None:
         asyncio.run(weights.sync(0))
     for words in (
         "engine http://e1 and the learner", "1 of 2 engines differ: these alone", "of 512 tokens", "position",
-        "0.1 now", "weight_sync.max_log_prob_difference", "weight_sync.check_log_probs=false", "docs/mismatch.md",
+        "0.15 now", "weight_sync.max_log_prob_difference", "weight_sync.check_log_probs=false", "docs/mismatch.md",
     ):  # fmt: skip
         assert words in str(error.value)
     weights, _, _ = weights_of(ScoringEngines(wrong=("http://e1",)), "weight_sync.max_log_prob_difference=2")
-    assert asyncio.run(weights.sync(0))["weight_sync/log_prob_difference_max"] > 1
+    asyncio.run(weights.sync(0))
+    assert asyncio.run(weights.sync(1))["weight_sync/log_prob_difference_max"] > 1
 
 
 def test_a_new_engine_that_computes_another_model_stops_the_run() -> None:
     weights, _, _ = weights_of(ScoringEngines(wrong=("http://e1-again",)))
     asyncio.run(weights.sync(0))
+    asyncio.run(weights.restart("http://e1"))
     with pytest.raises(LogProbMismatch, match="http://e1-again"):
-        asyncio.run(weights.restart("http://e1"))
+        asyncio.run(weights.sync(1))
 
 
 def test_engines_that_cannot_be_asked_are_named_and_left_alone() -> None:
@@ -141,10 +146,10 @@ def test_engines_that_cannot_be_asked_are_named_and_left_alone() -> None:
     assert "http://e0 cannot score a text" in console.export_text()
     engines = ScoringEngines(silent=("http://e0",))
     weights, _, console = weights_of(engines)
-    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(0))
+    asyncio.run(weights.sync(0))
     assert "not compared with the learner's: engine http://e0: gone" in console.export_text()
     engines.silent = ()
-    asyncio.run(weights.sync(1))
+    assert "weight_sync/log_prob_difference_mean" in asyncio.run(weights.sync(1))
     assert engines.asked == ["http://e0", "http://e1", "http://e0"]
 
 
@@ -208,10 +213,10 @@ def test_the_text_is_the_same_in_every_run_and_reaches_the_whole_vocabulary() ->
     ("overrides", "keys", "bound"),
     [
         ("learner.dtype=float32 rollout.engine.dtype=float32", "", 0.005),
-        ("learner.dtype=float32 rollout.engine.dtype=float32 weight_sync.round_to=int8", "", 0.1),
+        ("learner.dtype=float32 rollout.engine.dtype=float32 weight_sync.round_to=int8", "", 0.15),
         ("learner.dtype=float32", '"dtype": "float32"', 0.005),
-        ("learner.dtype=float32", '"torch_dtype": "bfloat16"', 0.1),
-        ("rollout.engine.dtype=float32", '"num_experts": 8', 0.2),
+        ("learner.dtype=float32", '"torch_dtype": "bfloat16"', 0.15),
+        ("rollout.engine.dtype=float32", "", 0.15),
         ("rollout.engine.quantization=fp8", "", 0.4),
         ("weight_sync.round_to=fp8", "", 0.4),
         ("learner.fp8.recipe=blockwise", "", 0.4),

@@ -70,6 +70,14 @@ def test_a_critic_and_dynamic_sampling_are_refused_together():
     load_config(None, ["algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false"])
 
 
+def test_experts_of_old_log_probs_that_are_not_computed_are_refused():
+    correction = "algorithm.rollout_correction"
+    bypass = [f"{correction}.bypass_old_log_probs=true", f"{correction}.mode=none", f"{correction}.denominator=pre"]
+    load_config(None, [*bypass, "learner.routing_replay=rollout"])
+    with pytest.raises(ConfigError, match=r"learner\.routing_replay=old_log_probs .*bypass_old_log_probs leaves out"):
+        load_config(None, [*bypass, "learner.routing_replay=old_log_probs"])
+
+
 def test_vpp_on_two_stages_is_refused():
     with pytest.raises(ConfigError, match="wrong gradients"):
         load_config(

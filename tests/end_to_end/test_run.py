@@ -40,6 +40,9 @@ def test_every_step_is_logged_and_engine_and_learner_agree(demo_run: FinishedRun
             "rollout_corr/masked_fraction", "dynamic_sampling/generated_groups",
         ):  # fmt: skip
             assert row.get(name) is not None, name
+    # The first sync's check belongs to the first row, and there are no other engines.
+    assert 0 <= rows[1]["weight_sync/log_prob_difference_max"] < 1e-4
+    assert "weight_sync/log_prob_difference_max" not in rows[2]
     for row in (rows[0], rows[3]):
         assert "val-core/all/acc/mean@2" in row and "val-aux/num_turns/mean" in row
 

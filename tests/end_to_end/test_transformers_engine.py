@@ -27,6 +27,7 @@ def test_a_few_steps_with_transformers_as_engine(demo_run: FinishedRun):
     assert not list((run_dir / "logs").glob("*sglang*")) and not (run_dir / "logs" / "engine_0.log").exists()
     rows = {row["step"]: row for row in read_metrics(run_dir / "metrics.jsonl")}
     assert sorted(rows) == [1, 2]
+    assert 0 <= rows[1]["weight_sync/log_prob_difference_max"] < 1e-4
     for step in (1, 2):
         # The learner's weights after every update, in an engine that has nothing in common with SGLang.
         assert rows[step]["rollout_corr/log_prob_abs_diff"] < 1e-4 and rows[step]["actor/grad_norm"] > 0

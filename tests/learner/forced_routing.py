@@ -176,7 +176,10 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
     expected = torch.load(file, weights_only=False)
     found: dict[str, float] = {}
     replay = learner.routing_replay
-    for kind, granularities in (("all_rows", (None, "moe")), ("gaps", (None, "full")), ("own", ("full",))):
+    plan: dict[str, tuple[str | None, ...]] = {"all_rows": ("moe",), "gaps": (None, "full"), "own": (None,)}
+    if learner.layout.world_size > 2:  # four processes on two cores: what is the same on fewer ranks is left out
+        plan = {"gaps": (None, "full"), "own": ("moe",)}
+    for kind, granularities in plan.items():
         want = expected[kind]
         replay.mode = "old_log_probs" if kind == "own" else "rollout"
         rows = with_rows(batch, want["rows"])
@@ -185,7 +188,7 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
             recorded = passes["policy"]["routed_experts"]
             found["recorded rows"] = float((np.sort(recorded, -1) != want["own"]).any(-1).mean())
             rows = with_rows(batch, recorded)
-        if learner.reference_chunks is not None:
+        if kind == "gaps":
             passes["reference"] = learner.log_probs(rows, reference=True, temperature=temperature)
         for name, answer in passes.items():
             found[f"{kind} {name}"] = float(np.abs(answer["log_probs"] - want["log_probs"]).max())

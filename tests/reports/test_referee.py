@@ -178,4 +178,5 @@ def test_a_replayed_choice_of_experts_is_nobodys_fault(tmp_path):
     result, _ = judge_step(run_dir)
     assert result["referee"]["experts_forced"] and result["splits"][0]["side"] == "neither"
     assert result["learner"]["stored_against_run_again"]["max_abs"] < 1e-5
+    assert "without which" in result["verdict"][-1]
     assert result["routing"]["mean_abs_own"] > 1e-3 and not any(row["off"] for row in result["layers"])

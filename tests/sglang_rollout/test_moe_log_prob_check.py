@@ -86,7 +86,6 @@ def sent(engine, tmp_path):
 def test_rounding_and_flips_of_the_routing_pass(engine, config, tokenizer, sent):
     model = sent(random_model(2))
     metrics = compare(config, tokenizer, engine.base_url, model)
-    print(metrics)
     assert 1e-4 < metrics["weight_sync/log_prob_difference_mean"] < metrics["weight_sync/log_prob_difference_max"]
 
 

@@ -121,7 +121,7 @@ def make_prompts(tokenizer, count: int) -> list[Prompt]:
 
 def on_client(engine, scenario):
     async def run():
-        async with SGLangClient(engine.base_url, routing=SHAPE) as client:
+        async with SGLangClient(engine.base_url, routing=lambda: SHAPE) as client:
             return await scenario(client)
 
     return asyncio.run(run())
@@ -164,15 +164,6 @@ def test_forks_have_the_rows_of_their_parents(engine, make_config, tokenizer, mo
     assert statistics.forked_trajectories > 0
     for trajectory in trajectories:
         missing = check(trajectory, {version: models["tools"]})
-        assert np.flatnonzero(missing).tolist() == unsent(trajectory)
-
-
-def test_requests_that_the_engine_retracts_for_want_of_memory(engine, make_config, tokenizer, models, serve):
-    version = serve("endless")
-    trajectories, _ = generated(make_config("data.max_response_length=300"), tokenizer, engine.base_url, 6, 4)
-    assert "Retract requests" in engine.log_file.read_text(), "nothing was retracted"
-    for trajectory in trajectories:
-        missing = check(trajectory, {version: models["endless"]})
         assert np.flatnonzero(missing).tolist() == unsent(trajectory)
 
 

@@ -5,6 +5,7 @@ Precision, kernels and packing are the run's; the layout is that of one rank, on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,9 @@ def _load(model: Any, architecture: Architecture, weights: Weights) -> None:
     from megatron_retool.learner.weights import load_hf_weights
 
     if weights.mcore_dir is not None:
-        load_model_weights([model], architecture, weights.mcore_dir)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, about how Megatron-Core uses it
+            load_model_weights([model], architecture, weights.mcore_dir)
     else:
         load_hf_weights([model], architecture, weights.path)
 

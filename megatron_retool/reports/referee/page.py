@@ -19,7 +19,7 @@ from megatron_retool.runs.files import write_text
 _MAX_POINTS = 5000
 _ENGINE, _LEARNER, _FORMAT = "tab:orange", "tab:blue", "0.55"
 _LEAST = 1e-9
-"""Errors below it are drawn there, since a logarithmic axis has no 0."""
+"""Errors of log-probs below it are drawn there, since a logarithmic axis has no 0."""
 
 
 def write_page(path: Path, result: Mapping[str, Any], judged: Judged) -> None:
@@ -61,7 +61,7 @@ def draw(result: Mapping[str, Any], judged: Judged) -> list[tuple[str, bytes, st
     canvas, panels = plt.subplots(1, 3, figsize=(13, 4))
     for axes, split in zip(panels, ("probability", "turn", "position"), strict=True):
         _draw_split(axes, [row for row in result["splits"] if row["split"] == split], split)
-    panels[0].legend(fontsize=8)
+    panels[1].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     save(
         canvas,
         "splits",
@@ -114,7 +114,8 @@ def _draw_layers(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for prefix, colour, label in (("", _LEARNER, "learner"), ("format_", _FORMAT, "its number format")):
         for name, style in (("median", "-"), ("p95", "--")):
             values = [row[prefix + name] for row in rows]
-            drawn = np.maximum(values, _LEAST)
+            # Where both looked up the same embedding there is nothing to draw.
+            drawn = [value if value > 0 else float("nan") for value in values]
             axes.plot(places, drawn, style, marker="o", markersize=3, color=colour, label=f"{label}, {name}")
     off = [place for place, row in zip(places, rows, strict=True) if row["off"]]
     if off:
@@ -127,12 +128,15 @@ def _draw_layers(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_routing(panels: Sequence[Any], routing: Mapping[str, Any]) -> None:
+    sides = {"engine": (routing["by_layer"], _ENGINE), "learner, run again": (routing["learner_by_layer"], _LEARNER)}
+    known = {label: drawn for label, drawn in sides.items() if drawn[0] is not None}
     layers = np.arange(1, len(routing["by_layer"]) + 1)
-    panels[0].bar(layers - 0.2, 100 * np.array(routing["by_layer"]), 0.4, color=_ENGINE, label="engine")
-    if routing["learner_by_layer"] is not None:
-        learner = 100 * np.array(routing["learner_by_layer"])
-        panels[0].bar(layers + 0.2, learner, 0.4, color=_LEARNER, label="learner, run again")
+    width = 0.8 / len(known)
+    for number, (label, (shares, colour)) in enumerate(known.items()):
+        places = layers + (number - (len(known) - 1) / 2) * width
+        panels[0].bar(places, 100 * np.array(shares), width, color=colour, label=label)
     panels[0].set(xlabel="layer", ylabel="tokens (%)", title="Other experts than the referee's")
+    panels[0].set_xticks(layers[:: -(-len(layers) // 24)])
     panels[0].legend(fontsize=8)
     bars = {
         "all tokens,\nreferee's own experts": routing["mean_abs_own"],
@@ -140,9 +144,9 @@ def _draw_routing(panels: Sequence[Any], routing: Mapping[str, Any]) -> None:
         "tokens with\nthe same experts": routing["mean_abs_same_experts"],
         "tokens with\nother experts": routing["mean_abs_other_experts"],
     }
-    known = {name: max(value, _LEAST) for name, value in bars.items() if value is not None}
-    panels[1].bar(list(known), list(known.values()), color=_ENGINE)
-    panels[1].set(yscale="log", ylabel="mean |error|", title="The engine's error")
+    measured = {name: value for name, value in bars.items() if value is not None}
+    panels[1].bar(list(measured), list(measured.values()), color=_ENGINE)
+    panels[1].set(ylabel="mean |error|", title="The engine's error")
     panels[1].tick_params(axis="x", labelsize=8)
 
 

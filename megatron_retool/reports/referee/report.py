@@ -183,7 +183,7 @@ class _Judge:
         return {
             "run": str(self._step.run_dir.name),
             "step": self._step.number,
-            "verdict": verdict(rows, layers, routing),
+            "verdict": verdict(rows, layers, routing, replayed=replayed),
             "weights": {"version": self._step.weights.version, "path": str(self._step.weights.path)},
             "referee": {"dtype": str(self._format), "device": self._device.type, "experts_forced": replayed},
             "learner": {

@@ -12,7 +12,11 @@ FEWEST_TOKENS = 10
 
 
 def verdict(
-    rows: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] | None, routing: Mapping[str, Any] | None
+    rows: Sequence[Mapping[str, Any]],
+    layers: Sequence[Mapping[str, Any]] | None,
+    routing: Mapping[str, Any] | None,
+    *,
+    replayed: bool = False,
 ) -> list[str]:
     """Sentences, the most important first.
 
@@ -20,9 +24,10 @@ def verdict(
         rows: of ``attribution.split_rows``.
         layers: of ``attribution.layer_rows``; None: the learner was not run again.
         routing: of ``attribution.routing_statistics``; None: not a mixture of experts, or nothing recorded.
+        replayed: the learner took the engine's experts, and so did the referee that ``rows`` are of.
     """
     (total,) = [row for row in rows if row["split"] == "all"]
-    return [*_sides(total), *_places(total, rows), *_layers(layers), *_routing(routing)]
+    return [*_sides(total), *_places(total, rows), *_layers(layers), *_routing(routing, replayed)]
 
 
 def _sides(total: Mapping[str, Any]) -> Iterator[str]:
@@ -84,13 +89,18 @@ def _layers(layers: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
     )
 
 
-def _routing(routing: Mapping[str, Any] | None) -> Iterator[str]:
+def _routing(routing: Mapping[str, Any] | None, replayed: bool) -> Iterator[str]:
     if routing is None:
         return
     others = f"{_percent(routing['tokens_with_other_experts'])} of tokens chose other experts in ≥ 1 layer"
     share = routing["share_of_squared_error"]
     if share is None or routing["mean_abs_own"] <= LOG_PROB_FLOOR:
         yield others
+    elif replayed:
+        yield (
+            f"the learner replays the engine's experts, without which {_percent(share)} of the engine's squared error "
+            f"would be routing: {others}"
+        )
     else:
         yield f"{_percent(share)} of the engine's squared error is routing: {others}"
 

@@ -52,7 +52,11 @@ def moe_model(tokenizer: PreTrainedTokenizerFast, table: Table, seed: int, floor
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[:VOCABULARY] = 0
             layer.mlp.experts.down_proj[:, :VOCABULARY] = 0
+            # What is added stays small beside the one-hot part, which the last norm would shrink otherwise.
+            layer.self_attn.o_proj.weight *= 0.03
+            layer.mlp.experts.down_proj *= 0.01
             layer.mlp.gate.weight.normal_(0.0, 1.0)
+            layer.mlp.gate.weight[:, :VOCABULARY] *= 0.1
         model.model.embed_tokens.weight[:, :VOCABULARY] = torch.eye(VOCABULARY)
         model.model.embed_tokens.weight[:, VOCABULARY:].normal_(0.0, 0.1)
         model.lm_head.weight.zero_()

@@ -23,6 +23,7 @@ from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.tool_call_formats import ParsedCall
 from sglang_rollout.rollout_manager import RolloutManager
+from tests.sglang_rollout import traced_rows
 from tests.sglang_rollout.abortable_engine import AbortableEngine
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 from tests.test_routed_experts import make_rows
@@ -167,7 +168,7 @@ def through_a_file(manager: RolloutManager, path) -> list[PausedGroup]:
 def test_another_manager_goes_on_where_the_first_one_was(tokenizer, tmp_path):
     async def scenario():
         async with AbortableEngine(tokenizer) as engine:
-            config = make_config()
+            config = make_config(*traced_rows.OVERRIDES)
             async with RolloutManager(config, tokenizer, [engine.url], ScriptedTools()) as manager:
                 async with aclosing(manager.stream(PROMPTS, TWO)) as stream:
                     first = await anext(stream)
@@ -185,6 +186,7 @@ def test_another_manager_goes_on_where_the_first_one_was(tokenizer, tmp_path):
     assert len(before) == 10
     unfinished = [state for state in before.values() if state.finish_reason is None]
     assert statistics.resumed_trajectories == len(unfinished) > 2
+    assert any(state.routed_experts for state in unfinished)
     assert any(state.response_ids[-1] in engine.words for state in unfinished), "none was paused inside a turn"
     for trajectory in (trajectory for group in second for trajectory in group):
         state = before[(trajectory.group_id, trajectory.index)]
@@ -197,6 +199,10 @@ def test_another_manager_goes_on_where_the_first_one_was(tokenizer, tmp_path):
         assert trajectory.response_ids[sampled].tolist() == ids
         assert trajectory.rollout_log_probs[sampled].tolist() == pytest.approx(log_probs)
         assert set(trajectory.weight_versions[known:][sampled[known:]]) <= {1}
+        # Rows that were known before are not asked for again: an engine with new weights would send others.
+        traced_rows.check(trajectory)
+        rows = [row for chunk in state.routed_experts for row in chunk.tolist()]
+        assert trajectory.routed_experts[: len(rows)].tolist() == rows
         assert trajectory.prompt_ids.tolist() == [1, 2, 3] and trajectory.extra_info == {"row": trajectory.group_id}
         assert len(trajectory.tool_calls) == 1 and trajectory.finish_reason is FinishReason.STOP
 

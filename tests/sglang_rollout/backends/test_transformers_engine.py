@@ -13,7 +13,7 @@ from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions, check_engine
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.sglang_rollout.agent import markov_policy
+from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CODE, CODE_END, ENDLESS_POLICY, TOOL_POLICY, single
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 
@@ -183,6 +183,43 @@ def test_weights_change_under_a_request_which_says_which_token_had_which(engine,
         expected = log_probs_of(model, prompt, result.output_ids)
         own = expected.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0].numpy()
         np.testing.assert_allclose(np.array(result.log_probs)[versions == version], own[versions == version], atol=5e-5)
+
+
+def test_experts_are_those_of_the_weights_that_the_request_ended_with(tokenizer, tmp_path):
+    """Other requests join the batch, which makes its cache anew, and weights change under the first one."""
+    models = [moe_policy.moe_model(tokenizer, ENDLESS_POLICY, seed) for seed in (1, 2)]
+    directory = moe_policy.saved(models[0], tokenizer, tmp_path / "model")
+    engine = make_engine(directory, tmp_path, "learner.routing_replay=rollout")
+    url = started(engine)
+    prompts = [list(range(3, 3 + length)) for length in (4, 30, 9)]
+
+    async def scenario():
+        client = engine.client(url)
+        ids: list[str] = []
+
+        def request(prompt, count, start):
+            return GenerateRequest(prompt, count, SamplingConfig(), seed=1, routed_experts_start=start)
+
+        calls = [asyncio.create_task(client.generate(request(prompts[0], 3000, 2), on_start=ids.append))]
+        await tokens(client, ids, 3)
+        calls += [asyncio.create_task(client.generate(request(prompt, 30, 5))) for prompt in prompts[1:]]
+        old = await asyncio.gather(*calls[1:])
+        with engine._models[url]._lock:
+            engine.weight_sync([url]).push(moe_policy.buckets(models[1], tmp_path / "new"), 1)
+        while 1 not in client._sequences[ids[0]].versions:
+            await asyncio.sleep(0.01)
+        await client.abort(ids[0])
+        without = await client.generate(GenerateRequest(prompts[0], 2, SamplingConfig()))
+        return await calls[0], *old, without
+
+    *results, without = asyncio.run(scenario())
+    assert without.routed_experts is None and set(results[0].weight_versions) == {0, 1}
+    for result, prompt, start, model in zip(
+        results, prompts, (2, 5, 5), [models[1], models[0], models[0]], strict=True
+    ):
+        logits = moe_policy.router_logits(model, [*prompt, *result.output_ids])
+        assert len(result.routed_experts) == len(logits) - 1 - start
+        assert not moe_policy.differing(result.routed_experts, logits[start:-1]).any()
 
 
 def test_a_deadline_and_an_abort_give_back_what_there_is(engine, tokenizer):

@@ -65,10 +65,13 @@ class Server:
             await runner.cleanup()
 
 
-def generate(behaviour, *, retries=3, timeout=5.0, request=None, **kwargs):
+def generate(behaviour, *, retries=3, timeout=5.0, request=None, routing=None, **kwargs):
     async def scenario():
         server = Server(behaviour)
-        async with server.running() as url, SGLangClient(url, retries=retries, timeout_seconds=timeout) as client:
+        async with (
+            server.running() as url,
+            SGLangClient(url, retries=retries, timeout_seconds=timeout, routing=routing) as client,
+        ):
             try:
                 result = await client.generate(request or GenerateRequest([1, 2], 5, SamplingConfig()), **kwargs)
             except Exception as error:

@@ -20,7 +20,7 @@ from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
 from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
-from sglang_rollout.engine.process import CPU_SHIMS, SGLangServer, resolve_device
+from sglang_rollout.engine.process import CPU_SHIMS, EXPERT_DTYPE_VARIABLE, PLUGINS, SGLangServer, resolve_device
 from tests.sglang_rollout.agent import markov_policy
 
 
@@ -67,6 +67,20 @@ def test_cuda_engine_gets_no_shim(model_directory, tmp_path, monkeypatch):
     assert flag(engine, "--tp-size") == "4" and flag(engine, "--mem-fraction-static") == "0.7"
     assert "--enable-memory-saver" in engine.command()
     assert "--device" not in engine.command() and "--skip-tokenizer-init" not in engine.command()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_routed_experts_travel_in_the_type_that_they_fit_into(tmp_path, monkeypatch, device):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLUGINS), "/somewhere"]))
+    model = Path(__file__).parents[1] / "traced_model"
+    engine = make_engine(model, tmp_path, device=device, routed_experts=True)
+    environment = engine.environment()
+    assert "--enable-return-routed-experts" in engine.command()
+    assert environment["PYTHONPATH"].split(os.pathsep).count(str(PLUGINS)) == 1
+    assert environment[EXPERT_DTYPE_VARIABLE] == "uint8"
+    engine = make_engine(model, tmp_path, device=device)
+    assert "--enable-return-routed-experts" not in engine.command()
+    assert str(PLUGINS) not in engine.environment()["PYTHONPATH"]
 
 
 def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_directory, tmp_path):
