@@ -259,18 +259,16 @@ def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if demo.num_experts:
-            # Untied: SGLang's mixtures of experts never take the embedding for their output layer.
-            model = Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(
-                    **common,
-                    tie_word_embeddings=False,
-                    head_dim=demo.hidden_size // demo.num_attention_heads,
-                    num_experts=demo.num_experts,
-                    num_experts_per_tok=demo.num_experts_per_tok,
-                    moe_intermediate_size=demo.moe_intermediate_size,
-                    norm_topk_prob=demo.num_experts_per_tok > 1,
-                )
-            ).float()
+            experts: dict[str, Any] = {
+                "head_dim": demo.hidden_size // demo.num_attention_heads,
+                "num_experts": demo.num_experts,
+                "num_experts_per_tok": demo.num_experts_per_tok,
+                "moe_intermediate_size": demo.moe_intermediate_size,
+                "norm_topk_prob": demo.num_experts_per_tok > 1,
+                # SGLang's mixtures of experts never take the embedding for their output layer.
+                "tie_word_embeddings": False,
+            }
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts)).float()
         else:
             model = Qwen2ForCausalLM(Qwen2Config(**common, tie_word_embeddings=True)).float()
     model.generation_config = GenerationConfig(
