@@ -52,6 +52,9 @@ EXPERIMENT = Experiment(
     config=MOE_CONFIG,
     common=(
         *NO_CORRECTION,
+        # The demo of experts replays and has a float32 output layer in its engine; here these are arms.
+        "learner.routing_replay=none",
+        "rollout.engine.extra_args=[]",
         "learner.optimizer.lr=3.0e-4",
         "learner.world_size=1",
         # Every step generates the same number of responses, so that arms differ in nothing but what they are about.
