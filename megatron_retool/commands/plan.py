@@ -13,9 +13,10 @@ examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 from rich.console import Console
+
+from megatron_retool.commands.settings import at_least
 
 SETTINGS = (
     "trainer.total_steps", "trainer.test_freq", "trainer.save_freq", "model.path", "data.train_batch_size",
@@ -31,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", help="accelerators, such as H100x16 or CPUx2 (default: the configuration's cluster, H100)"
     )
     parser.add_argument(
-        "--gpus-per-node", metavar="N", type=_at_least(1), default=8, help="of the machines of --gpus (default: 8)"
+        "--gpus-per-node", metavar="N", type=at_least(1), default=8, help="of the machines of --gpus (default: 8)"
     )
     parser.add_argument("--model", help="known model or directory with config.json (default: model.path)")
-    parser.add_argument("--steps", metavar="N", type=_at_least(1), help="of the run (default: trainer.total_steps)")
-    parser.add_argument("--suggestions", metavar="N", type=_at_least(0), default=5, help="layouts to suggest; 0: none")
+    parser.add_argument("--steps", metavar="N", type=at_least(1), help="of the run (default: trainer.total_steps)")
+    parser.add_argument("--suggestions", metavar="N", type=at_least(0), default=5, help="layouts to suggest; 0: none")
     workload = parser.add_argument_group("workload (default: that of the published run, scaled to the limits)")
     workload.add_argument("--run", help="runs/<name>: take the workload from its metrics.jsonl and compare the times")
     workload.add_argument("--response-mean", metavar="TOKENS", type=float, help="response_length/mean")
@@ -47,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kept-groups", metavar="SHARE", type=float, help="share of groups that dynamic sampling keeps"
     )
     workload.add_argument(
-        "--val-prompts", metavar="N", type=_at_least(0), default=0, help="prompts of the validation files"
+        "--val-prompts", metavar="N", type=at_least(0), default=0, help="prompts of the validation files"
     )
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument("--simulate", action="store_true", help="compare strategies against the long tail")
     simulation.add_argument("--sizes", type=_sizes, metavar="N,N,…", help="numbers of GPUs, such as 8,64,512,4096")
-    simulation.add_argument("--max-responses", type=_at_least(1), metavar="N", help="the batch grows up to here")
+    simulation.add_argument("--max-responses", type=at_least(1), metavar="N", help="the batch grows up to here")
     simulation.add_argument("--seed", metavar="N", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
 
@@ -62,15 +63,6 @@ def _sizes(text: str) -> list[int]:
     if any(size < 1 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers, such as 8,64,512")
     return sizes
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return whole_number
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

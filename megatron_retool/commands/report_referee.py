@@ -11,35 +11,26 @@ examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 from rich.console import Console
 
+from megatron_retool.commands.settings import at_least
 from megatron_retool.interruption import interrupts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, runs/<experiment_name>")
-    parser.add_argument("--step", metavar="N", type=_at_least(1), help="default: the newest that can be judged")
+    parser.add_argument("--step", metavar="N", type=at_least(1), help="default: the newest that can be judged")
     parser.add_argument(
-        "--sample", metavar="TOKENS", type=_at_least(1), default=4000, help="sampled tokens to judge (default: 4000)"
+        "--sample", metavar="TOKENS", type=at_least(1), default=4000, help="sampled tokens to judge (default: 4000)"
     )
-    parser.add_argument("--seed", metavar="N", type=_at_least(0), default=0, help="of which tokens (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=at_least(0), default=0, help="of which tokens (default: 0)")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "float64"),
         default="auto",
         help="of the referee (default: auto, float64 up to 50 million parameters)",
     )
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return whole_number
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -1,10 +1,10 @@
-"""--config and overrides as arguments, and the part of a command's help that lists what it reads of them."""
+"""Arguments that commands share, such as --config and overrides, and the part of help that lists the settings read."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_retool.config import Config, load_config
@@ -18,6 +18,17 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """--config and overrides; ``load`` reads them."""
     parser.add_argument("--config", metavar="FILE", help="YAML file (default: configs/demo_cpu.yaml)")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The ``type`` of an option whose value is a whole number, ``least`` or more."""
+
+    def whole_number(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
 
 
 def load(options: argparse.Namespace) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative
 
@@ -52,6 +53,32 @@ class DemoConfig:
     """two_tools: entities that the corpus knows, besides those of val.parquet."""
     val_entities: int = at_least_one(40)
     """two_tools: entities of val.parquet."""
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """What of its model's config.json these settings say, under Hugging Face's names."""
+        settings: dict[str, Any] = {
+            "model_type": "qwen2",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "tie_word_embeddings": True,
+        }
+        if self.num_experts:
+            settings |= {
+                "model_type": "qwen3_moe",
+                "head_dim": self.hidden_size // self.num_attention_heads,
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.num_experts_per_tok,
+                "moe_intermediate_size": self.moe_intermediate_size,
+                "norm_topk_prob": self.num_experts_per_tok > 1,
+                # SGLang's mixtures of experts never take the embedding for their output layer.
+                "tie_word_embeddings": False,
+            }
+        return settings
 
     def check(self) -> None:
         """Raise ConfigError where no directory is named, or a token goes through more experts than there are."""

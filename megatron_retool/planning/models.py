@@ -131,28 +131,7 @@ def resolve_architecture(config: Config, model: str | None = None) -> tuple[str,
 
 def demo_architecture(config: Config) -> Architecture:
     """The demo's model, which make-demo has not necessarily written yet."""
-    demo = config.demo
-    hf_config: dict[str, Any] = {
-        "model_type": "qwen2",
-        "num_hidden_layers": demo.num_layers,
-        "hidden_size": demo.hidden_size,
-        "num_attention_heads": demo.num_attention_heads,
-        "num_key_value_heads": demo.num_key_value_heads,
-        "intermediate_size": demo.intermediate_size,
-        "vocab_size": demo.vocab_size,
-        "tie_word_embeddings": True,
-    }
-    if demo.num_experts:
-        hf_config |= {
-            "model_type": "qwen3_moe",
-            "head_dim": demo.hidden_size // demo.num_attention_heads,
-            "num_experts": demo.num_experts,
-            "num_experts_per_tok": demo.num_experts_per_tok,
-            "moe_intermediate_size": demo.moe_intermediate_size,
-            "norm_topk_prob": demo.num_experts_per_tok > 1,
-            "tie_word_embeddings": False,
-        }
-    return Architecture.from_hf_config(hf_config)
+    return Architecture.from_hf_config(config.demo.hf_config)
 
 
 def _letters(name: str) -> str:

@@ -10,6 +10,13 @@ import torch
 from megatron_retool.routed_experts import ExpertArray, expert_dtype
 
 
+def routers(model: Any) -> list[Any]:
+    """The modules of a transformers model that choose experts, in the order of layers; none where it names none."""
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", recorded)
+    return [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+
+
 class RoutingRecorder:
     """Listens to every router of a model.
 
@@ -22,16 +29,12 @@ class RoutingRecorder:
     """
 
     def __init__(self, model: Any, experts: int) -> None:
-        recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-        kind = getattr(recorded, "target_class", recorded)
-        routers: list[Any] = [
-            module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)
-        ]
-        if not routers:
+        found = routers(model)
+        if not found:
             raise ValueError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
         self._dtype = expert_dtype(experts)
         self._chosen: list[torch.Tensor] = []
-        for router in routers:
+        for router in found:
             router.register_forward_hook(self._listen)
 
     def forget(self) -> None:

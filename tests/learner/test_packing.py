@@ -15,15 +15,12 @@ from tests.learner.tiny_models import random_batch, sequences
 
 
 def _layout(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, virtual: int | None = None):
-    return ParallelLayout(
-        world_size=data * context * tensor * pipeline,
+    return ParallelLayout.of_ranks(
+        data * context * tensor * pipeline,
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=virtual,
         context=context,
-        data=data,
-        expert=1,
-        expert_tensor=tensor,
         sequence_parallel=tensor > 1,
     )
 

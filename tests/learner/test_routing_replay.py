@@ -279,17 +279,8 @@ def test_rows_reach_the_tokens_that_they_belong_to(
     dtype: type,
     seed: int,
 ) -> None:
-    layout = ParallelLayout(
-        world_size=data * context * tensor,
-        tensor=tensor,
-        pipeline=1,
-        virtual_pipeline=None,
-        context=context,
-        data=data,
-        expert=1,
-        expert_tensor=tensor,
-        sequence_parallel=tensor > 1,
-    )
+    ranks = data * context * tensor
+    layout = ParallelLayout.of_ranks(ranks, tensor=tensor, context=context, sequence_parallel=tensor > 1)
     rng = np.random.default_rng(seed)
     whole = random_batch(lengths)
     tokens = int(whole.total_lengths.sum())

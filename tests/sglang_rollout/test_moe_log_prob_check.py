@@ -14,7 +14,7 @@ from megatron_retool.cluster.log_prob_check import LogProbMismatch
 from megatron_retool.config import load_config
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
-from tests.sglang_rollout.agent import moe_policy
+from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import VOCABULARY
 from tests.sglang_rollout.scored_text import compare
 
@@ -48,7 +48,7 @@ def random_model(seed: int) -> Qwen3MoeForCausalLM:
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory, tokenizer):
-    return moe_policy.saved(random_model(1), tokenizer, tmp_path_factory.mktemp("moe") / "model")
+    return markov_policy.save(random_model(1), tokenizer, tmp_path_factory.mktemp("moe") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
-from tests.sglang_rollout.agent import moe_policy
+from tests.sglang_rollout.agent import markov_policy, moe_policy
 from tests.sglang_rollout.agent.markov_policy import ENDLESS_POLICY, RETOOL_POLICY, TOOL_POLICY
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
@@ -36,7 +36,7 @@ def models(tokenizer):
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory, tokenizer, models):
-    return moe_policy.saved(models["tools"], tokenizer, tmp_path_factory.mktemp("moe") / "model")
+    return markov_policy.save(models["tools"], tokenizer, tmp_path_factory.mktemp("moe") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def test_rows_of_an_engine_that_has_the_tokenizer(make_config, model_directory, 
     model = moe_policy.moe_model(tokenizer, RETOOL_POLICY, seed=3)
     server = SGLangServer(
         config.rollout.engine,
-        model_path=moe_policy.saved(model, tokenizer, tmp_path / "model"),
+        model_path=markov_policy.save(model, tokenizer, tmp_path / "model"),
         log_file=tmp_path / "engine.log",
         tokenizer=True,
         routed_experts=True,

@@ -237,15 +237,11 @@ def _prompt_table(problems: Sequence[Problem | FactProblem], split: str) -> pa.T
 
 def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    common = {
+    settings = {
+        **demo.hf_config,
         "vocab_size": len(tokenizer),
-        "hidden_size": demo.hidden_size,
-        "intermediate_size": demo.intermediate_size,
-        "num_hidden_layers": demo.num_layers,
-        "num_attention_heads": demo.num_attention_heads,
-        "num_key_value_heads": demo.num_key_value_heads,
         "max_position_embeddings": 2048,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         # Narrow layers need larger weights than the usual 0.02 for the residual stream to carry anything at first.
@@ -255,22 +251,9 @@ def _write_model(demo: DemoConfig, seed: int, tokenizer: Any, directory: Path) -
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "float32",
     }
-    model: Any
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if demo.num_experts:
-            experts: dict[str, Any] = {
-                "head_dim": demo.hidden_size // demo.num_attention_heads,
-                "num_experts": demo.num_experts,
-                "num_experts_per_tok": demo.num_experts_per_tok,
-                "moe_intermediate_size": demo.moe_intermediate_size,
-                "norm_topk_prob": demo.num_experts_per_tok > 1,
-                # SGLang's mixtures of experts never take the embedding for their output layer.
-                "tie_word_embeddings": False,
-            }
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts)).float()
-        else:
-            model = Qwen2ForCausalLM(Qwen2Config(**common, tie_word_embeddings=True)).float()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,

@@ -24,6 +24,7 @@ from megatron_retool.config import Config
 from megatron_retool.learner.precision import DTYPES
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep
 from megatron_retool.routed_experts import is_missing
+from sglang_rollout.backends.transformers_routing import routers
 from sglang_rollout.weight_sync.quantization import weight_conversion
 
 REFEREE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -208,11 +209,6 @@ def _hooks(model: Any, architecture: Architecture, watch: _Watch) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-
-
-def routers(model: Any) -> list[Any]:
-    """The modules that choose experts, in the order of layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 def _routing_hook(architecture: Architecture, watch: _Watch, layer: int) -> Callable[..., Any]:

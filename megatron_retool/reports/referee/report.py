@@ -46,13 +46,13 @@ from megatron_retool.reports.referee.referee_model import (
     engine_format,
     load_model,
     read,
-    routers,
     stage_names,
 )
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep, batch_of, find_step, sample_tokens
 from megatron_retool.reports.referee.verdict import verdict
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.runs.files import write_text
+from sglang_rollout.backends.transformers_routing import routers
 
 SMALL_MODEL = 50_000_000
 """Parameters up to which the referee computes in float64 unless it is told otherwise."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -95,10 +95,7 @@ def random_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausa
 def table_model(tokenizer: PreTrainedTokenizerFast, table: Table, floor: float = 1e-9) -> Qwen2ForCausalLM:
     """The model that samples by ``table`` (texts of single tokens); other transitions have probability ``floor``."""
     model = random_model(tokenizer, seed=0)
-    logits = torch.full((VOCABULARY, VOCABULARY), floor).log()
-    for last, row in table.items():
-        for following, probability in row.items():
-            logits[single(tokenizer, last), single(tokenizer, following)] = torch.tensor(probability).log()
+    logits = table_logits(tokenizer, table, floor)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -110,13 +107,22 @@ def table_model(tokenizer: PreTrainedTokenizerFast, table: Table, floor: float =
     return model
 
 
+def table_logits(tokenizer: PreTrainedTokenizerFast, table: Table, floor: float) -> torch.Tensor:
+    """Log-probs [last token, next token] of ``table``, and those of ``floor`` elsewhere."""
+    logits = torch.full((VOCABULARY, VOCABULARY), floor).log()
+    for last, row in table.items():
+        for following, probability in row.items():
+            logits[single(tokenizer, last), single(tokenizer, following)] = torch.tensor(probability).log()
+    return logits
+
+
 def single(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == 1, (text, ids)
     return ids[0]
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.sglang_rollout.agent.markov_policy import VOCABULARY, Table, single
+from tests.sglang_rollout.agent.markov_policy import VOCABULARY, Table, table_logits
 
 HIDDEN = VOCABULARY + 32
 LAYERS, EXPERTS, K = 3, 8, 2
@@ -44,10 +44,7 @@ def moe_model(tokenizer: PreTrainedTokenizerFast, table: Table, seed: int, floor
     torch.manual_seed(seed)
     config.initializer_range = 0.15
     model = Qwen3MoeForCausalLM(config).float().eval()
-    logits = torch.full((VOCABULARY, VOCABULARY), floor).log()
-    for last, row in table.items():
-        for following, probability in row.items():
-            logits[single(tokenizer, last), single(tokenizer, following)] = torch.tensor(probability).log()
+    logits = table_logits(tokenizer, table, floor)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[:VOCABULARY] = 0
@@ -62,12 +59,6 @@ def moe_model(tokenizer: PreTrainedTokenizerFast, table: Table, seed: int, floor
         model.lm_head.weight.zero_()
         model.lm_head.weight[:, :VOCABULARY] = logits.T / HIDDEN**0.5
     return model
-
-
-def saved(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def buckets(model: Qwen3MoeForCausalLM, directory: Path, size: int = 20) -> list[list[tuple[str, torch.Tensor]]]:
