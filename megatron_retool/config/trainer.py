@@ -62,8 +62,8 @@ class TrainerConfig:
     keep_weights: int = not_negative(0)
     """Newest weights-only checkpoints that are kept, whatever becomes of the others; 0 keeps all."""
     checkpoint_compression: str = choice("none", "zstd")
-    """zstd: tensors in checkpoints of both kinds are compressed one by one, without loss. Weights in float32 lose about
-    8 % of their size, in bfloat16 more; saving and loading take longer."""
+    """zstd: what checkpoints of both kinds hold is compressed, without loss, tensor by tensor. Float32 loses about a
+    tenth of its size, and saving takes longer."""
     keep_best: int = not_negative(0)
     """Best checkpoints by best_metric that are kept besides."""
     best_metric: str = ""

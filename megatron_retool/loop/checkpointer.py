@@ -266,7 +266,7 @@ class Checkpointer:
         return report
 
     def _say(self, text: str, style: str) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False)
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def bytes_below(directory: Path) -> int:

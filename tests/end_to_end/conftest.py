@@ -114,6 +114,8 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     directory = tmp_path_factory.mktemp("demo")
     config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5)
     command_line = CommandLine(config)
-    code, output = command_line.run("pipeline")
+    more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
+            "trainer.profiler.steps=[2]", "trainer.profiler.engines=true")  # fmt: skip
+    code, output = command_line.run("pipeline", *more)
     assert code == 0, output
     return FinishedRun(command_line, directory / "short", output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -73,6 +74,26 @@ def test_run_leaves_everything_behind(demo_run: FinishedRun):
     state = json.loads((run_dir / "checkpoints/global_step_3/trainer_state.json").read_text())
     assert state["step"] == 3
     assert "seconds by stage" in demo_run.output and "step 3, " in demo_run.output
+
+
+def test_weights_alone_and_profile_of_the_second_step(demo_run: FinishedRun):
+    run_dir = demo_run.run_dir
+    complete, alone = (run_dir / "checkpoints" / name for name in ("global_step_2/learner", "weights_step_2"))
+    parts = list(alone.glob("*.distcp"))
+    assert parts and all(part.samefile(complete / part.name) for part in parts)
+    rows = steps(run_dir)
+    assert 0 < rows[2]["checkpoint/weights_size_gb"] < rows[2]["checkpoint/size_gb"] / 2
+    assert "checkpoint/weights_size_gb" not in rows[3] and rows[3]["checkpoint/seconds"] > 0
+    assert "of weights alone, in files of global_step_2 (compressed by zstd)" in " ".join(demo_run.output.split())
+
+    profile = run_dir / "profile"
+    page = (profile / "step_000002.md").read_text()
+    for words in ("| gen |", "## learner rank 0", "| update_actor |", "| weight_sync |", "`aten::"):
+        assert words in page, words
+    with gzip.open(profile / "step_000002_rank0.json.gz") as packed:
+        names = {event.get("name") for event in json.load(packed)["traceEvents"]}
+    assert {"old_log_prob", "update_actor", "weight_sync", "aten::mm"} <= names
+    assert list((profile / "engines").glob("step_000002_engine0*.json.gz")) and "profile of step 2" in demo_run.output
 
 
 def test_export_is_the_trained_model(demo_run: FinishedRun):

@@ -212,7 +212,7 @@ def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], mode
         export(complete, models / f"{family}-expected", processes=1, require_tokenizer=False)
         link_weights(complete, linked)
         parts = sorted(linked.glob("*.distcp"))
-        assert len(parts) == 4 and all(part.samefile(complete / part.name) for part in parts)
+        assert parts and all(part.samefile(complete / part.name) for part in parts)
         shutil.rmtree(complete)
         assert DistCheckpoint(linked).tensors.keys() == DistCheckpoint(alone).tensors.keys()
         for directory in (linked, alone):
