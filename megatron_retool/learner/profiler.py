@@ -13,6 +13,7 @@ Recording begins with the first phase from ``first_phase`` on, and ends with the
 from __future__ import annotations
 
 import gzip
+import re
 import shutil
 import tempfile
 import time
@@ -27,6 +28,9 @@ from megatron_retool.config import ProfilerConfig
 from megatron_retool.config.profiler import LEARNER_PHASES
 from megatron_retool.monitor.profile_table import OperatorTime, RankProfile
 from megatron_retool.runs.files import atomic_write
+
+_PYTHON_FRAME = re.compile(r"\(\d+\): |^<built-in |^nn\.Module: ")
+"""Names of what with_stack adds to the operators."""
 
 
 def is_recorded(settings: ProfilerConfig, phase: str) -> bool:
@@ -90,7 +94,7 @@ class TorchTool:
         operators = [
             OperatorTime(event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
             for event in self._profiler.key_averages()
-            if event.key not in phases
+            if event.key not in phases and not _PYTHON_FRAME.search(event.key)
         ]
         return RankProfile(rank, trace, phases, operators)
 
