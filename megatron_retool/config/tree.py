@@ -76,12 +76,6 @@ def validate(config: Config) -> None:
             f"weight_sync.round_to={config.weight_sync.round_to} imitates a quantised engine, and "
             f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
         )
-    replays = learner.routing_replay == "rollout" and rollout.replay_dir is None
-    if replays and rollout.engine.backend == "transformers":
-        raise ConfigError(
-            "learner.routing_replay=rollout needs the engine's choice of experts, which "
-            "rollout.engine.backend=transformers does not tell: set backend=sglang, or routing_replay=old_log_probs"
-        )
     if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
         raise ConfigError(
             "learner.routing_replay=old_log_probs records experts while old log-probs are computed, which "
