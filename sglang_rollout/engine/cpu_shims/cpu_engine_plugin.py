@@ -112,9 +112,7 @@ def extend_attention(
             one, new = slice(each, each + 1), slice(first, first + int(extend_lens[each]))
             own = (req_pool_indices[one], seq_lens[one], prefix_lens[one], extend_lens[one], encoder_lens)
             backend.batch_slots = None
-            extend_attention(
-                original, backend, query[new], output[new], k_cache, v_cache, req_to_token, *own, **kwargs
-            )
+            extend_attention(original, backend, query[new], output[new], k_cache, v_cache, req_to_token, *own, **kwargs)
             first = new.stop
         backend.batch_slots = None
         return output
