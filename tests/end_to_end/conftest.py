@@ -112,7 +112,7 @@ class FinishedRun:
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps."""
     directory = tmp_path_factory.mktemp("demo")
-    config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5)
+    config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5, deterministic=True)
     command_line = CommandLine(config)
     more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
             "trainer.profiler.steps=[2]", "trainer.profiler.engines=true")  # fmt: skip
