@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import DeviceType
 
 from megatron_retool.config import ProfilerConfig
 from megatron_retool.config.profiler import LEARNER_PHASES
@@ -91,10 +92,11 @@ class TorchTool:
                 gzip.GzipFile(filename="", fileobj=target, mode="wb", compresslevel=5) as packed,
             ):
                 shutil.copyfileobj(source, packed)
+        # Kernels are rows of their own besides, whose time is that of the operators which launch them.
         operators = [
             OperatorTime(event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
             for event in self._profiler.key_averages()
-            if event.key not in phases and not _PYTHON_FRAME.search(event.key)
+            if event.device_type is DeviceType.CPU and event.key not in phases and not _PYTHON_FRAME.search(event.key)
         ]
         return RankProfile(rank, trace, phases, operators)
 

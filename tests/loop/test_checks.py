@@ -1,10 +1,12 @@
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from megatron_retool.config import load_config
-from megatron_retool.loop.checks import check_extensions
+from megatron_retool.config import ConfigError, load_config
+from megatron_retool.loop.checks import check_extensions, check_model, check_run
 
+MODEL = Path(__file__).parents[1] / "sglang_rollout" / "traced_model"
 CONFIGS = Path(__file__).parents[2] / "configs"
 TWO_TOOLS = CONFIGS / "demo_two_tools_cpu.yaml"
 
@@ -21,3 +23,28 @@ def test_a_corpus_that_the_demo_will_write_need_not_be_there_yet(tmp_path):
 def test_a_mixture_of_experts_that_the_demo_will_write_need_not_be_there_yet(tmp_path):
     overrides = [f"trainer.runs_dir={tmp_path}", "learner.routing_replay=rollout"]
     check_extensions(load_config(CONFIGS / "demo_moe_cpu.yaml", overrides))
+
+
+def test_a_checkpoint_in_a_models_place_is_told_what_it_is(tmp_path):
+    alone = tmp_path / "weights_step_4"
+    alone.mkdir()
+    (alone / "metadata.json").touch()
+    with pytest.raises(ConfigError, match=r"It is a Megatron-Core checkpoint: give it as model\.mcore_path, .*_4/hf"):
+        check_model(load_config(None, [f"model.path={alone}"]), learns=True)
+    complete = tmp_path / "global_step_4"
+    complete.mkdir()
+    for place, words in ((complete, "whose weights lie in learner/: give .*global_step_4/learner"), (alone, None)):
+        config = load_config(None, [f"model.path={MODEL}", f"model.mcore_path={place}"])
+        if words is None:
+            check_model(config, learns=True)
+        else:
+            with pytest.raises(ConfigError, match=words):
+                check_model(config, learns=True)
+
+
+def test_compression_needs_its_package(tmp_path, monkeypatch):
+    config = load_config(None, [f"trainer.runs_dir={tmp_path}", "trainer.checkpoint_compression=zstd"])
+    check_run(config)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="checkpoint_compression=zstd needs the Python package zstandard"):
+        check_run(config)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_retool.config import Config, load_config, save_config
 from megatron_retool.config.differences import changed_settings
-from megatron_retool.loop.resume import announce_resume
+from megatron_retool.loop.resume import announce_resume, announce_start
 from megatron_retool.runs.checkpoints import Checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -115,3 +115,28 @@ def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path, content: str
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     assert changed_settings(tmp_path / "config.yaml", Config()) == {}
+
+
+def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path: Path) -> None:
+    start = tmp_path / "other" / "checkpoints" / "weights_step_7"
+    start.mkdir(parents=True)
+    settings = {"model.mcore_path": str(start)}
+
+    def said() -> str:
+        console = Console(file=io.StringIO(), width=80)
+        announce_start(changed(run.config, settings), console)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    assert said() == ""  # not complete
+    (start / "COMPLETE").touch()
+    assert said() == (
+        f"begins with the weights of {start}: steps are counted from 0, and optimizer, learning-rate schedule, data "
+        "and random state begin anew\n"
+    )
+    del settings["model.mcore_path"]
+    own = run.config.run_dir / "checkpoints" / "weights_step_2"
+    own.mkdir()
+    (own / "COMPLETE").touch()
+    assert said().startswith(f"{own} holds weights alone, from which no run resumes: this one begins anew")
+    settings["trainer.resume_mode"] = "disable"
+    assert said() == ""
