@@ -29,7 +29,7 @@ exec "$@"
 def settings(tmp_path: Path, *overrides: str) -> Config:
     return load_config(
         None,
-        [f"trainer.runs_dir={tmp_path}", "trainer.experiment_name=a run", "trainer.profiler.tool=nsys",
+        [f"trainer.runs_dir={tmp_path}/all runs", "trainer.profiler.tool=nsys",
          "trainer.profiler.steps=[3,5]", "learner.world_size=2", *overrides],
     )  # fmt: skip
 
