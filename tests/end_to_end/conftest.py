@@ -115,7 +115,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5, deterministic=True)
     command_line = CommandLine(config)
     more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
-            "trainer.profiler.steps=[2]", "trainer.profiler.engines=true")  # fmt: skip
+            "trainer.profiler.steps=[2]")  # fmt: skip
     code, output = command_line.run("pipeline", *more)
     assert code == 0, output
     return FinishedRun(command_line, directory / "short", output)

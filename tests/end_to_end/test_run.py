@@ -94,7 +94,7 @@ def test_weights_alone_and_profile_of_the_second_step(demo_run: FinishedRun):
     with gzip.open(profile / "step_000002_rank0.json.gz") as packed:
         names = {event.get("name") for event in json.load(packed)["traceEvents"]}
     assert {"old_log_prob", "update_actor", "weight_sync", "aten::mm"} <= names
-    assert list((profile / "engines").glob("step_000002_engine0*.json.gz")) and "profile of step 2" in demo_run.output
+    assert "profile of step 2" in demo_run.output and len(list(profile.iterdir())) == 2
 
 
 def test_export_is_the_trained_model(demo_run: FinishedRun):

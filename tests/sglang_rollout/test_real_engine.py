@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
+import json
 import os
 import signal
 import time
@@ -22,7 +24,7 @@ from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSam
 from megatron_retool.process_tree import descendants
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine
-from sglang_rollout.engine.base import EngineRejected, GenerateRequest, StopConditions
+from sglang_rollout.engine.base import EngineFailed, EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.rollout_manager import RolloutManager
@@ -130,6 +132,22 @@ def check(trajectories, tokenizer) -> None:
             ids = trajectory.response_ids[trajectory.turn_ids == turn]
             assert end not in ids[:-1]
             assert ids[-1] == end or turn == turns.max()
+
+
+def test_an_engine_records_what_it_does(engine, tmp_path):
+    async def scenario(client):
+        for name in ("step_000001_engine0", "step_000002_engine0"):
+            await client.start_profile(tmp_path, name, record_shapes=False, with_stack=False)
+            await client.generate(GenerateRequest([5, 6, 7, 8], 4, GREEDY))
+            await client.stop_profile()
+        with pytest.raises(EngineFailed, match="/stop_profile"):
+            await client.stop_profile()
+
+    on_client(engine, scenario)
+    first, second = sorted(tmp_path.glob("*.json.gz"))
+    assert first.name.startswith("step_000001_engine0") and second.name.startswith("step_000002_engine0")
+    with gzip.open(first) as packed:
+        assert any(event.get("name", "").startswith("aten::") for event in json.load(packed)["traceEvents"])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
