@@ -43,6 +43,13 @@ def test_the_engines_that_are_built_in_fit(name, kind):
     assert type(make_engine(config)) is kind
 
 
+def test_an_engine_that_cannot_record_is_refused_where_it_is_to(tmp_path):
+    settings = ["trainer.profiler.tool=torch", "trainer.profiler.steps=[1]", "trainer.profiler.engines=true"]
+    check_engine(load_config(None, settings))
+    with pytest.raises(ExtensionError, match=r"profiler\.engines=true with .*transformers.* has no 'start_profile'"):
+        check_engine(load_config(None, [*settings, "rollout.engine.backend=transformers"]))
+
+
 def test_anybodys_engine_with_its_own_settings(tmp_path):
     config = config_with(tmp_path, "", "rollout.engine.backend_kwargs={greeting: good day}")
     check_engine(config)
