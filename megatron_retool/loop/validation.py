@@ -19,7 +19,7 @@ from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import Trajectory, write_trajectories
 
-_SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
+_SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
 
 
 async def validate(run: Deployment, step: int, log: MetricLogger | None = None) -> dict[str, float]:

@@ -48,11 +48,12 @@ def test_unknown_logger(tmp_path):
 def test_report_has_a_picture_for_what_was_logged(tmp_path):
     with MetricLogger(tmp_path, ["jsonl"]) as log:
         for step in range(3):
-            log.log(step, {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0})
+            code = {"code/ratio": 0.5, "code/lines_per_call": 3.0, "code/purpose/search": step / 3}
+            log.log(step, {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0, **code})
     page = write_report(tmp_path, notes="<figures>")
     text = page.read_text()
     assert "&lt;figures&gt;" in text and "accuracy.png" in text
-    for name in ("accuracy", "validation_by_source", "time"):
+    for name in ("accuracy", "validation_by_source", "time", "code", "code_lines", "code_purpose"):
         assert (page.parent / f"{name}.png").stat().st_size > 5000
     assert not (page.parent / "entropy.png").exists()
 
