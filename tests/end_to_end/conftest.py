@@ -112,7 +112,7 @@ class FinishedRun:
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps."""
     directory = tmp_path_factory.mktemp("demo")
-    config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5)
+    config = write_config(directory, "short", 3, test_freq=0, quick_test_freq=2, save_freq=1, keep_checkpoints=5)
     command_line = CommandLine(config)
     code, output = command_line.run("pipeline")
     assert code == 0, output
