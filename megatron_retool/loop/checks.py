@@ -15,18 +15,13 @@ from sglang_rollout.engine.served_models import check_served_model
 
 
 def check_run(config: Config) -> None:
-    """Check the run's directory, the metric that may end the run, and what it needs to be installed; takes no time, for
-    every command that runs.
+    """Check the run's directory, and what it needs to be installed; takes no time, for every command that runs.
 
     Raises:
         ConfigError: the message names the key and the cure.
     """
     check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
     check_loggers(config.trainer)
-    if config.trainer.early_stopping.metric:
-        from megatron_retool.loop.validation_metrics import check_early_stopping
-
-        check_early_stopping(config)
 
 
 def check_evaluation(config: Config) -> None:

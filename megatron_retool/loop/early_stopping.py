@@ -62,7 +62,7 @@ class EarlyStopping:
     def reason(self) -> str:
         """Why the run ends, in a sentence without a full stop."""
         settings, verdict = self._settings, self._verdict
-        better = "higher" if settings.mode == "max" else "lower"
+        better = "greater" if settings.mode == "max" else "smaller"
         margin = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
         return (
             f"early stopping: {settings.metric} was {verdict.best:.4g} in step {verdict.best_step} and is not {better}"

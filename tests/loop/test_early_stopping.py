@@ -54,7 +54,7 @@ def test_patience_counts_validations_since_the_best() -> None:
     stopping, stops = watched([3.0, 2.0, 2.5, 2.5], patience=2, mode="min", min_delta=0.1)
     assert stops == [3]
     assert stopping.reason == (
-        f"early stopping: {METRIC} was 2 in step 1 and is not lower by more than 0.1 in the 2 validations since "
+        f"early stopping: {METRIC} was 2 in step 1 and is not smaller by more than 0.1 in the 2 validations since "
         "(trainer.early_stopping.patience=2)"
     )
 

@@ -67,7 +67,7 @@ def test_what_is_not_of_this_run_or_cannot_be_read_is_left_out(tmp_path: Path) -
     np.testing.assert_array_equal(found.accuracy, [[1, np.nan, 1], [0, np.nan, np.nan]])
 
 
-@pytest.mark.parametrize(("problems", "steps"), [(30, 3), (500, 25)])
+@pytest.mark.parametrize(("problems", "steps"), [(30, 3), (500, 4)])
 def test_the_report_has_a_heat_map_and_a_table(tmp_path: Path, problems: int, steps: int) -> None:
     from matplotlib.image import imread
 
