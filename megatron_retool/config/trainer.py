@@ -36,6 +36,10 @@ class TrainerConfig:
     """Where the directories of runs are."""
     seed: int = not_negative(0, maximum=2**31 - 1)
     """Of the order of prompts and of what else is drawn outside the engines."""
+    deterministic: bool = False
+    """Two runs with this seed, and one that is killed and goes on, are equal to the bit on the same machine and layout:
+    token ids, rewards, metrics (of time and caches apart) and weights. It seeds the engines too (with this seed, where
+    rollout.engine.random_seed is null), and takes deterministic kernels on both sides."""
     total_steps: int | None = at_least_one(None)
     """Training steps; null: total_epochs passes over the prompts."""
     total_epochs: int = at_least_one(1)
