@@ -48,6 +48,9 @@ def test_every_step_is_logged_and_engine_and_learner_agree(demo_run: FinishedRun
     assert "weight_sync/log_prob_difference_max" not in rows[2]
     for row in (rows[0], rows[3]):
         assert {"val-core/all/acc/mean@2", "val-aux/num_turns/mean", "val-aux/code/ratio"} <= row.keys()
+        assert "val-quick/all/acc/mean@4" not in row
+    assert "val-quick/all/acc/mean@4" in rows[2] and "val-core/all/acc/mean@2" not in rows[2]
+    assert rows[2]["timing_s/testing_quick"] > 0
 
 
 def test_rollouts_on_disk_carry_the_version_that_sampled_them(demo_run: FinishedRun):
@@ -68,6 +71,8 @@ def test_run_leaves_everything_behind(demo_run: FinishedRun):
         "config.yaml",
         "tensorboard",
         "report/index.html",
+        "report/validation_problems.png",
+        "validation_quick/step_000002.parquet",
         "export/config.json",
         "validation/step_000003.parquet",
     ):
