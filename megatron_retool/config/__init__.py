@@ -31,13 +31,14 @@ from megatron_retool.config.rollout import (
     EngineConfig,
     MultiTurnConfig,
     PartialRolloutConfig,
+    QuickValConfig,
     RolloutConfig,
     SamplingConfig,
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
 from megatron_retool.config.tools import CodeInterpreterConfig, SearchConfig, ToolsConfig
-from megatron_retool.config.trainer import TrainerConfig
+from megatron_retool.config.trainer import EarlyStoppingConfig, TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
 
@@ -53,6 +54,7 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DynamicSamplingConfig",
+    "EarlyStoppingConfig",
     "EngineConfig",
     "Fp8Config",
     "LearnerConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "OverlongConfig",
     "PartialRolloutConfig",
     "ProfilerConfig",
+    "QuickValConfig",
     "RecomputeConfig",
     "RewardConfig",
     "RolloutConfig",
