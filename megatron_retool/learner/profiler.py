@@ -96,7 +96,7 @@ class TorchTool:
         operators = [
             OperatorTime(event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
             for event in self._profiler.key_averages()
-            if event.device_type is DeviceType.CPU and event.key not in phases and not _PYTHON_FRAME.search(event.key)
+            if event.device_type == DeviceType.CPU and event.key not in phases and not _PYTHON_FRAME.search(event.key)
         ]
         return RankProfile(rank, trace, phases, operators)
 
