@@ -16,7 +16,7 @@ import pytest
 from megatron_retool.__main__ import main
 from megatron_retool.data.prepare import NAMES
 from megatron_retool.data.prepare import run as prepare_run
-from megatron_retool.data.prepare.aime import AimeProblem, aime_problem
+from megatron_retool.data.prepare.aime import aime_problem
 from megatron_retool.data.prepare.datasets import DATA_SETS
 from megatron_retool.data.prompt_files import read_prompts
 from megatron_retool.data.sft_dataset import SFTDataset
@@ -128,18 +128,18 @@ def test_dapo_as_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file", "rows", "expected"),
     [
-        ("aime-2024", "aime_2024_problems.parquet", AIME_2024, [("104", "2024-II-4", "II", 4, "easy"),
-                                                               ("112", "2024-II-12", "II", 12, "hard")]),
+        ("aime-2024", "aime_2024_problems.parquet", AIME_2024, [("104", "2024-II-4", "II", 4),
+                                                               ("112", "2024-II-12", "II", 12)]),
         ("aime-2024", "aime-2024.parquet",
          [{"id": 60, "problem": "A?", "answer": "025", "year": "2024",
            "url": "https://artofproblemsolving.com/wiki/index.php/2024_AIME_II_Problems/Problem_7"}],
-         [("025", "2024-II-7", "II", 7, "medium")]),
-        ("aime-2025", "train.jsonl", AIME_2025, [(str(row), f"2025-I-{row + 1}", "I", row + 1, "easy")
+         [("025", "2024-II-7", "II", 7)]),
+        ("aime-2025", "train.jsonl", AIME_2025, [(str(row), f"2025-I-{row + 1}", "I", row + 1)
                                                  for row in range(3)]),
         ("aime-2025", "aime2025-II.jsonl", [{"question": "A?", "answer": "336^\\circ"}],
-         [("336", "2025-II-1", "II", 1, "easy")]),
+         [("336", "2025-II-1", "II", 1)]),
         ("aime-2025", "x.parquet", [{"problem_idx": 17, "problem": "A?", "answer": 5, "problem_type": ["Algebra"]}],
-         [("5", "2025-II-2", "II", 2, "easy")]),
+         [("5", "2025-II-2", "II", 2)]),
     ],
     ids=["Maxwell-Jia", "HuggingFaceH4", "yentinglin", "opencompass", "MathArena"],
 )  # fmt: skip
@@ -147,14 +147,14 @@ def test_aime_keeps_year_and_number(tmp_path, name, file, rows, expected):
     source = write(tmp_path / file, rows)
     manifest = prepare(name, source, tmp_path / "out", "--instruction", INSTRUCTION)
     prompts, _ = read_prompts([str(tmp_path / "out/test.parquet")])
-    for prompt, (truth, problem_id, contest, number, level) in zip(prompts, expected, strict=True):
+    for prompt, (truth, problem_id, contest, number) in zip(prompts, expected, strict=True):
         assert prompt.ground_truth == truth and prompt.data_source == name.replace("-", "_")
         found = prompt.extra_info
-        assert (found["problem_id"], found["contest"], found["problem_number"], found["level"], found["year"]) == (
-            problem_id, contest, number, level, int(name[-4:]),
+        assert (found["problem_id"], found["contest"], found["problem_number"], found["year"]) == (
+            problem_id, contest, number, int(name[-4:]),
         )  # fmt: skip
         assert prompt.messages[0]["content"].endswith(f"?\n\n{INSTRUCTION}")
-    assert sum(manifest["outputs"]["test"]["counts"]["level"].values()) == len(rows)
+    assert sum(manifest["outputs"]["test"]["counts"]["contest"].values()) == len(rows)
 
 
 def test_aime_of_verls_columns_loses_its_copies(tmp_path):
@@ -167,7 +167,7 @@ def test_aime_of_verls_columns_loses_its_copies(tmp_path):
 
 def test_a_problem_whose_place_is_not_told():
     assert aime_problem({"id": 3}, "test.jsonl", 3, 2025) is None
-    assert AimeProblem(2025, "II", 10).level == "medium"
+    assert aime_problem({"id": "2025-II-16"}, "test.jsonl", 3, 2025) is None
 
 
 def test_aime_of_another_year_is_refused(tmp_path, capsys):

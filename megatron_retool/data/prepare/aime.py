@@ -26,11 +26,6 @@ class AimeProblem:
     def name(self) -> str:
         return f"{self.year}-{self.contest}-{self.number}"
 
-    @property
-    def level(self) -> str:
-        """A third of the contest: the problems are in the order of their difficulty."""
-        return "easy" if self.number <= 5 else "medium" if self.number <= 10 else "hard"
-
 
 def aime_problem(cells: Mapping[str, Any], file: str, row: int, year: int) -> AimeProblem | None:
     """The problem that a row is; None where the file does not tell.

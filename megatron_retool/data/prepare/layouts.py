@@ -274,7 +274,6 @@ class AimeQuestions(Questions):
 def _aime_details(problem: AimeProblem) -> dict[str, Any]:
     return {
         "problem_id": problem.name,
-        "level": problem.level,
         "year": problem.year,
         "contest": problem.contest,
         "problem_number": problem.number,
