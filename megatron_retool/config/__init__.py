@@ -30,13 +30,14 @@ from megatron_retool.config.rollout import (
     EngineConfig,
     MultiTurnConfig,
     PartialRolloutConfig,
+    QuickValConfig,
     RolloutConfig,
     SamplingConfig,
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
 from megatron_retool.config.tools import CodeInterpreterConfig, SearchConfig, ToolsConfig
-from megatron_retool.config.trainer import TrainerConfig
+from megatron_retool.config.trainer import EarlyStoppingConfig, TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
 
@@ -52,6 +53,7 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DynamicSamplingConfig",
+    "EarlyStoppingConfig",
     "EngineConfig",
     "Fp8Config",
     "LearnerConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
+    "QuickValConfig",
     "RecomputeConfig",
     "RewardConfig",
     "RolloutConfig",
