@@ -18,12 +18,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
+
+if TYPE_CHECKING:
+    from megatron_retool.config import Config
+    from megatron_retool.data.construct.run import PromptTemplate
 
 SETTINGS = ("tools.code_interpreter",)
 EXIT_STATUS = {1: "an error, which the last line says, or traces without an answer: the same command asks them again"}
@@ -81,7 +86,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 1 if counts["unanswered"] else 0
 
 
-async def _construct(options: argparse.Namespace, config: Any, template: Any, key: str | None, console: Console) -> Any:
+async def _construct(
+    options: argparse.Namespace, config: Config, template: PromptTemplate, key: str | None, console: Console
+) -> Counter[str]:
     from contextlib import AsyncExitStack
 
     from megatron_retool.data.construct.endpoint import ChatEndpoint
