@@ -20,8 +20,9 @@ from megatron_retool.data.demo.facts import FactSearch, fact_families, make_fact
 from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.tokenizer import build_tokenizer, check_vocabulary_size
-from megatron_retool.data.demo.traces import DemoTools, Message, prompt_messages, snippet, trace
+from megatron_retool.data.demo.traces import DemoTools, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet
+from megatron_retool.data.tagged_traces import Message
 from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
