@@ -22,7 +22,7 @@ from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReaso
 from megatron_retool.loop.resume import announce_resume, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.update import update_actor, update_critic
+from megatron_retool.loop.update import peak_memory, update_actor, update_critic
 from megatron_retool.loop.validation import validate, validate_only, validate_quickly
 from megatron_retool.loop.validation_metrics import check_early_stopping
 from megatron_retool.loop.validation_schedule import Validation
@@ -130,8 +130,9 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **skipped.record(step, learned.skipped),
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(
-                    int(batch.total_lengths.sum()), timer.seconds[Phase.STEP], config.learner.world_size
+                    int(batch.total_lengths.sum()), len(batch), timer.seconds[Phase.STEP], config.learner.world_size
                 ),
+                **await peak_memory(run.learner, run.critic),
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected, batch)

@@ -12,7 +12,7 @@ from megatron_retool.data.prompts import read_validation_prompts
 from megatron_retool.rewards.difficulty import difficulties
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 
-BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
+BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
 """How the names of ``monitor.metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""
 
 ALL = "all"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.monitor.code_purpose import Purpose
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.reports.problems import TABLE, draw_problems
 from megatron_retool.runs.files import write_text
@@ -88,6 +89,24 @@ def _figures(metrics: set[str]) -> list[Figure]:
                 ("tool/parse_error_rate", "calls that do not parse"),
             ],
         ),
+        Figure(
+            "code",
+            "Code",
+            [
+                ("code/ratio", "responses with code"),
+                ("code/pass_rate", "code that runs"),
+                ("code/last_pass_rate/right", "last code of right responses runs"),
+                ("code/last_pass_rate/wrong", "last code of wrong responses runs"),
+                ("code/self_correction_rate", "failed code that is mended"),
+                ("code/first_call_position", "part of the response before the first call"),
+            ],
+        ),
+        Figure(
+            "code_lines",
+            "Lines of code",
+            [("code/lines_per_response", "in a response"), ("code/lines_per_call", "in a call")],
+        ),
+        Figure("code_purpose", "What code is for", [(f"code/purpose/{p.value}", p.value) for p in Purpose]),
         Figure("turns", "Turns", [("num_turns/mean", "mean"), ("num_turns/max", "max")]),
         Figure(
             "length", "Response length (tokens)", [("response_length/mean", "mean"), ("response_length/max", "max")]

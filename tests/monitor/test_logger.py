@@ -68,12 +68,15 @@ def test_unknown_logger(tmp_path):
 def test_report_has_a_picture_for_what_was_logged(tmp_path):
     with MetricLogger(tmp_path, ["jsonl"]) as log:
         for step in range(3):
-            log.log(step, {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0,
-                           "val-aux/x/acc/level_5/mean@4": 0.25, "val-quick/all/acc/mean@2": 0.5})  # fmt: skip
+            code = {"code/ratio": 0.5, "code/lines_per_call": 3.0, "code/purpose/search": step / 3}
+            validated = {"val-aux/x/acc/level_5/mean@4": 0.25, "val-quick/all/acc/mean@2": 0.5}
+            training = {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0}
+            log.log(step, training | code | validated)
     page = write_report(tmp_path, notes="<figures>")
     text = page.read_text()
     assert "&lt;figures&gt;" in text and "accuracy.png" in text
-    for name in ("accuracy", "validation_by_source", "validation_by_difficulty", "validation_quick", "time"):
+    validations = ("validation_by_source", "validation_by_difficulty", "validation_quick")
+    for name in ("accuracy", *validations, "time", "code", "code_lines", "code_purpose"):
         assert (page.parent / f"{name}.png").stat().st_size > 5000
     assert not (page.parent / "entropy.png").exists()
 
