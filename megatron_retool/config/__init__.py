@@ -35,7 +35,13 @@ from megatron_retool.config.rollout import (
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
-from megatron_retool.config.tools import CodeInterpreterConfig, SearchConfig, ToolsConfig
+from megatron_retool.config.tools import (
+    CodeInterpreterConfig,
+    ReadPageConfig,
+    SearchConfig,
+    SearchServiceConfig,
+    ToolsConfig,
+)
 from megatron_retool.config.trainer import TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
@@ -60,6 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
+    "ReadPageConfig",
     "RecomputeConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -68,6 +75,7 @@ __all__ = [
     "SFTStage",
     "SamplingConfig",
     "SearchConfig",
+    "SearchServiceConfig",
     "ToolsConfig",
     "TrainerConfig",
     "ValSamplingConfig",
