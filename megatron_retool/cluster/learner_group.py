@@ -25,6 +25,7 @@ from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.routed_rows import RowStore, with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.monitor.memory import peak_memory
 from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
@@ -133,6 +134,9 @@ class LearnerWorker:
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
         metrics = self.learner.update_critic(batch)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
+
+    def peak_memory(self) -> dict[str, float]:
+        return peak_memory(self.learner.device)
 
     def offload(self, *parts: str) -> None:
         self.learner.offload(*parts)
@@ -267,6 +271,11 @@ class LearnerGroup:
         """Each rank's own seconds in updates since the last call: without its waiting for other data-parallel ranks."""
         taken, self._seconds = self._seconds, [0.0] * len(self.workers)
         return taken
+
+    async def peak_memory(self) -> dict[str, float]:
+        """``monitor.memory.peak_memory`` of the rank that has the most of each, in GiB."""
+        ranks = await self._on_all_ranks(LearnerWorker.peak_memory)
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     async def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory."""

@@ -30,6 +30,7 @@ from megatron_retool.config.rollout import (
     EngineConfig,
     MultiTurnConfig,
     PartialRolloutConfig,
+    QuickValConfig,
     RolloutConfig,
     SamplingConfig,
     ValSamplingConfig,
@@ -42,7 +43,7 @@ from megatron_retool.config.tools import (
     SearchServiceConfig,
     ToolsConfig,
 )
-from megatron_retool.config.trainer import TrainerConfig
+from megatron_retool.config.trainer import EarlyStoppingConfig, TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
 
@@ -58,6 +59,7 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DynamicSamplingConfig",
+    "EarlyStoppingConfig",
     "EngineConfig",
     "Fp8Config",
     "LearnerConfig",
@@ -66,6 +68,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
+    "QuickValConfig",
     "ReadPageConfig",
     "RecomputeConfig",
     "RewardConfig",

@@ -15,6 +15,18 @@ AT_END = ("export", "report", "summary")
 
 
 @dataclass(frozen=True)
+class EarlyStoppingConfig:
+    metric: str = ""
+    """A validation metric, such as val-core/all/acc/mean@30 or val-quick/all/acc/mean@4; empty: no early end."""
+    mode: str = choice("max", "min")
+    """Whether higher or lower is better."""
+    patience: int = at_least_one(5)
+    """Validations in a row, of those that have the metric, without a better value; then the run ends."""
+    min_delta: float = not_negative(0.0)
+    """A value is better where it exceeds the best one by more than this."""
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     project_name: str = "megatron-retool"
     """What wandb, MLflow, SwanLab and Trackio file the run under."""
@@ -36,17 +48,22 @@ class TrainerConfig:
     """Steps between validations; 0: only before and after training."""
     test_schedule: list[str] = field(default_factory=list)
     """In place of test_freq: "<first step> <steps between validations>" in ascending order, as in ["0 10", "50 5"]."""
+    quick_test_freq: int = not_negative(0)
+    """Steps between quick validations (data.quick_val_samples, rollout.quick_val), val-quick/ in the metrics; 0: none.
+    A step with a full validation has no quick one."""
     save_freq: int = not_negative(30)
     """Steps between checkpoints; 0: only at the end."""
     val_before_train: bool = True
     """A validation before the first step."""
     val_only: bool = False
     """Validate the newest checkpoint, or the model where there is none, and end without training."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    """The end of a run before its last step, once a validation metric gets no better."""
     rollout_data_dir: str | None = None
     """Where rollouts lie, in a folder of the run's name; null: rollouts/ in the run's directory, which leads there
     otherwise."""
     log_val_generations: int = not_negative(4)
-    """Responses that each validation prints."""
+    """Responses that each full validation prints, and shows in the loggers that have tables."""
     resume_mode: str = choice("auto", "disable", "resume_path")
     """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start anew.
     resume_path: go on from resume_from_path."""
@@ -106,9 +123,30 @@ class TrainerConfig:
                 parse_stages(self.test_schedule)
             except ValueError as error:
                 raise ConfigError(f"trainer.test_schedule: {error}") from error
+        every = self.quick_test_freq
+        if every and self.test_freq and not self.test_schedule and every % self.test_freq == 0:
+            raise ConfigError(
+                f"trainer.quick_test_freq={every}: each of its steps has a full validation "
+                f"(trainer.test_freq={self.test_freq}), so no quick one would ever run: lower it, or raise test_freq"
+            )
+        self._check_early_stopping()
         if unknown := [name for name in self.at_end if name not in AT_END]:
             raise ConfigError(f"trainer.at_end: {unknown[0]!r} is not one of {', '.join(AT_END)}")
         if self.keep_best and not self.best_metric:
             raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
+
+    def _check_early_stopping(self) -> None:
+        """Whether validations with the metric are held; which metrics they have is ``loop.validation_metrics``'s."""
+        metric = self.early_stopping.metric
+        if metric.startswith("val-quick/") and not self.quick_test_freq:
+            raise ConfigError(
+                f"trainer.early_stopping.metric={metric} is of quick validations, and trainer.quick_test_freq=0 asks "
+                "for none"
+            )
+        if metric.startswith(("val-core/", "val-aux/")) and not self.test_freq and not self.test_schedule:
+            raise ConfigError(
+                f"trainer.early_stopping.metric={metric} is of full validations, and trainer.test_freq=0 holds them "
+                "only before and after training: set test_freq"
+            )

@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron_retool.config import Config
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
+from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.checkpoints import PAUSED_GROUPS, Checkpoint
@@ -53,6 +54,13 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
         effect = ", and these settings have no effect" if changed else ""
         say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To go on, raise "
             "trainer.total_steps; to start anew, choose another trainer.experiment_name")  # fmt: skip
+        return True
+    stopping = EarlyStopping(config.trainer.early_stopping)
+    if config.trainer.early_stopping.metric:
+        stopping.load_state_dict(resume.read("trainer_state.json").get("early_stopping", {}))
+    if stopping.stops:
+        say(f"{stopping.reason}: {resume.path} is the last step, and there is nothing to train. To go on, raise "
+            "trainer.early_stopping.patience, or empty trainer.early_stopping.metric")  # fmt: skip
         return True
     if changed:
         say(f"they hold from step {resume.step + 1} on, and the weights are those of step {resume.step}; a run under "

@@ -22,8 +22,10 @@ from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReaso
 from megatron_retool.loop.resume import announce_resume, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.update import update_actor, update_critic
-from megatron_retool.loop.validation import validate, validate_only
+from megatron_retool.loop.update import peak_memory, update_actor, update_critic
+from megatron_retool.loop.validation import validate, validate_only, validate_quickly
+from megatron_retool.loop.validation_metrics import check_early_stopping
+from megatron_retool.loop.validation_schedule import Validation
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
@@ -41,13 +43,14 @@ from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 
 
 async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
-    """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so.
+    """Train until ``trainer.total_steps``, or until ``trainer.early_stopping`` ends the run, from the last complete
+    checkpoint where ``trainer.resume_mode`` says so.
 
     Args:
         leave: when set, the step under way is finished and checkpointed, and training stops there.
 
     Returns:
-        Whether the last step was reached.
+        Whether the run is at its end.
     """
     resume = find_resume_point(config)
     for path in remove_unfinished(config.run_dir):
@@ -60,6 +63,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
             return True
     check_rollouts(config)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
+    check_early_stopping(config)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
     run = Deployment(config, console)
@@ -101,7 +105,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
-            log.log(0, await validate(run, 0, log))
+            validated = await validate(run, 0, log)
+            log.log(0, validated | state.early_stopping.record(0, validated))
         while state.step < run.total_steps:
             state.step += 1
             step = state.step
@@ -125,15 +130,24 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **skipped.record(step, learned.skipped),
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(
-                    int(batch.total_lengths.sum()), timer.seconds[Phase.STEP], config.learner.world_size
+                    int(batch.total_lengths.sum()), len(batch), timer.seconds[Phase.STEP], config.learner.world_size
                 ),
+                **await peak_memory(run.learner, run.critic),
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected, batch)
             last = step == run.total_steps
-            if last or state.validation_due():
+            due = state.validation_due(last=last)
+            if due is Validation.QUICK:
+                with timer.phase(Phase.QUICK_VALIDATION):
+                    metrics |= await validate_quickly(run, step)
+                metrics |= state.early_stopping.record(step, metrics)
+                last = state.early_stopping.stops
+            if last or due is Validation.FULL:
                 with timer.phase(Phase.VALIDATION):
                     metrics |= await validate(run, step, log)
+                metrics |= state.early_stopping.record(step, metrics)
+                last = last or state.early_stopping.stops
             leaving = leave.is_set()
             if last or leaving or state.save_due() or checkpointer.overdue:
                 with timer.phase(Phase.SAVE_CHECKPOINT):
@@ -146,6 +160,9 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             if leaving and not last:
                 run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
                 return False
+            if last and step < run.total_steps:
+                run.console.print(f"{state.early_stopping.reason}: step {step} of {run.total_steps} is the last one")
+                return True
             # Else they would stay while the next step is generated: their routed experts may be gigabytes.
             del collected, learned, batch
     return True

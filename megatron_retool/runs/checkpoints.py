@@ -188,7 +188,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     later = _later_paths(run_dir / "checkpoints", CHECKPOINT_NAME, resume.step)
     if not later:
         return None
-    for folder in ("rollouts", "validation"):
+    for folder in ("rollouts", "validation", "validation_quick"):
         later += _later_paths(run_dir / folder, _STEP_FILE, resume.step)
     # Made of the last checkpoint; COMPLETE is fine-tuning's.
     later += [path for path in map(run_dir.joinpath, ("export", "report", COMPLETE_NAME)) if path.exists()]

@@ -38,14 +38,19 @@ def test_every_step_is_logged_and_engine_and_learner_agree(demo_run: FinishedRun
             "tool/success_rate", "timing_s/gen", "timing_s/reward", "timing_s/old_log_prob", "timing_s/adv",
             "timing_s/update_actor", "timing_s/weight_sync", "timing_s/step", "timing_s/save_checkpoint",
             "perf/throughput", "perf/total_num_tokens", "global_seqlen/mean", "rollout_corr/k3_kl",
-            "rollout_corr/masked_fraction", "dynamic_sampling/generated_groups",
+            "rollout_corr/masked_fraction", "dynamic_sampling/generated_groups", "perf/samples_per_second",
+            "perf/max_process_memory_gb", "code/ratio", "code/first_call_position", "code/purpose/calculation",
+            "timing_s/agent_loop/slowest/tool_calls",
         ):  # fmt: skip
             assert row.get(name) is not None, name
     # The first sync's check belongs to the first row, and there are no other engines.
     assert 0 <= rows[1]["weight_sync/log_prob_difference_max"] < 1e-4
     assert "weight_sync/log_prob_difference_max" not in rows[2]
     for row in (rows[0], rows[3]):
-        assert "val-core/all/acc/mean@2" in row and "val-aux/num_turns/mean" in row
+        assert {"val-core/all/acc/mean@2", "val-aux/num_turns/mean", "val-aux/code/ratio"} <= row.keys()
+        assert "val-quick/all/acc/mean@4" not in row
+    assert "val-quick/all/acc/mean@4" in rows[2] and "val-core/all/acc/mean@2" not in rows[2]
+    assert rows[2]["timing_s/testing_quick"] > 0
 
 
 def test_rollouts_on_disk_carry_the_version_that_sampled_them(demo_run: FinishedRun):
@@ -66,6 +71,8 @@ def test_run_leaves_everything_behind(demo_run: FinishedRun):
         "config.yaml",
         "tensorboard",
         "report/index.html",
+        "report/validation_problems.png",
+        "validation_quick/step_000002.parquet",
         "export/config.json",
         "validation/step_000003.parquet",
     ):

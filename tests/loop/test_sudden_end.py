@@ -81,7 +81,12 @@ def train(config: Config) -> None:
         write_trajectories([trajectory(0)], config.run_dir / "validation" / f"step_{step:06d}.parquet")
         return {"val-core/all/acc/mean@1": float(step)}
 
-    for name, stand_in in (("Experience", Drawn), ("learn", learn), ("restore", restore), ("validate", validate)):
+    async def validate_quickly(run: Any, step: int) -> dict[str, float]:
+        write_trajectories([trajectory(0)], config.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
+        return {"val-quick/all/acc/mean@1": float(step)}
+
+    stand_ins = {"Experience": Drawn, **{each.__name__: each for each in (learn, restore, validate, validate_quickly)}}
+    for name, stand_in in stand_ins.items():
         setattr(train_loop, name, stand_in)
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
 
@@ -141,6 +146,10 @@ def check(config: Config) -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [(row["step"], row.get("actor/steps")) for row in rows] == [(0, None), (1, 1.0), (2, 2.0)]
     assert [row["val-core/all/acc/mean@1"] for row in rows if row["step"] != 1] == [0.0, 2.0]
+    assert [row["step"] for row in rows if "val-quick/all/acc/mean@1" in row] == [1]
+    # The value of step 0 is the checkpoint's to keep: in step 2 it is a row of an earlier process.
+    waited = [(row["early_stopping/best_step"], row["early_stopping/waited"]) for row in rows if row["step"] != 1]
+    assert waited == [(0.0, 0.0), (0.0, 1.0)]
     assert all("timing_s/save_checkpoint" in row for row in rows[1:])
     assert scalar_steps(run_dir / "tensorboard") == [1, 2]
     names = [f"step_00000{step}{kind}.parquet" for step in (1, 2) for kind in (".learner", "")]
@@ -151,6 +160,7 @@ def check(config: Config) -> None:
     assert sorted(path.name for path in (run_dir / "validation").iterdir()) == [
         f"step_00000{step}.parquet" for step in (0, 2)
     ]
+    assert [path.name for path in (run_dir / "validation_quick").iterdir()] == ["step_000001.parquet"]
     newest = complete_checkpoints(run_dir)[-1]
     assert newest.step == 2 and (newest.learner / "weights").read_text() == "2"
 
@@ -168,7 +178,9 @@ def test_no_moment_of_a_sudden_end_loses_or_doubles_anything(tmp_path: Path, asy
             None,
             [
                 f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name=ended_{number}", "trainer.save_freq=1",
-                "trainer.test_freq=2", "trainer.keep_checkpoints=1", "trainer.loggers=[jsonl,tensorboard]",
+                "trainer.test_freq=2", "trainer.quick_test_freq=1", "trainer.keep_checkpoints=1",
+                "trainer.early_stopping.metric=val-core/all/acc/mean@1", "trainer.early_stopping.mode=min",
+                "trainer.loggers=[jsonl,tensorboard]",
                 f"trainer.async_save={str(asynchronous).lower()}", "data.train_batch_size=1", "rollout.train.n=2",
                 "learner.mini_batch_size=2",
             ],
