@@ -121,13 +121,14 @@ class LocalBackend:
 
 
 def backend_of(config: SearchConfig) -> SearchBackend:
-    """The backend that ``config`` names; tools with the same settings get the same one.
+    """The backend that ``config`` names. Tools share it that differ in nothing but what they show (top_k, show_ranks,
+    show_sources).
 
     Raises:
         ConfigError: a setting of it is missing or wrong.
         ExtensionError: it cannot be loaded or made, or lacks a method.
     """
-    settings = repr(config)
+    settings = repr((config.backend, config.backend_kwargs, config.corpus, config.service))
     found = _shared.get(settings)
     if found is None:
         make = search_backends.bind(config.backend, config.backend_kwargs)

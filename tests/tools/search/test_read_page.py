@@ -224,7 +224,8 @@ def test_a_document_of_the_corpus_is_read_by_its_id(tmp_path: Path) -> None:
     config = ToolsConfig(search=SearchConfig(corpus=str(corpus), show_sources=True))
 
     async def scenario() -> None:
-        async with ToolRegistry.from_config(config, ["search", "read_page"]) as registry:
+        entries = [{"tool": "search", "kwargs": {"top_k": 2}}, "read_page"]
+        async with ToolRegistry.from_config(config, entries) as registry:
             search, page = (registry._tools[name].tool for name in ("search", "read_page"))
             assert search._backend is page._backend, "one index for both"
             session = await registry.open(TrajectoryInfo(0, 0))
