@@ -143,8 +143,15 @@ def test_each_rank_finds_the_rows_of_every_batch_and_they_are_put_once(group, mo
     assert max(size for size in sizes if size != rows.nbytes) < len(without) + 1000
 
 
-def test_ranks_are_told_the_steps_kl_coefficient(group):
-    update = group.update(make_batch(), sampling=SAMPLING, kl_in_loss=0.25)
+def test_ranks_are_told_the_steps_kl_coefficient():
+    class Group(LearnerGroup):
+        def __init__(self) -> None:
+            self._seconds = [0.0]
+
+        async def _on_all_ranks(self, method: Any, *arguments: Any) -> list[Any]:
+            return [method(Rank(0), *arguments)]
+
+    update = Group().update(make_batch(), sampling=SAMPLING, kl_in_loss=0.25)
     assert asyncio.run(update)["kl_in_loss"] == 0.25
 
 
