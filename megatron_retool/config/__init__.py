@@ -24,6 +24,7 @@ from megatron_retool.config.demo import DemoConfig
 from megatron_retool.config.learner import CriticConfig, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.config.loading import load_config, save_config
 from megatron_retool.config.model import ModelConfig
+from megatron_retool.config.profiler import ProfilerConfig
 from megatron_retool.config.reward import OverlongConfig, RewardConfig
 from megatron_retool.config.rollout import (
     BranchingConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
+    "ProfilerConfig",
     "QuickValConfig",
     "ReadPageConfig",
     "RecomputeConfig",

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number
+from megatron_retool.config.profiler import ProfilerConfig
 
 _NAME = re.compile(r"\w[\w.=+@,-]{0,127}")
 
@@ -53,6 +54,9 @@ class TrainerConfig:
     A step with a full validation has no quick one."""
     save_freq: int = not_negative(30)
     """Steps between checkpoints; 0: only at the end."""
+    save_weights_freq: int = not_negative(0)
+    """Steps between checkpoints of the policy's weights alone (checkpoints/weights_step_N): to evaluate, to export and
+    to begin another run from (model.mcore_path), but not to resume from; 0: none."""
     val_before_train: bool = True
     """A validation before the first step."""
     val_only: bool = False
@@ -76,6 +80,11 @@ class TrainerConfig:
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: int = not_negative(0)
     """Checkpoints of steps that are multiples of it are kept for good; 0: none."""
+    keep_weights: int = not_negative(0)
+    """Newest weights-only checkpoints that are kept, whatever becomes of the others; 0 keeps all."""
+    checkpoint_compression: str = choice("none", "zstd")
+    """zstd: what checkpoints of both kinds hold is compressed, without loss, tensor by tensor. Float32 loses about a
+    tenth of its size, and saving takes longer."""
     keep_best: int = not_negative(0)
     """Best checkpoints by best_metric that are kept besides."""
     best_metric: str = ""
@@ -109,6 +118,9 @@ class TrainerConfig:
     logger_kwargs: dict[str, Any] = field(default_factory=dict)
     """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
 
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """What the learner's processes do within chosen steps."""
+
     def check(self) -> None:
         """Raise ConfigError where the run's name is none, or settings of this section contradict each other."""
         if not all(map(_NAME.fullmatch, self.experiment_name.split("/"))):
@@ -136,6 +148,7 @@ class TrainerConfig:
             raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
+        self.profiler.check()
 
     def _check_early_stopping(self) -> None:
         """Whether validations with the metric are held; which metrics they have is ``loop.validation_metrics``'s."""

@@ -462,11 +462,12 @@ class Learner:
         if self.device.type == "cuda":
             self._offload.reload(*parts)
 
-    def save(self, directory: str | Path, *, asynchronous: bool = False) -> None:
+    def save(self, directory: str | Path, *, asynchronous: bool = False, weights_only: bool = False) -> None:
         """Write model, optimizer, schedule and random state; see ``checkpoint.save``.
 
         Args:
             asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
+            weights_only: write the model alone.
 
         Raises:
             SaveError: too little room on the disk, or writing failed, on any rank.
@@ -474,7 +475,7 @@ class Learner:
         from megatron_retool.learner.checkpoint.save import save_checkpoint
 
         self.finish_save()
-        self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous)
+        self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous, weights_only=weights_only)
         if not asynchronous:
             self.finish_save()
 

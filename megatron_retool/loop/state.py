@@ -62,6 +62,11 @@ class TrainerState:
         frequency = self.config.trainer.save_freq
         return frequency > 0 and self.step % frequency == 0
 
+    def save_weights_due(self) -> bool:
+        """Does a checkpoint of weights alone follow the present step?"""
+        frequency = self.config.trainer.save_weights_freq
+        return frequency > 0 and self.step % frequency == 0
+
     def group_sizes(self, prompts: Sequence[Prompt], step: int) -> dict[int, int]:
         """Responses to each prompt in ``step``, by group id."""
         adaptive = self.config.algorithm.adaptive_sampling

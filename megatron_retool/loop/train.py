@@ -19,7 +19,8 @@ from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
-from megatron_retool.loop.resume import announce_resume, contents_after, restore
+from megatron_retool.loop.profiling import StepProfiler
+from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import peak_memory, update_actor, update_critic
@@ -61,6 +62,8 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
+    else:
+        announce_start(config, console)
     check_rollouts(config)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
     check_early_stopping(config)  # the same
@@ -103,6 +106,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         )
         stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
+        profiler = StepProfiler(run)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
             validated = await validate(run, 0, log)
@@ -111,14 +115,16 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             state.step += 1
             step = state.step
             timer = run.watchdog.watch(StepTimer())
+            await profiler.begin(step)
             with timer.phase(Phase.STEP):
                 with timer.phase(Phase.GENERATION):
                     collected = await experience.take(step)
-                await checkpointer.finish()
+                saved = await checkpointer.finish()
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch
                 with timer.phase(Phase.WEIGHT_SYNC):
                     sync_metrics = await run.weights.sync(step)
+            await profiler.end(step, timer)
             metrics = {
                 "training/global_step": float(step),
                 "training/epoch": float(run.prompts.epoch),
@@ -127,6 +133,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
                 **learned.metrics,
                 **sync_metrics,
+                **saved,
                 **skipped.record(step, learned.skipped),
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(
@@ -149,10 +156,12 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 metrics |= state.early_stopping.record(step, metrics)
                 last = last or state.early_stopping.stops
             leaving = leave.is_set()
-            if last or leaving or state.save_due() or checkpointer.overdue:
+            complete = last or leaving or state.save_due() or checkpointer.overdue
+            weights = state.save_weights_due() or checkpointer.weights_overdue
+            if complete or weights:
                 with timer.phase(Phase.SAVE_CHECKPOINT):
-                    contents = contents_after(run, state, collected)
-                    metrics |= await checkpointer.write(step, contents, wait=last or leaving)
+                    contents = contents_after(run, state, collected) if complete else None
+                    metrics |= await checkpointer.write(step, contents, wait=last or leaving, weights=weights)
             # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.
             log.log(step, metrics | timer.metrics())
             await checkpointer.commit()

@@ -267,8 +267,8 @@ class InProcess:
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
-        self._learner.save(directory, asynchronous=asynchronous)
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
+        self._learner.save(directory, asynchronous=asynchronous, weights_only=weights_only)
 
     async def finish_save(self) -> None:
         self._learner.finish_save()

@@ -115,6 +115,8 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     trainer = {"test_freq": 0, "quick_test_freq": 2, "save_freq": 1, "keep_checkpoints": 5, "deterministic": True}
     config = write_config(directory, "short", 3, **trainer)
     command_line = CommandLine(config)
-    code, output = command_line.run("pipeline")
+    more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
+            "trainer.profiler.steps=[2]", "trainer.profiler.engines=true")  # fmt: skip
+    code, output = command_line.run("pipeline", *more)
     assert code == 0, output
     return FinishedRun(command_line, directory / "short", output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -83,6 +84,26 @@ def test_run_leaves_everything_behind(demo_run: FinishedRun):
     assert "seconds by stage" in demo_run.output and "step 3, " in demo_run.output
 
 
+def test_weights_alone_and_profile_of_the_second_step(demo_run: FinishedRun):
+    run_dir = demo_run.run_dir
+    complete, alone = (run_dir / "checkpoints" / name for name in ("global_step_2/learner", "weights_step_2"))
+    parts = list(alone.glob("*.distcp"))
+    assert parts and all(part.samefile(complete / part.name) for part in parts)
+    rows = steps(run_dir)
+    assert 0 < rows[2]["checkpoint/weights_size_gb"] < rows[2]["checkpoint/size_gb"] / 2
+    assert "checkpoint/weights_size_gb" not in rows[3] and rows[3]["checkpoint/seconds"] > 0
+    assert "of weights alone, in files of global_step_2 (compressed by zstd)" in " ".join(demo_run.output.split())
+
+    profile = run_dir / "profile"
+    page = (profile / "step_000002.md").read_text()
+    for words in ("| gen |", "## learner rank 0", "| update_actor |", "| weight_sync |", "`aten::"):
+        assert words in page, words
+    with gzip.open(profile / "step_000002_rank0.json.gz") as packed:
+        names = {event.get("name") for event in json.load(packed)["traceEvents"]}
+    assert {"old_log_prob", "update_actor", "weight_sync", "aten::mm"} <= names
+    assert list((profile / "engines").glob("step_000002_engine0*.json.gz")) and "profile of step 2" in demo_run.output
+
+
 def test_export_is_the_trained_model(demo_run: FinishedRun):
     """The exported weights give the log-probs that the engine had for the last version it served."""
     import torch
@@ -151,7 +172,16 @@ def test_a_second_run_that_is_killed_in_between_is_the_first_one_bit_by_bit(demo
 
 def learnt(row: dict[str, float]) -> dict[str, float]:
     """Metrics that time and caches have no part in."""
-    of_time = ("timing", "perf/", "rollout/cache", "weight_sync/", "tool/seconds", "tool/sandbox", "val-")
+    of_time = (
+        "timing",
+        "perf/",
+        "checkpoint/",
+        "rollout/cache",
+        "weight_sync/",
+        "tool/seconds",
+        "tool/sandbox",
+        "val-",
+    )
     return {name: value for name, value in row.items() if not name.startswith(of_time)}
 
 

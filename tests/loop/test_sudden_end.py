@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import megatron_retool.monitor.event_file  # noqa: F401  (the same)
 from megatron_retool.config import Config, load_config
+from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
@@ -22,6 +24,7 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories, write_trajectories
 from tests.loop.stand_ins import Experience, run_of
 from tests.loop.test_skipped_steps import trajectory
@@ -40,9 +43,10 @@ class Weights:
     def __init__(self, run_dir: Path) -> None:
         self.steps = 0
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
         directory.mkdir()
         (directory / "weights").write_text(str(self.steps))
+        (directory / "COMPLETE").touch()
 
     async def finish_save(self) -> None: ...
 
@@ -85,6 +89,7 @@ def train(config: Config) -> None:
         write_trajectories([trajectory(0)], config.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
         return {"val-quick/all/acc/mean@1": float(step)}
 
+    checkpointer_module.link_weights = shutil.copytree
     stand_ins = {"Experience": Drawn, **{each.__name__: each for each in (learn, restore, validate, validate_quickly)}}
     for name, stand_in in stand_ins.items():
         setattr(train_loop, name, stand_in)
@@ -163,6 +168,8 @@ def check(config: Config) -> None:
     assert [path.name for path in (run_dir / "validation_quick").iterdir()] == ["step_000001.parquet"]
     newest = complete_checkpoints(run_dir)[-1]
     assert newest.step == 2 and (newest.learner / "weights").read_text() == "2"
+    assert [(each.step, (each.path / "weights").read_text()) for each in weights_checkpoints(run_dir)] == [(2, "2")]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,7 @@ def test_no_moment_of_a_sudden_end_loses_or_doubles_anything(tmp_path: Path, asy
                 f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name=ended_{number}", "trainer.save_freq=1",
                 "trainer.test_freq=2", "trainer.quick_test_freq=1", "trainer.keep_checkpoints=1",
                 "trainer.early_stopping.metric=val-core/all/acc/mean@1", "trainer.early_stopping.mode=min",
+                "trainer.save_weights_freq=2",
                 "trainer.loggers=[jsonl,tensorboard]",
                 f"trainer.async_save={str(asynchronous).lower()}", "data.train_batch_size=1", "rollout.train.n=2",
                 "learner.mini_batch_size=2",
