@@ -109,8 +109,10 @@ def _manifest(config: Config) -> dict[str, Any]:
     if not config.demo.num_experts:
         # What was made before there were mixtures of experts is not made again.
         del demo["num_experts"], demo["num_experts_per_tok"], demo["moe_intermediate_size"]
-    search = dataclasses.asdict(config.tools.search)
-    del search["corpus"]
+    shown = config.tools.search
+    search: dict[str, Any] = {"top_k": shown.top_k, "show_ranks": shown.show_ranks}
+    if shown.show_sources:
+        search["show_sources"] = True
     return {
         "format_version": FORMAT_VERSION,
         "seed": config.trainer.seed,
