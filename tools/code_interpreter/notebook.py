@@ -30,8 +30,9 @@ INLINE_BACKEND = "module://matplotlib_inline.backend_inline"
 """matplotlib's backend that displays the figures of a cell, as PNG, at its end or by ``plt.show()``."""
 
 _MOST_ERROR_CHARACTERS, _MOST_ERROR_LINES = 20_000, 50
-_TIMEOUT_GRACE_SECONDS = 2.0
-"""How much longer than its limit a cell may run that does not notice the interruption, before the process is ended."""
+_GRACE_SECONDS, _NOTICED_GRACE_SECONDS = 2.0, 10.0
+"""When the process is ended: so long after the limit of a cell that does not notice the interruption (a loop in C), and
+so long after the interruption of one that does, and then has an error to format."""
 
 
 class CellTimeout(BaseException):
@@ -190,12 +191,13 @@ def _limited(seconds: float) -> Iterator[None]:
 
     def interrupt(*_: object) -> None:
         __tracebackhide__ = True  # IPython leaves such frames out
+        faulthandler.dump_traceback_later(_NOTICED_GRACE_SECONDS, exit=True, file=nowhere)
         raise CellTimeout(f"the cell ran longer than {seconds:g} s")
 
     signal.signal(signal.SIGALRM, interrupt)
     with open(os.devnull, "w") as nowhere:
         # Its thread needs no Python: it also ends a loop in C code.
-        faulthandler.dump_traceback_later(seconds + _TIMEOUT_GRACE_SECONDS, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True, file=nowhere)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             yield

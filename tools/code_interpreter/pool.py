@@ -30,6 +30,7 @@ _START_TIMEOUT_SECONDS = 180.0
 _ANSWER_GRACE_SECONDS = 20.0
 """How long after a snippet's time limit the worker's report may come."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT["MPLBACKEND"] = "Agg"  # matplotlib reads it when it is imported, which may be in the zygote
 
 
 class SandboxStartError(RuntimeError):

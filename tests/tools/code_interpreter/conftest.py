@@ -45,13 +45,13 @@ class Sandbox:
 
     def notebook(self, *cells: str, **fields: Any) -> dict[str, Any]:
         """The answer to a notebook, by POST /run_jupyter."""
-        return self.post({"cells": cells, "total_timeout": 60, **fields}, "/run_jupyter")[1]
+        return self.post({"cells": cells, "total_timeout": 200, **fields}, "/run_jupyter")[1]
 
     def post(self, body: Any, route: str = "/run_code") -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.process.url}{route}", data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=90) as response:
+            with urllib.request.urlopen(request, timeout=240) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())

@@ -25,7 +25,7 @@ def attack(attacked: Sandbox, language: str, python: str, bash: str, **limits: i
     if language == "pytest":
         python = f"def test_attack():\n{textwrap.indent(python, '    ')}"
     body = {"code": bash if language == "bash" else python, "cells": [python], "language": language}
-    body |= {"run_timeout": 40, "total_timeout": 40, "fetch_files": ["found.txt"], **limits}
+    body |= {"run_timeout": 90, "total_timeout": 90, "fetch_files": ["found.txt"], **limits}
     status, answer = attacked.post(body, "/run_jupyter" if language == "jupyter" else "/run_code")
     assert status == 200 and answer["status"] != "SandboxError", answer
     return answer["outcome"], base64.b64decode(answer["files"].get("found.txt", "")).decode()
@@ -51,9 +51,10 @@ for i in range(0, len(data), 4096): data[i] = 1
 open("found.txt", "a").write("got it")
 """
 USING_UP_IN_BASH = """
-tail -c 1000000000 /dev/zero && echo got it > found.txt
-(for i in $(seq 300); do sleep 30 & done) & sleep 2
-ls -d /proc/[0-9]* | wc -l >> found.txt
+(text=x; for i in $(seq 30); do text=$text$text; done; echo got it > found.txt)
+(for i in $(seq 300); do sleep 30 & done) &
+while set -- /proc/[0-9]*; [ $# -lt 60 ] && [ $SECONDS -lt 3 ]; do :; done
+echo $# >> found.txt
 """
 
 
@@ -62,10 +63,11 @@ def test_processes_and_memory(attacked: Sandbox, language: str) -> None:
     outcome, found = attack(attacked, language, USING_UP, USING_UP_IN_BASH, memory_limit_MB=192)
     assert "got it" not in found
     if language == "bash":
-        assert attacked.isolation == "rlimits" or int(found or 0) <= 68, found  # which sees no other's processes
+        assert int(found) <= 68, found
     else:
         assert found.startswith("refused") and int(found.split()[1]) <= 64, found
-    assert outcome in (Outcome.FINISHED, Outcome.MEMORY_LIMIT_EXCEEDED)
+    # pytest takes long to say how the allocation failed.
+    assert outcome in (Outcome.FINISHED, Outcome.MEMORY_LIMIT_EXCEEDED, Outcome.TIME_LIMIT_EXCEEDED)
     attacked.check_alive()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.code_interpreter.conftest import Sandbox
+from tests.tools.code_interpreter.conftest import Sandbox, start
 from tools.code_interpreter.jupyter import read_cells
 from tools.code_interpreter.streams import Streams
 
@@ -73,6 +73,17 @@ def test_figures_are_displayed_as_png(sandbox: Sandbox) -> None:
     figure = ["image/png", "text/plain"]
     assert shown == [[], [figure], [["text/plain"], figure], [["text/plain"]]], answer
     assert base64.b64decode(answer["cells"][1]["display"][0]["image/png"]).startswith(b"\x89PNG")
+
+
+def test_figures_with_matplotlib_imported_beforehand() -> None:
+    running = start(workers=1, preimport=["matplotlib.pyplot"])
+    try:
+        answer = running.notebook("import matplotlib.pyplot as plt\nlines = plt.plot([1, 2])")
+        assert [sorted(data) for data in answer["cells"][0]["display"]] == [["image/png", "text/plain"]], answer
+        code = "import matplotlib.pyplot as plt\nplt.plot([1])\nprint(plt.get_backend().lower())"
+        assert running.run(code).stdout == "agg\n"
+    finally:
+        running.process.stop()
 
 
 def test_time_limits(sandbox: Sandbox) -> None:

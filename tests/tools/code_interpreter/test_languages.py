@@ -27,7 +27,7 @@ def test_bash_runs_a_script_with_its_files_and_stdin(sandbox: Sandbox) -> None:
 
 
 def test_bash_has_the_servers_python(sandbox: Sandbox) -> None:
-    result = sandbox.run("python -c 'import numpy; print(6 * 7)'", language="bash", run_timeout=60.0)
+    result = sandbox.run("python -c 'import numpy; print(6 * 7)'", language="bash", run_timeout=200.0)
     assert result.stdout == "42\n", result
 
 
@@ -45,10 +45,10 @@ def test_bash_over_its_time(sandbox: Sandbox) -> None:
 
 def test_pytest_collects_the_code(sandbox: Sandbox) -> None:
     files = {"mine.py": b"def double(x): return 2 * x"}
-    result = sandbox.run(TESTS, language="pytest", files=files, run_timeout=60.0)
+    result = sandbox.run(TESTS, language="pytest", files=files, run_timeout=200.0)
     assert result.ok and "2 passed" in result.stdout, result
     files = {"mine.py": b"def double(x): return x"}
-    result = sandbox.run(TESTS, language="pytest", files=files, run_timeout=60.0)
+    result = sandbox.run(TESTS, language="pytest", files=files, run_timeout=200.0)
     assert (result.outcome, result.return_code) == (Outcome.FINISHED, 1) and "2 failed" in result.stdout, result
 
 
@@ -100,6 +100,6 @@ print(nltk.edit_distance("kitten", "sitting"), networkx.shortest_path_length(net
 plt.plot([1, 2]); plt.savefig("plot.png")
 print(plt.get_backend().lower())
 """
-    result = sandbox.run(code, fetch_files=("plot.png",), run_timeout=120.0)
+    result = sandbox.run(code, fetch_files=("plot.png",), run_timeout=200.0)
     assert (result.stdout, result.stderr) == ("3 4\nagg\n", ""), result
     assert result.files["plot.png"].startswith(b"\x89PNG")
