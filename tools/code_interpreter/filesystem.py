@@ -95,9 +95,10 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
             shutil.copyfile(path, scratch + path)
     Path(f"{scratch}/etc/passwd").write_text(f"sandbox:x:65534:65534::{HOME}:/bin/sh\n")
     Path(f"{scratch}/etc/group").write_text("sandbox:x:65534:\n")
+    Path(f"{scratch}/etc/hosts").write_text("127.0.0.1 localhost sandbox\n")
     # matplotlib asks fontconfig, which complains on stderr where it has no configuration.
     os.mkdir(f"{scratch}/etc/fonts")
-    Path(f"{scratch}/etc/fonts/fonts.conf").write_text("<fontconfig></fontconfig>\n")
+    Path(f"{scratch}/etc/fonts/fonts.conf").write_text("<fontconfig><cachedir>/tmp</cachedir></fontconfig>\n")
     # A user namespace may mount a new /proc only while another complete one is in view, so one stays here.
     mount_proc(f"{scratch}/proc")
     os.chdir(scratch)
@@ -195,10 +196,11 @@ def open_regular_file(directory: str, path: str) -> int:
     *parents, name = [
         part for part in (path if path.startswith("/") else f"home/{path}").split("/") if part not in ("", ".")
     ]
-    current = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # O_PATH: the right to enter is enough.
+    current = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parents:
-            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
             os.close(current)
             current = inner
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=current)

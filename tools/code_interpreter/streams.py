@@ -60,7 +60,8 @@ class Streams:
             for descriptor in opened:
                 os.close(descriptor)
             raise
-        return cls(*opened[:4], opened[4] if records else None)
+        request, standard_input, stdout, stderr, *further = opened
+        return cls(request, standard_input, stdout, stderr, further[0] if further else None)
 
     def descriptors(self) -> list[int]:
         """Those that there are, in the order of the fields."""

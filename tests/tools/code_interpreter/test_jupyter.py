@@ -67,7 +67,6 @@ def test_figures_are_displayed_as_png(sandbox: Sandbox) -> None:
         "lines = plt.plot([1, 2])\nplt.show()",
         "plt.plot([2, 1])",
         "1",
-        total_timeout=120,
     )
     shown = [[sorted(data) for data in cell["display"]] for cell in answer["cells"]]
     figure = ["image/png", "text/plain"]
@@ -93,7 +92,7 @@ def test_time_limits(sandbox: Sandbox) -> None:
     stuck = sandbox.notebook("print(1)", "sum(range(10**18))", "print(2)", cell_timeout=0.5)
     assert (stuck["status"], stuck["driver"]["status"]) == ("Failed", "TimeLimitExceeded"), stuck
     assert statuses(stuck) == ["ok", "unfinished", "not_run"]
-    total = sandbox.notebook("print('kept', flush=True)\nwhile True: pass", "2", total_timeout=4)
+    total = sandbox.notebook("print('kept', flush=True)\nimport time; time.sleep(99)", "2", total_timeout=8)
     assert (total["status"], total["outcome"]) == ("Failed", "time_limit_exceeded")
     assert statuses(total) == ["unfinished", "not_run"] and total["cells"][0]["stdout"] == "kept\n"
 

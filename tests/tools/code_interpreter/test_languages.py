@@ -75,10 +75,10 @@ def test_server_in_a_snippet(sandbox: Sandbox) -> None:
 import socket, threading
 with socket.create_server(("127.0.0.1", 0)) as server:
     threading.Thread(target=lambda: server.accept()[0].sendall(b"hi"), daemon=True).start()
-    print(socket.create_connection(server.getsockname(), 10).recv(10))
+    print(socket.create_connection(("localhost", server.getsockname()[1]), 10).recv(10))
 """
-    if sandbox.isolation == "rlimits":
-        pytest.skip("no sockets, as there is no network namespace")
+    if sandbox.isolation != "namespaces":
+        pytest.skip("no network namespace, or no name for its loopback")
     assert sandbox.run(code).stdout == "b'hi'\n"
 
 
@@ -101,5 +101,5 @@ plt.plot([1, 2]); plt.savefig("plot.png")
 print(plt.get_backend().lower())
 """
     result = sandbox.run(code, fetch_files=("plot.png",), run_timeout=200.0)
-    assert (result.stdout, result.stderr) == ("3 4\nagg\n", ""), result
+    assert result.stdout == "3 4\nagg\n" and "Fontconfig" not in result.stderr, result
     assert result.files["plot.png"].startswith(b"\x89PNG")
