@@ -98,54 +98,36 @@ class Records:
 
 def make_shell(records: Records) -> Any:
     """IPython's shell, made to tell its displays and errors to ``records``."""
-    from IPython.core.displayhook import DisplayHook
-    from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
-    from traitlets import Type
     from traitlets.config import Config
-
-    class Hook(DisplayHook):
-        def write_output_prompt(self) -> None:
-            pass
-
-        def write_format_data(self, format_dict: dict, md_dict: dict | None = None) -> None:
-            records.display(format_dict)
-
-        def finish_displayhook(self) -> None:
-            pass
-
-    class Publisher(DisplayPublisher):
-        def publish(self, data: dict, metadata: dict | None = None, source: object = None, **_: Any) -> None:
-            records.display(data)
-
-        def clear_output(self, wait: bool = False) -> None:
-            pass
-
-    class Shell(InteractiveShell):
-        displayhook_class = Type(Hook)
-        display_pub_class = Type(Publisher)
-        ended = False
-
-        def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
-            records.error(etype, evalue, stb)
-
-        def _tee(self, channel: str) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()  # no second copy of all output for a history that nobody reads
-
-        def system(self, cmd: str) -> None:
-            """``!command``; IPython's own needs a terminal."""
-            sys.stdout.flush()
-            self.system_raw(cmd)
-
-        def enable_gui(self, gui: str | None = None) -> None:
-            pass
-
-        def ask_exit(self) -> None:
-            self.ended = True
 
     config = Config()
     config.HistoryManager.enabled = False
-    return Shell.instance(config=config)
+    shell = InteractiveShell.instance(config=config)
+
+    def show(data: Mapping[str, Any], *_: object, **__: object) -> None:
+        records.display(data)
+
+    def run_command(command: str) -> None:
+        sys.stdout.flush()
+        shell.system_raw(command)
+
+    def end() -> None:
+        shell.exit_now = True
+
+    def nothing(*_: object, **__: object) -> None:
+        pass
+
+    vars(shell.displayhook).update(write_output_prompt=nothing, write_format_data=show, finish_displayhook=nothing)
+    vars(shell.display_pub).update(publish=show, clear_output=nothing)
+    vars(shell).update(
+        _showtraceback=records.error,
+        _tee=lambda channel: contextlib.nullcontext(),  # IPython keeps a copy of all output, which nobody reads
+        system=run_command,  # IPython's own needs a terminal
+        enable_gui=nothing,
+        ask_exit=end,
+    )
+    return shell
 
 
 def run_cells(cells: list[str], cell_timeout: float, descriptor: int, room: int) -> int:
@@ -177,7 +159,7 @@ def run_cells(cells: list[str], cell_timeout: float, descriptor: int, room: int)
         if os.getpid() != process:
             os._exit(0)
         records.mark(end=status)
-        if shell.ended:
+        if shell.exit_now:
             break
     return 0
 
