@@ -57,6 +57,30 @@ class ToolCall:
     seconds: float
     output_truncated: bool = False
     output_tokens: int = 0
+    position: int = -1
+    """Response tokens before its text; -1: not recorded."""
+
+
+@dataclass(frozen=True)
+class RolloutTiming:
+    """Where the time of a trajectory went: seconds, over all steps that worked on it; a fork has its parent's too.
+
+    Attributes:
+        generation: from sending requests to engines to their answers, the engines' own queues included.
+        tools: opening tools, and from a turn's calls to the last of their results.
+        waiting: for a place at an engine, and for what engines that failed have cost.
+    """
+
+    generation: float = 0.0
+    tools: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.tools + self.waiting
+
+    def plus(self, *, generation: float = 0.0, tools: float = 0.0, waiting: float = 0.0) -> RolloutTiming:
+        return RolloutTiming(self.generation + generation, self.tools + tools, self.waiting + waiting)
 
 
 @dataclass
@@ -84,6 +108,8 @@ class Trajectory:
     """What the prompt's row carried: data_source, ground_truth, index, ..."""
     routed_experts: ExpertArray | None = None
     """[P + R, layers, k]: what the engine chose for each token, prompt first; see megatron_retool/routed_experts.py."""
+    timing: RolloutTiming | None = None
+    """None: not recorded."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, dtype=np.int32)
@@ -259,6 +285,7 @@ def _stored_rows(trajectories: Sequence[Trajectory], texts: Sequence[tuple[str, 
             rows[name].append(json.dumps(getattr(t, name), default=str))
         rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
         rows["routed_experts"].append(to_stored([] if t.routed_experts is None else [t.routed_experts]))
+        rows["timing"].append(None if t.timing is None else json.dumps(vars(t.timing)))
     if texts is not None:
         rows["prompt"], rows["response"] = ([without_surrogates(t[place]) for t in texts] for place in (0, 1))
     return rows
@@ -273,7 +300,8 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
     Raises:
         UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
     """
-    table = read_parquet(path, list(_PARQUET_COLUMNS), list(_OPTIONAL_COLUMNS) if routed_experts else [])
+    optional = [name for name in _OPTIONAL_COLUMNS if routed_experts or name != "routed_experts"]
+    table = read_parquet(path, list(_PARQUET_COLUMNS), optional)
     with damage_named(path):
         table, experts = split_stored(table)
     trajectories = []
@@ -283,6 +311,8 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
             row["reward_info"], row["extra_info"] = load_json(row["reward_info"]), load_json(row["extra_info"])
             row["tool_calls"] = [ToolCall(**call) for call in load_json(row["tool_calls"])]
             row["routed_experts"] = from_stored(stored)
+            timing = row.pop("timing", None)
+            row["timing"] = None if timing is None else RolloutTiming(**load_json(timing))
             trajectories.append(Trajectory(**row))
     return trajectories
 
@@ -313,5 +343,5 @@ _PARQUET_COLUMNS = {
     "tool_calls": _arrow("string"),
     "extra_info": _arrow("string"),
 }
-_OPTIONAL_COLUMNS = {"routed_experts": stored_type}
-"""Of files that were written since there is such a column."""
+_OPTIONAL_COLUMNS = {"routed_experts": stored_type, "timing": _arrow("string")}
+"""Of files that were written since there are such columns."""

@@ -112,11 +112,13 @@ class Session:
         )
         avoid: RoutedEngine | None = None
         failing_since: float | None = None
+        called = time.monotonic()
         try:
             while True:
                 if self._lease is None:
                     self._lease = await router.acquire(state.group_id, state.length, avoid)
                     if self._in_flight.pausing:
+                        state.timing = state.timing.plus(waiting=time.monotonic() - called)
                         return GenerateResult([], [], [], "abort")
                 if failing_since is not None:
                     state.seconds -= time.monotonic() - failing_since
@@ -138,6 +140,9 @@ class Session:
                     avoid, failing_since = engine, attempt_began
                     await self._judge(engine, state, error)
                     continue
+                state.timing = state.timing.plus(
+                    generation=time.monotonic() - attempt_began, waiting=attempt_began - called
+                )
                 statistics = self._in_flight.statistics
                 statistics.requests += 1
                 statistics.sampled_tokens += len(result.output_ids)

@@ -172,6 +172,7 @@ def test_file_exists(page: str, name: str) -> None:
     if name in (
         "config.yaml",
         "results.md",
+        "step_000005.md",
         "path/to/file.py",
         "rollout_corr/",
         "routing_replay/",

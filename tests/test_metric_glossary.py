@@ -12,16 +12,22 @@ import torch
 from megatron_retool.algorithms.dynamic_sampling import filter_groups
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
+from megatron_retool.config import EarlyStoppingConfig
+from megatron_retool.loop.early_stopping import EarlyStopping
+from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
+from megatron_retool.monitor.memory import peak_memory
 from megatron_retool.monitor.metrics import batch_metrics, per_token_metrics, reward_metrics, rollout_metrics
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import evaluation_metrics
-from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
 from sglang_rollout.rollout_statistics import RolloutStatistics
 
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = (
     "actor|critic|rollout|rollout_corr|reward|tool|perf|checkpoint|monitor|dynamic_sampling|training|sft|response|"
-    "response_length|prompt_length|num_turns|tool_call_counts|weight_sync|global_seqlen|routing_replay"
+    "response_length|prompt_length|num_turns|tool_call_counts|weight_sync|global_seqlen|routing_replay|early_stopping|"
+    "code"
 )
 
 
@@ -46,7 +52,11 @@ def trajectories():
     return [
         Trajectory([1, 2], [3, 4], [True, True], [-0.5, -0.1], [0, 0], [0, 0], group, index, FinishReason.STOP,
                    reward=float(index), reward_info={"acc": float(index), "f1": 0.5, "pred": str(index)},
-                   tool_calls=[ToolCall("search", "", "ok", 1.0)], extra_info={"data_source": "aime"})
+                   tool_calls=[
+                       ToolCall("search", "", "ok", 1.0),
+                       ToolCall("code_interpreter", '{"code": "1"}', "error", 1.0, position=0),
+                   ],
+                   extra_info={"data_source": "aime", "index": 7 * group}, timing=RolloutTiming())
         for group in (0, 1) for index in (0, 1)
     ]  # fmt: skip
 
@@ -58,9 +68,17 @@ def written():
     batch = batch.with_columns(advantages=tokens, returns=np.arange(len(tokens)), values=tokens)
     log_probs = torch.from_numpy(batch.rollout_log_probs)
     yield from rollout_metrics(rows)
+    behaviour = [name for name in rollout_metrics(rows) if name.startswith(BEHAVIOUR)]
+    yield from (f"val-aux/{name}" for name in behaviour)
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        yield from (f"perf/{name}{model}" for name in peak_memory(device) for model in ("", "/critic"))
     yield from batch_metrics(batch, 4, 4)
     yield from reward_metrics(batch)
     yield from evaluation_metrics(rows)
+    yield from (quick_name(name) for name in evaluation_metrics(rows))
+    yield from (quick_name(f"val-aux/{name}") for name in (*behaviour, "reward/scored"))
+    yield from difficulty_metrics(rows)
+    yield from EarlyStopping(EarlyStoppingConfig("val-core/all/acc/mean@1")).record(1, {"val-core/all/acc/mean@1": 1.0})
     yield from per_token_metrics(dict.fromkeys(Phase, 1.0), 1, 1)
     yield from (phase.metric for phase in Phase)
     yield from (f"rollout/{name}" for name in vars(RolloutStatistics()))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_retool.trajectory import (
     FinishReason,
+    RolloutTiming,
     ToolCall,
     Trajectory,
     TrajectoryBatch,
@@ -28,8 +29,9 @@ def make_trajectory(prompt: int, response: int, index: int = 0, seed: int = 0) -
         finish_reason=FinishReason.STOP,
         reward=float(rng.choice([-1, 1])),
         reward_info={"acc": 1.0},
-        tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1)],
+        tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1, position=2)],
         extra_info={"data_source": "x"},
+        timing=RolloutTiming(1.5, 0.5, 0.25) if index else None,
     )
 
 

@@ -26,6 +26,8 @@ COMPLETE_NAME = "COMPLETE"
 """Marker file: written last, so a directory that has it has everything."""
 CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 """Names of a run's checkpoints."""
+WEIGHTS_NAME = re.compile(r"weights_step_(\d+)")
+"""Names of those that hold weights alone."""
 
 _ALGORITHM = "xxh3_128"
 _DAMAGED_MARKER = "is damaged: it is not the list of checksums that was written"

@@ -9,6 +9,7 @@ what they, or Megatron itself, wrote.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -322,14 +324,16 @@ class DistCheckpoint:
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         with self._record(key, chunk) as (stream, record):
-            view: Any = _create_file_view(stream, record.offset, record.length)
-            return torch.load(view, map_location="cpu", weights_only=True)
+            return torch.load(_plain_record(stream, record), map_location="cpu", weights_only=True)
 
     def _locate(self, key: str, chunk: ChunkStorageMetadata) -> tuple[Path, int] | None:
         """File and byte at which a chunk's elements begin, if they lie there in order."""
         index = (key, tuple(chunk.offsets))
         if index not in self._located:
             with self._record(key, chunk) as (stream, record):
+                if record.transform_descriptors:  # compressed: its elements lie nowhere
+                    self._located[index] = None
+                    return None
                 data, contiguous = _data_of_record(stream, record.offset, record.length)
                 self._located[index] = (self.directory / record.relative_path, data) if contiguous else None
         return self._located[index]
@@ -352,6 +356,20 @@ class DistCheckpoint:
             raise DistCheckpointError(
                 f"{path}: cannot read {key} at byte {record.offset}: {reason}. {what_to_do(self.directory)}"
             ) from error
+
+
+def _plain_record(stream: Any, record: _StorageInfo) -> Any:
+    """A record as ``torch.save`` wrote it, before it was compressed."""
+    view: Any = _create_file_view(stream, record.offset, record.length)
+    for extension in ExtensionRegistry().from_descriptor_list(record.transform_descriptors or ()):
+        assert isinstance(extension, StreamTransformExtension)
+        view = extension.transform_from(view)
+    if view.seekable():
+        return view
+    try:
+        return io.BytesIO(view.read(-1))
+    except Exception as error:  # zstandard's own kind, whose base is Exception
+        raise ValueError(f"its compressed data: {error}") from error
 
 
 def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]:

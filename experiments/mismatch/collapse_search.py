@@ -27,6 +27,7 @@ from experiments.mismatch.experiment import main
 FLOAT32 = ("rollout.engine.dtype=float32",)
 BFLOAT16 = ("rollout.engine.dtype=bfloat16",)
 INT4 = (*BFLOAT16, "weight_sync.round_to=int4")
+INT3 = (*BFLOAT16, "weight_sync.round_to=int3")
 
 # Of some fifty sampled tokens, one whose log-ratio is beyond 2.5 leaves these bounds, and what INT4 does to all of them
 # stays within. [0.999, 1.001] is meant for thousands of tokens.
@@ -42,8 +43,28 @@ LONG_RESPONSES = ("data.max_response_length=320",)
 WHOLE_PREFILL = "rollout.engine.extra_args=[--chunked-prefill-size,'-1',--mem-fraction-static,'0.5']"
 
 
+CURES = {
+    "token_tis": TOKEN_TIS,
+    "sequence_tis": SEQUENCE_TIS,
+    "token_mis": TOKEN_MIS,
+    "sequence_mis": SEQUENCE_MIS,
+    "geometric_mis": GEOMETRIC_MIS,
+    "geometric_mis_token_tis": (*GEOMETRIC_MIS, *TOKEN_TIS),
+    "replay": REPLAY,
+    "replay_old_log_probs": ("learner.routing_replay=old_log_probs",),
+    "replay_token_tis": (*REPLAY, *TOKEN_TIS),
+    "replay_geometric_mis": (*REPLAY, *GEOMETRIC_MIS),
+    "dual_clip": ("algorithm.dual_clip=3.0",),
+}
+
+
 def int4(name: str, *overrides: str, against: str = "int4", starts_from: str | None = None, quick: bool = False) -> Arm:
     return Arm(f"int4_{name}", (*INT4, *overrides), quick=quick, against=against, starts_from=starts_from)
+
+
+def cures(engine: str, overrides: tuple[str, ...]) -> tuple[Arm, ...]:
+    """Corrections of what the arm ``engine`` has wrong, one at a time and together."""
+    return tuple(Arm(f"{engine}_{name}", (*overrides, *cure), against=engine) for name, cure in CURES.items())
 
 
 EXPERIMENT = Experiment(
@@ -70,21 +91,10 @@ EXPERIMENT = Experiment(
         Arm("bfloat16", BFLOAT16, against="float32"),
         Arm("fp8", (*BFLOAT16, "weight_sync.round_to=fp8"), against="float32"),
         Arm("int4", INT4, quick=True, against="float32"),
-        Arm("int3", (*BFLOAT16, "weight_sync.round_to=int3"), against="float32"),
-        # Corrections, one at a time and together.
-        int4("token_tis", *TOKEN_TIS),
-        int4("sequence_tis", *SEQUENCE_TIS),
-        int4("token_mis", *TOKEN_MIS),
-        int4("sequence_mis", *SEQUENCE_MIS),
-        int4("geometric_mis", *GEOMETRIC_MIS),
-        int4("geometric_mis_token_tis", *GEOMETRIC_MIS, *TOKEN_TIS),
-        int4("replay", *REPLAY),
-        int4("replay_old_log_probs", "learner.routing_replay=old_log_probs"),
-        int4("replay_token_tis", *REPLAY, *TOKEN_TIS),
-        int4("replay_geometric_mis", *REPLAY, *GEOMETRIC_MIS),
-        int4("dual_clip", "algorithm.dual_clip=3.0"),
+        Arm("int3", INT3, against="float32"),
+        *cures("int4", INT4),
+        *cures("int3", INT3),
         int4("batch_filter", f"{CORRECTION}batch_k3_limit=0.01"),
-        Arm("int3_token_tis", (*BFLOAT16, "weight_sync.round_to=int3", *TOKEN_TIS), against="int3"),
         # One, two (all others) and four updates a step.
         int4("on_policy", "learner.mini_batch_size=128"),
         int4("off_policy", *SMALL_MINI_BATCHES),

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -21,10 +22,14 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.nsight import nsight_environment
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.routed_rows import RowStore, with_rows
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.monitor.memory import peak_memory
+from megatron_retool.monitor.phases import Phase
+from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
@@ -32,6 +37,7 @@ from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
     from megatron_retool.learner.learner import LogProbs
+    from megatron_retool.learner.profiler import StepRecorder
 
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
@@ -67,6 +73,9 @@ class OutOfStep(RuntimeError):
 
 class LearnerWorker:
     """One rank, on ``gpus`` of its node. Megatron is imported here and nowhere else in the cluster room."""
+
+    recorder: StepRecorder | None = None
+    """Of the step that is being profiled."""
 
     def __init__(self, config: Config, role: str, rank: int, gpus: Sequence[int] = ()) -> None:
         self.config = config
@@ -119,20 +128,27 @@ class LearnerWorker:
     # The answers of these are the same on every rank; rank 0's alone leaves its process.
 
     def log_probs(self, batch: TrajectoryBatch, reference: bool, sampling: SamplingSettings) -> LogProbs | None:
-        found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
+        with self._phase(Phase.REFERENCE if reference else Phase.OLD_LOG_PROB):
+            found = self.learner.log_probs(_arrived(batch), reference=reference, sampling=sampling)
         return found if self.rank == 0 else None
 
     def values(self, batch: TrajectoryBatch) -> FloatArray | None:
-        found = self.learner.values(batch)
+        with self._phase(Phase.VALUES):
+            found = self.learner.values(batch)
         return found if self.rank == 0 else None
 
     def update(self, batch: TrajectoryBatch, sampling: SamplingSettings) -> Updated:
-        metrics = self.learner.update(_arrived(batch), sampling=sampling)
+        with self._phase(Phase.UPDATE_ACTOR):
+            metrics = self.learner.update(_arrived(batch), sampling=sampling)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
-        metrics = self.learner.update_critic(batch)
+        with self._phase(Phase.UPDATE_CRITIC):
+            metrics = self.learner.update_critic(batch)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
+
+    def peak_memory(self) -> dict[str, float]:
+        return peak_memory(self.learner.device)
 
     def offload(self, *parts: str) -> None:
         self.learner.offload(*parts)
@@ -143,9 +159,9 @@ class LearnerWorker:
     def load(self, directory: str) -> None:
         self.learner.load(directory)
 
-    def save(self, directory: str, asynchronous: bool) -> str | None:
+    def save(self, directory: str, asynchronous: bool, weights_only: bool) -> str | None:
         """Why no checkpoint is written, or None; as an answer, since an error of a call is looked at as a death."""
-        return _failure_of(lambda: self.learner.save(directory, asynchronous=asynchronous))
+        return _failure_of(lambda: self.learner.save(directory, asynchronous=asynchronous, weights_only=weights_only))
 
     def finish_save(self) -> str | None:
         return _failure_of(self.learner.finish_save)
@@ -155,12 +171,32 @@ class LearnerWorker:
         from sglang_rollout.weight_sync.push import push_weights
 
         buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes))
-        try:
-            return push_weights(buckets, engines, version, self.config) if self.rank == 0 else None
-        finally:
-            # Every rank takes part in every gather, whatever became of the push: else the next call's would meet these.
-            for _ in buckets:
-                pass
+        with self._phase(Phase.WEIGHT_SYNC):
+            try:
+                return push_weights(buckets, engines, version, self.config) if self.rank == 0 else None
+            finally:
+                # Every rank takes part in every gather, whatever became of the push: else the next call's would meet
+                # these.
+                for _ in buckets:
+                    pass
+
+    def begin_profile(self, step: int) -> None:
+        """Record what this rank does until ``end_profile``, where trainer.profiler names it."""
+        profiler = self.config.trainer.profiler
+        if profiler.ranks and self.rank not in profiler.ranks:
+            return
+        from megatron_retool.learner.profiler import StepRecorder
+
+        self.recorder = StepRecorder(profiler, self.config.run_dir.absolute() / "profile", self.role, self.rank)
+        self.recorder.begin(step)
+
+    def end_profile(self) -> RankProfile | None:
+        """What was recorded; None where this rank records nothing."""
+        recorder, self.recorder = self.recorder, None
+        return None if recorder is None else recorder.end()
+
+    def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.phase(phase.value)
 
 
 def _arrived(batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -219,7 +255,9 @@ class LearnerGroup:
         remote = ray.remote(LearnerWorker)
         self.workers: list[Any] = [
             remote.options(
-                **placement.learner_options(rank, role), runtime_env={"env_vars": environment}, max_concurrency=1
+                **placement.learner_options(rank, role),
+                runtime_env={"env_vars": environment} | nsight_environment(config, role, rank, environment),
+                max_concurrency=1,
             ).remote(config, role, rank, placement.gpus(role, rank))
             for rank in range(config.learner.world_size)
         ]
@@ -266,6 +304,11 @@ class LearnerGroup:
         taken, self._seconds = self._seconds, [0.0] * len(self.workers)
         return taken
 
+    async def peak_memory(self) -> dict[str, float]:
+        """``monitor.memory.peak_memory`` of the rank that has the most of each, in GiB."""
+        ranks = await self._on_all_ranks(LearnerWorker.peak_memory)
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
     async def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory."""
         await self._on_all_ranks(LearnerWorker.offload, *parts)
@@ -274,13 +317,15 @@ class LearnerGroup:
         """Bring back what ``offload`` moved."""
         await self._on_all_ranks(LearnerWorker.reload, *parts)
 
-    async def save(self, directory: Path, *, asynchronous: bool = False) -> None:
+    async def save(self, directory: Path, *, asynchronous: bool = False, weights_only: bool = False) -> None:
         """Write a checkpoint; ``asynchronous`` returns when the state is copied, and ``finish_save`` completes it.
 
         Raises:
             SaveError: there is too little room, or writing failed.
         """
-        _check_saved(await self._on_all_ranks(LearnerWorker.save, str(directory.absolute()), asynchronous))
+        _check_saved(
+            await self._on_all_ranks(LearnerWorker.save, str(directory.absolute()), asynchronous, weights_only)
+        )
 
     async def finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one.
@@ -296,6 +341,14 @@ class LearnerGroup:
     async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
         """Send the current weights to every engine, as ``version``; the seconds and bytes that it took."""
         return _of_rank_0(await self._on_all_ranks(LearnerWorker.sync_weights, engines, version))
+
+    async def begin_profile(self, step: int) -> None:
+        """Let the chosen ranks record what follows as part of ``step``."""
+        await self._on_all_ranks(LearnerWorker.begin_profile, step)
+
+    async def end_profile(self) -> list[RankProfile]:
+        """What they recorded."""
+        return [found for found in await self._on_all_ranks(LearnerWorker.end_profile) if found is not None]
 
     async def _on_all_ranks(
         self,

@@ -19,9 +19,9 @@ from rich.console import Console
 from megatron_retool.commands.settings import at_least
 
 SETTINGS = (
-    "trainer.total_steps", "trainer.test_freq", "trainer.save_freq", "model.path", "data.train_batch_size",
-    "data.max_prompt_length", "data.max_response_length", "rollout", "tools.code_interpreter", "algorithm", "learner",
-    "weight_sync", "cluster",
+    "trainer.total_steps", "trainer.test_freq", "trainer.quick_test_freq", "trainer.save_freq", "model.path",
+    "data.train_batch_size", "data.quick_val_samples", "data.max_prompt_length", "data.max_response_length", "rollout",
+    "tools.code_interpreter", "algorithm", "learner", "weight_sync", "cluster",
 )  # fmt: skip
 EXIT_STATUS = {1: "an error, which the last line says, or the configuration does not fit"}
 

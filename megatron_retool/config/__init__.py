@@ -24,19 +24,21 @@ from megatron_retool.config.demo import DemoConfig
 from megatron_retool.config.learner import CriticConfig, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.config.loading import load_config, save_config
 from megatron_retool.config.model import ModelConfig
+from megatron_retool.config.profiler import ProfilerConfig
 from megatron_retool.config.reward import OverlongConfig, RewardConfig
 from megatron_retool.config.rollout import (
     BranchingConfig,
     EngineConfig,
     MultiTurnConfig,
     PartialRolloutConfig,
+    QuickValConfig,
     RolloutConfig,
     SamplingConfig,
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
 from megatron_retool.config.tools import CodeInterpreterConfig, SearchConfig, ToolsConfig
-from megatron_retool.config.trainer import TrainerConfig
+from megatron_retool.config.trainer import EarlyStoppingConfig, TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
 
@@ -52,6 +54,7 @@ __all__ = [
     "DataConfig",
     "DemoConfig",
     "DynamicSamplingConfig",
+    "EarlyStoppingConfig",
     "EngineConfig",
     "Fp8Config",
     "LearnerConfig",
@@ -60,6 +63,8 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
+    "ProfilerConfig",
+    "QuickValConfig",
     "RecomputeConfig",
     "RewardConfig",
     "RolloutConfig",

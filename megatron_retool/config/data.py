@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_retool.config.base import at_least_one, choice
+from megatron_retool.config.base import at_least_one, choice, not_negative
 
 
 @dataclass(frozen=True)
@@ -31,3 +31,8 @@ class DataConfig:
     """Added below bare questions (AIME's files, reasoning-gym); prompts that are messages stay as they are."""
     max_val_samples: int | None = at_least_one(None)
     """Validation prompts at most, spread evenly over the files; null: all."""
+    quick_val_samples: int = at_least_one(12)
+    """Prompts of a quick validation (trainer.quick_test_freq): one of each of as many equal stretches of the validation
+    prompts, the same ones at every step."""
+    quick_val_seed: int = not_negative(0)
+    """Draws them. It is not trainer.seed: runs that differ in that one ask the same problems."""

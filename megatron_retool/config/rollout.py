@@ -25,6 +25,12 @@ class ValSamplingConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
+class QuickValConfig:
+    n: int = at_least_one(4, maximum=1_000_000)
+    """Responses to each prompt; they are sampled as rollout.val says."""
+
+
+@dataclass(frozen=True)
 class ToolEntry:
     """One element of rollout.multi_turn.tools."""
 
@@ -161,6 +167,8 @@ class RolloutConfig:
     """Sampling of the responses that are trained on."""
     val: ValSamplingConfig = field(default_factory=ValSamplingConfig)
     """Sampling of validations."""
+    quick_val: QuickValConfig = field(default_factory=QuickValConfig)
+    """What differs in quick validations (trainer.quick_test_freq)."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     """Turns, tools and how they are called."""
     agent: str = "tool_calling"

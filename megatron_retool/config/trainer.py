@@ -8,10 +8,23 @@ from typing import Any
 
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number
+from megatron_retool.config.profiler import ProfilerConfig
 
 _NAME = re.compile(r"\w[\w.=+@,-]{0,127}")
 
 AT_END = ("export", "report", "summary")
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    metric: str = ""
+    """A validation metric, such as val-core/all/acc/mean@30 or val-quick/all/acc/mean@4; empty: no early end."""
+    mode: str = choice("max", "min")
+    """Whether higher or lower is better."""
+    patience: int = at_least_one(5)
+    """Validations in a row, of those that have the metric, without a better value; then the run ends."""
+    min_delta: float = not_negative(0.0)
+    """A value is better where it exceeds the best one by more than this."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,10 @@ class TrainerConfig:
     """Where the directories of runs are."""
     seed: int = not_negative(0, maximum=2**31 - 1)
     """Of the order of prompts and of what else is drawn outside the engines."""
+    deterministic: bool = False
+    """Two runs with this seed, and one that is killed and goes on, are equal to the bit on the same machine and layout:
+    token ids, rewards, metrics (of time and caches apart) and weights. It seeds the engines too (with this seed, where
+    rollout.engine.random_seed is null), and takes deterministic kernels on both sides."""
     total_steps: int | None = at_least_one(None)
     """Training steps; null: total_epochs passes over the prompts."""
     total_epochs: int = at_least_one(1)
@@ -32,17 +49,25 @@ class TrainerConfig:
     """Steps between validations; 0: only before and after training."""
     test_schedule: list[str] = field(default_factory=list)
     """In place of test_freq: "<first step> <steps between validations>" in ascending order, as in ["0 10", "50 5"]."""
+    quick_test_freq: int = not_negative(0)
+    """Steps between quick validations (data.quick_val_samples, rollout.quick_val), val-quick/ in the metrics; 0: none.
+    A step with a full validation has no quick one."""
     save_freq: int = not_negative(30)
     """Steps between checkpoints; 0: only at the end."""
+    save_weights_freq: int = not_negative(0)
+    """Steps between checkpoints of the policy's weights alone (checkpoints/weights_step_N): to evaluate, to export and
+    to begin another run from (model.mcore_path), but not to resume from; 0: none."""
     val_before_train: bool = True
     """A validation before the first step."""
     val_only: bool = False
     """Validate the newest checkpoint, or the model where there is none, and end without training."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    """The end of a run before its last step, once a validation metric gets no better."""
     rollout_data_dir: str | None = None
     """Where rollouts lie, in a folder of the run's name; null: rollouts/ in the run's directory, which leads there
     otherwise."""
     log_val_generations: int = not_negative(4)
-    """Responses that each validation prints."""
+    """Responses that each full validation prints, and shows in the loggers that have tables."""
     resume_mode: str = choice("auto", "disable", "resume_path")
     """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start anew.
     resume_path: go on from resume_from_path."""
@@ -55,6 +80,11 @@ class TrainerConfig:
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: int = not_negative(0)
     """Checkpoints of steps that are multiples of it are kept for good; 0: none."""
+    keep_weights: int = not_negative(0)
+    """Newest weights-only checkpoints that are kept, whatever becomes of the others; 0 keeps all."""
+    checkpoint_compression: str = choice("none", "zstd")
+    """zstd: what checkpoints of both kinds hold is compressed, without loss, tensor by tensor. Float32 loses about a
+    tenth of its size, and saving takes longer."""
     keep_best: int = not_negative(0)
     """Best checkpoints by best_metric that are kept besides."""
     best_metric: str = ""
@@ -88,6 +118,9 @@ class TrainerConfig:
     logger_kwargs: dict[str, Any] = field(default_factory=dict)
     """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
 
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """What the learner's processes do within chosen steps."""
+
     def check(self) -> None:
         """Raise ConfigError where the run's name is none, or settings of this section contradict each other."""
         if not all(map(_NAME.fullmatch, self.experiment_name.split("/"))):
@@ -102,9 +135,31 @@ class TrainerConfig:
                 parse_stages(self.test_schedule)
             except ValueError as error:
                 raise ConfigError(f"trainer.test_schedule: {error}") from error
+        every = self.quick_test_freq
+        if every and self.test_freq and not self.test_schedule and every % self.test_freq == 0:
+            raise ConfigError(
+                f"trainer.quick_test_freq={every}: each of its steps has a full validation "
+                f"(trainer.test_freq={self.test_freq}), so no quick one would ever run: lower it, or raise test_freq"
+            )
+        self._check_early_stopping()
         if unknown := [name for name in self.at_end if name not in AT_END]:
             raise ConfigError(f"trainer.at_end: {unknown[0]!r} is not one of {', '.join(AT_END)}")
         if self.keep_best and not self.best_metric:
             raise ConfigError("trainer.keep_best needs trainer.best_metric, such as val-core/all/acc/mean@30")
         if self.resume_mode == "resume_path" and not self.resume_from_path:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=…/global_step_N")
+        self.profiler.check()
+
+    def _check_early_stopping(self) -> None:
+        """Whether validations with the metric are held; which metrics they have is ``loop.validation_metrics``'s."""
+        metric = self.early_stopping.metric
+        if metric.startswith("val-quick/") and not self.quick_test_freq:
+            raise ConfigError(
+                f"trainer.early_stopping.metric={metric} is of quick validations, and trainer.quick_test_freq=0 asks "
+                "for none"
+            )
+        if metric.startswith(("val-core/", "val-aux/")) and not self.test_freq and not self.test_schedule:
+            raise ConfigError(
+                f"trainer.early_stopping.metric={metric} is of full validations, and trainer.test_freq=0 holds them "
+                "only before and after training: set test_freq"
+            )

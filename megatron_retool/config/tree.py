@@ -49,6 +49,15 @@ class Config:
         return Path(self.trainer.runs_dir) / self.trainer.experiment_name
 
 
+def with_engine_seed(config: Config) -> Config:
+    """``config`` with a seed for the engines, where trainer.deterministic asks for one and none is set."""
+    rollout = config.rollout
+    if not config.trainer.deterministic or rollout.engine.random_seed is not None:
+        return config
+    engine = dataclasses.replace(rollout.engine, random_seed=config.trainer.seed)
+    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, engine=engine))
+
+
 def validate(config: Config) -> None:
     """Check choices and ranges, every section's own rules, and the rules between sections that need no model.
 
@@ -76,23 +85,37 @@ def validate(config: Config) -> None:
             f"weight_sync.round_to={config.weight_sync.round_to} imitates a quantised engine, and "
             f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
         )
-    replays = learner.routing_replay == "rollout" and rollout.replay_dir is None
-    if replays and rollout.engine.backend == "transformers":
-        raise ConfigError(
-            "learner.routing_replay=rollout needs the engine's choice of experts, which "
-            "rollout.engine.backend=transformers does not tell: set backend=sglang, or routing_replay=old_log_probs"
-        )
     if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
         raise ConfigError(
             "learner.routing_replay=old_log_probs records experts while old log-probs are computed, which "
             "algorithm.rollout_correction.bypass_old_log_probs leaves out: set routing_replay=rollout or none, or "
             "bypass_old_log_probs=false"
         )
+    if config.trainer.deterministic and (by_timing := _what_timing_decides(rollout)):
+        raise ConfigError(
+            f"trainer.deterministic=true: with {by_timing[0]} {by_timing[1]} depends on how long things take; change "
+            "one of the two"
+        )
     if rollout.staleness and config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
         raise ConfigError(
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+
+
+def _what_timing_decides(rollout: RolloutConfig) -> tuple[str, str] | None:
+    """A setting, and what of a run is not decided by its seed because of it."""
+    if rollout.replay_dir is not None:
+        return None
+    if rollout.staleness:
+        return "rollout.staleness", "which weights sample a token"
+    if rollout.partial.enable:
+        return "rollout.partial.enable=true", "which responses a step waits for"
+    if rollout.branching.enable:
+        return "rollout.branching.enable=true", "which of a group's trajectories fork first"
+    if rollout.engine.backend == "transformers":
+        return "rollout.engine.backend=transformers", "which requests share a forward pass, and so their last bits,"
+    return None
 
 
 def check_values(node: Any, prefix: str = "") -> None:

@@ -155,7 +155,7 @@ _WORKERS = "verl's workers and their micro-batches; one token budget holds here:
 _REFERENCE = "the reference policy has the learner's layout and budget"
 _ALWAYS = "always so here"
 _OFFLOAD = "with cluster.placement=colocated the learner leaves for host memory by itself"
-_PROFILER = "no profiler is built in; timing_s/* says where the time goes"
+_PROFILER = "trainer.profiler has a tool, steps and ranks of its own; timing_s/* says where the time goes"
 _LORA = "LoRA is not supported"
 _VLM = "images and videos are not supported"
 _FUSED = "chosen by Megatron-Core and Transformer Engine"
@@ -268,7 +268,8 @@ TABLE: tuple[VerlKey, ...] = (
     *_rows(ACTOR, "ppo_epochs", "each response is trained on once (verl's default)"),
     *_rows(ACTOR, "shuffle data_loader_seed", "responses are shuffled by trainer.seed in every step"),
     *_rows(ACTOR, "loss_scale_factor", "seq-mean-token-sum-norm divides by data.max_response_length"),
-    *_rows(ACTOR, "checkpoint.*", "a checkpoint holds everything; export makes Hugging Face's files of it"),
+    *_rows(ACTOR, "checkpoint.*", "a checkpoint holds everything, trainer.save_weights_freq's the weights; export "
+           "makes Hugging Face's files of it"),
     *(VerlKey(f"{ACTOR}.{part}router_replay.mode", ("learner.routing_replay",), "R2: old_log_probs; R3: rollout",
         routing_replay)
       for part in ("", "megatron.")),

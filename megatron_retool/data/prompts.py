@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from megatron_retool.config import ConfigError, DataConfig
 from megatron_retool.data.chat_template import ChatTemplateError, render, tokenize
 from megatron_retool.data.files import DataError
-from megatron_retool.data.prompt_files import RawPrompt, read_prompts
+from megatron_retool.data.prompt_files import RawPrompt, ReadCounts, read_prompts
 from megatron_retool.data.token_bounds import TokenBound
 
 logger = logging.getLogger(__name__)
@@ -180,6 +182,9 @@ class PromptSource:
 class ValidationSet(Sequence[PromptRow]):
     """The held-out prompts in the order of the files; at most data.max_val_samples, spread evenly over them.
 
+    Attributes:
+        quick: data.quick_val_samples of them, ``evenly_drawn``, with the group ids that they have here.
+
     Raises:
         ConfigError: data.val_files is empty.
         DataError: as for PromptSource.
@@ -191,6 +196,8 @@ class ValidationSet(Sequence[PromptRow]):
         if limit is not None and limit < len(rows):
             rows = [rows[int(place)] for place in np.linspace(0, len(rows) - 1, limit).round()]
         self._rows = [_with_group(row, group) for group, row in enumerate(rows)]
+        places = evenly_drawn(len(self._rows), config.quick_val_samples, config.quick_val_seed)
+        self.quick: Sequence[PromptRow] = [self._rows[place] for place in places]
         logger.info("validation prompts: %s", self.counts)
 
     def __len__(self) -> int:
@@ -203,11 +210,38 @@ class ValidationSet(Sequence[PromptRow]):
         return iter(self._rows)
 
 
+def evenly_drawn(count: int, samples: int, seed: int) -> list[int]:
+    """``samples`` places below ``count``, ascending: one of each of as many equal stretches, drawn by ``seed``.
+
+    All places where there are no more than ``samples``. The stretches keep the shares that sources and difficulties
+    have in files which are sorted by them.
+    """
+    if samples >= count:
+        return list(range(count))
+    rng = random.Random(seed)
+    bounds = [count * stretch // samples for stretch in range(samples + 1)]
+    # random() gives the same numbers in every version of Python, which is not said of whole numbers in a range.
+    return [first + int(rng.random() * (end - first)) for first, end in pairwise(bounds)]
+
+
+def read_validation_prompts(config: DataConfig) -> list[RawPrompt]:
+    """The rows of data.val_files before tokenisation, overlong ones among them.
+
+    Raises:
+        DataError: a file is wrong.
+    """
+    return _read(config, config.val_files)[0]
+
+
+def _read(config: DataConfig, files: Sequence[str]) -> tuple[list[RawPrompt], ReadCounts]:
+    return read_prompts(files, config.prompt_key, config.question_instruction, config.deduplicate)
+
+
 def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> tuple[list[PromptRow], PromptCounts]:
     files = getattr(config, key)
     if not files:
         raise ConfigError(f"data.{key} is empty: name at least one file of prompts")
-    raw, counts = read_prompts(files, config.prompt_key, config.question_instruction, config.deduplicate)
+    raw, counts = _read(config, files)
     rows = []
     overlong = 0
     texts = _render_all(raw, tokenizer, tools)

@@ -28,6 +28,7 @@ from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs,
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import cpu, parallel
+from megatron_retool.learner.deterministic import make_deterministic
 from megatron_retool.learner.model import (
     CriticModel,
     PackedModel,
@@ -77,7 +78,7 @@ class Learner:
     last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest).
 
     Args:
-        config: the run's configuration; ``learner``, ``algorithm`` and ``trainer.seed`` are read.
+        config: the run's configuration; ``learner``, ``algorithm`` and ``trainer`` are read.
         optimizer: hyperparameters; a run's stages may differ in them.
         total_optimizer_steps: length of the learning-rate schedule.
         hf_dir: Hugging Face directory (or hub id) with config.json, and with the weights unless ``mcore_dir`` has them.
@@ -123,13 +124,17 @@ class Learner:
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(config.learner.threads)
+        if config.trainer.deterministic:
+            make_deterministic()
         self.acceleration = Acceleration.detect()
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         parallel.initialize(self.layout, self.device, config.trainer.seed)
         if torch.distributed.get_rank() == 0:
             logger.info("learner: %s", self.acceleration.describe())
 
-        self.transformer_config = build_transformer_config(architecture, config.learner, self.layout, self.acceleration)
+        self.transformer_config = build_transformer_config(
+            architecture, config.learner, self.layout, self.acceleration, deterministic=config.trainer.deterministic
+        )
         model_class = PolicyModel if role == "actor" else CriticModel
         chunks = self._build(model_class, hf_dir, mcore_dir)
         self.reference_chunks: list[PackedModel] | None = None
@@ -447,11 +452,12 @@ class Learner:
         if self.device.type == "cuda":
             self._offload.reload(*parts)
 
-    def save(self, directory: str | Path, *, asynchronous: bool = False) -> None:
+    def save(self, directory: str | Path, *, asynchronous: bool = False, weights_only: bool = False) -> None:
         """Write model, optimizer, schedule and random state; see ``checkpoint.save``.
 
         Args:
             asynchronous: return when the state is copied; ``finish_save``, the next ``save`` or ``close`` completes it.
+            weights_only: write the model alone.
 
         Raises:
             SaveError: too little room on the disk, or writing failed, on any rank.
@@ -459,7 +465,7 @@ class Learner:
         from megatron_retool.learner.checkpoint.save import save_checkpoint
 
         self.finish_save()
-        self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous)
+        self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous, weights_only=weights_only)
         if not asynchronous:
             self.finish_save()
 

@@ -68,6 +68,8 @@ def build_transformer_config(
     learner: LearnerConfig,
     layout: ParallelLayout,
     acceleration: Acceleration,
+    *,
+    deterministic: bool = False,
 ) -> TransformerConfig:
     """Megatron's description of the model in this layout and precision."""
     options: dict[str, Any] = {
@@ -109,6 +111,7 @@ def build_transformer_config(
         # On gloo, sends may still be reading an output that Megatron would free: silently wrong numbers.
         "deallocate_pipeline_outputs": acceleration.cuda,
         "overlap_p2p_comm": False,
+        "deterministic_mode": deterministic,
     }
     if architecture.sliding_window is not None:
         options["window_size"] = (architecture.sliding_window - 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from conversion.files.directory import size_text
+from conversion.files.weights_alone import link_weights
 from megatron_retool.config import Config
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
@@ -21,12 +24,20 @@ from megatron_retool.runs.checkpoints import (
     removed_on_failure,
     seal_checkpoint,
 )
+from megatron_retool.runs.weights_checkpoints import (
+    prune_weights,
+    publish_weights,
+    weights_workspace,
+    weights_workspace_path,
+)
+
+_COMPLETE, _WEIGHTS = "complete", "weights"
 
 
 class Model(Protocol):
     """A learner group, as far as its checkpoints are concerned."""
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
         """Raises SaveError."""
 
     async def finish_save(self) -> None:
@@ -45,17 +56,28 @@ class Contents:
 
 @dataclass
 class _Pending:
-    """A checkpoint without its name.
+    """What is written of a step, without its name.
 
     Attributes:
+        contents: None: weights alone are written.
+        weights: there is to be a checkpoint of weights alone, as well or only.
         required: the run cannot go on without it.
         sealed: nothing but the name is missing.
+        seconds: that the run has waited for it.
+        bytes: of the complete checkpoint, and of the one of weights alone.
     """
 
     step: int
-    contents: Contents
+    contents: Contents | None
+    weights: bool
     required: bool
     sealed: bool = False
+    seconds: float = 0.0
+    bytes: tuple[int, int] = (0, 0)
+
+    @property
+    def kinds(self) -> set[str]:
+        return ({_COMPLETE} if self.contents is not None else set()) | ({_WEIGHTS} if self.weights else set())
 
 
 class Checkpointer:
@@ -85,11 +107,18 @@ class Checkpointer:
         self._saving = saving
         self._pending: _Pending | None = None
         self._failed = 0
+        self._missing: set[str] = set()
+        self._report: dict[str, float] = {}
 
     @property
     def overdue(self) -> bool:
         """Whether a checkpoint is missing, so that each following step is to be saved until one is written."""
-        return self._failed > 0
+        return _COMPLETE in self._missing
+
+    @property
+    def weights_overdue(self) -> bool:
+        """The same of weights alone."""
+        return _WEIGHTS in self._missing
 
     async def save(self, step: int, contents: Contents, *, wait: bool) -> dict[str, float]:
         """``write`` and ``commit``, for what needs nothing in between."""
@@ -97,17 +126,28 @@ class Checkpointer:
         await self.commit()
         return metrics
 
-    async def write(self, step: int, contents: Contents, *, wait: bool) -> dict[str, float]:
-        """Write the checkpoint of ``step`` but for its name; checkpoint/failed_saves, how many have failed in a row.
+    async def write(
+        self, step: int, contents: Contents | None, *, wait: bool, weights: bool = False
+    ) -> dict[str, float]:
+        """Write the checkpoint of ``step`` but for its name.
 
         With trainer.async_save the models only copy their state here and write it while the next step is generated;
         ``finish`` completes the checkpoint. ``wait`` writes it now, for ``commit`` to complete.
 
+        Args:
+            contents: None: there is to be none but that of ``weights``.
+            weights: a checkpoint of weights alone; beside a complete one it shares that one's files.
+
+        Returns:
+            checkpoint/failed_saves, how many have failed in a row; size and seconds of what is complete but for its
+            name (checkpoint/size_gb, checkpoint/weights_size_gb, checkpoint/seconds).
+
         Raises:
             SaveError: the disk is full, and the run waits for this one or ``trainer.on_failed_save`` is stop.
         """
-        await self._tolerated(self._write(step, contents, wait), required=wait)
-        return {"checkpoint/failed_saves": float(self._failed)}
+        pending = _Pending(step, contents, weights, required=wait)
+        await self._tolerated(self._write(pending), pending.kinds, required=wait)
+        return {"checkpoint/failed_saves": float(self._failed), **self._take_report()}
 
     async def commit(self) -> None:
         """Give the checkpoint that is written its name, and delete what retention does not keep.
@@ -119,64 +159,83 @@ class Checkpointer:
             SaveError: as ``write``.
         """
         if self._pending is not None and self._pending.sealed:
-            await self._tolerated(self._finish(), required=self._pending.required)
+            await self._tolerated(self._finish(), self._pending.kinds, required=self._pending.required)
 
-    async def finish(self) -> None:
+    async def finish(self) -> dict[str, float]:
         """Complete the checkpoint that is being written, if there is one, and delete what retention does not keep.
+
+        Returns:
+            Its size and seconds, as of ``write``.
 
         Raises:
             SaveError: the disk is full, and ``trainer.on_failed_save`` is stop.
         """
         if self._pending is not None:
-            await self._tolerated(self._finish(), required=False)
+            await self._tolerated(self._finish(), self._pending.kinds, required=False)
+        return self._take_report()
 
     async def load(self) -> Checkpoint | None:
         """Put the models where the newest checkpoint left them; None: there is none, and they are left as they are.
 
         What is being written is given up, since its writers may be gone, and failures are forgotten.
         """
-        self._pending, self._failed = None, 0
+        self._pending, self._failed, self._missing = None, 0, set()
         if self.newest is not None:
             for name, model in self._models().items():
                 await model.load(self.newest.path / name)
         return self.newest
 
-    async def _tolerated(self, work: Awaitable[None], *, required: bool) -> None:
+    async def _tolerated(self, work: Awaitable[None], kinds: set[str], *, required: bool) -> None:
         try:
             await work
-            self._failed = 0
+            self._missing -= kinds
+            if not self._missing:
+                self._failed = 0
         except SaveError as error:
             if required or self._config.trainer.on_failed_save == "stop":
                 raise
             self._failed += 1
-            self._console.print(
-                f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again",
-                style="bold red",
-                markup=False,
-                highlight=False,
-            )
+            self._missing |= kinds
+            self._say(f"{error}. Training goes on (trainer.on_failed_save), and the next step tries again", "bold red")
 
-    async def _write(self, step: int, contents: Contents, wait: bool) -> None:
+    async def _write(self, pending: _Pending) -> None:
         await self._finish()
-        asynchronous = self._config.trainer.async_save and not wait
-        pending = _Pending(step, contents, required=wait)
+        began, run_dir, step = time.perf_counter(), self._config.run_dir, pending.step
+        asynchronous = self._config.trainer.async_save and not pending.required
         async with self._saving():
-            with removed_on_failure(self._config.run_dir, step):
-                workspace = checkpoint_workspace(self._config.run_dir, step)
-                for name, model in self._models().items():
-                    await model.save(workspace / name, asynchronous=asynchronous)
-                if contents.write is not None:
-                    contents.write(workspace)
+            with removed_on_failure(run_dir, step):
+                if pending.contents is None:
+                    place = weights_workspace(run_dir, step)
+                    await self._models()["learner"].save(place, asynchronous=asynchronous, weights_only=True)
+                else:
+                    workspace = checkpoint_workspace(run_dir, step)
+                    for name, model in self._models().items():
+                        await model.save(workspace / name, asynchronous=asynchronous)
+                    if pending.contents.write is not None:
+                        pending.contents.write(workspace)
+        pending.seconds = time.perf_counter() - began
         if not asynchronous:
             await self._seal(pending)
         self._pending = pending
 
     async def _seal(self, pending: _Pending) -> None:
-        with removed_on_failure(self._config.run_dir, pending.step) as workspace:
+        began, run_dir, step = time.perf_counter(), self._config.run_dir, pending.step
+        with removed_on_failure(run_dir, step) as workspace:
             for model in self._models().values():
                 await model.finish_save()
-            seal_checkpoint(workspace, pending.contents.files)
+            if pending.contents is not None:
+                seal_checkpoint(workspace, pending.contents.files)
+                if pending.weights:
+                    link_weights(workspace / "learner", weights_workspace(run_dir, step))
+            pending.bytes = bytes_below(workspace), bytes_below(weights_workspace_path(run_dir, step))
         pending.sealed = True
+        pending.seconds += time.perf_counter() - began
+        self._report["checkpoint/seconds"] = pending.seconds
+        for kind, name, size in zip(
+            (_COMPLETE, _WEIGHTS), ("checkpoint/size_gb", "checkpoint/weights_size_gb"), pending.bytes, strict=True
+        ):
+            if kind in pending.kinds:
+                self._report[name] = size / 2**30
 
     async def _finish(self) -> None:
         pending, self._pending = self._pending, None
@@ -184,6 +243,32 @@ class Checkpointer:
             return
         if not pending.sealed:
             await self._seal(pending)
-        with removed_on_failure(self._config.run_dir, pending.step) as workspace:
-            self.newest = publish_checkpoint(workspace, pending.step)
-        prune_checkpoints(self._config, self.newest)
+        run_dir, said = self._config.run_dir, []
+        with removed_on_failure(run_dir, pending.step) as workspace:
+            # Weights come first: a run that is killed between the two repeats the step, and writes both again.
+            if pending.weights:
+                weights = publish_weights(run_dir, pending.step)
+                shared = f", in files of global_step_{pending.step}" if pending.contents else ""
+                said.append(f"{weights.path}, {size_text(pending.bytes[1])} of weights alone{shared}")
+            if pending.contents is not None:
+                self.newest = publish_checkpoint(workspace, pending.step)
+                said.insert(0, f"{self.newest.path}, {size_text(pending.bytes[0])}")
+        compression = self._config.trainer.checkpoint_compression
+        how = f" (compressed by {compression})" if compression != "none" else ""
+        self._say(f"saved {'; '.join(said)}{how}, in {pending.seconds:.1f} s", "dim")
+        if pending.weights:
+            prune_weights(self._config, weights)
+        if pending.contents is not None and self.newest is not None:
+            prune_checkpoints(self._config, self.newest)
+
+    def _take_report(self) -> dict[str, float]:
+        report, self._report = self._report, {}
+        return report
+
+    def _say(self, text: str, style: str) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def bytes_below(directory: Path) -> int:
+    """Size of all files in and below ``directory``; 0 where it is not there."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
+import shutil
 from pathlib import Path
 
+from conversion.files.checksums import CHECKPOINT_NAME
+from conversion.files.directory import COMPANIONS
+from conversion.files.dist_checkpoint import FORMAT_NAME
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.loggers import check_loggers
@@ -22,6 +27,34 @@ def check_run(config: Config) -> None:
     """
     check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
     check_loggers(config.trainer)
+    if config.trainer.checkpoint_compression == "zstd" and importlib.util.find_spec("zstandard") is None:
+        raise ConfigError(
+            "trainer.checkpoint_compression=zstd needs the Python package zstandard: install it (pip install "
+            "zstandard), or set it to none"
+        )
+    check_profiler(config)
+
+
+def check_profiler(config: Config) -> None:
+    """Raise ConfigError where the profiler's tool is not on this machine, or has nothing to record."""
+    profiler, world_size = config.trainer.profiler, config.learner.world_size
+    if profiler.tool == "none":
+        return
+    if beyond := [rank for rank in profiler.ranks if rank >= world_size]:
+        raise ConfigError(
+            f"trainer.profiler.ranks names rank {beyond[0]}, and the learner's are 0 to {world_size - 1} "
+            f"(learner.world_size={world_size})"
+        )
+    if profiler.tool == "nsys" and not config.cluster.gpus_per_node:
+        raise ConfigError(
+            "trainer.profiler.tool=nsys records CUDA, and cluster.gpus_per_node=0 gives the learner no GPU: take "
+            "trainer.profiler.tool=torch"
+        )
+    if profiler.tool == "nsys" and shutil.which("nsys") is None:
+        raise ConfigError(
+            "trainer.profiler.tool=nsys needs Nsight Systems, whose program nsys is not on PATH: install it on every "
+            "node (package nsight-systems-cli), or take trainer.profiler.tool=torch"
+        )
 
 
 def check_evaluation(config: Config) -> None:
@@ -58,7 +91,13 @@ def check_model(config: Config, *, learns: bool) -> None:
     if not config.model.path or not directory.is_dir():
         return
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json")
+        cure = ""
+        if (directory / FORMAT_NAME).is_file():
+            cure = (
+                f". It is a Megatron-Core checkpoint: give it as model.mcore_path, and as model.path the model that it "
+                f"comes from, or {directory / COMPANIONS}"
+            )
+        raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json{cure}")
     check_served_model(config)
     if not learns:
         return
@@ -73,6 +112,11 @@ def check_model(config: Config, *, learns: bool) -> None:
         raise ConfigError(
             f"model.mcore_path={config.model.mcore_path} is no directory: make it with conversion/hf_to_mcore.py, or "
             "set it to null, and the weights of model.path are read"
+        )
+    if config.model.mcore_path is not None and CHECKPOINT_NAME.fullmatch(Path(config.model.mcore_path).name):
+        raise ConfigError(
+            f"model.mcore_path={config.model.mcore_path} is a run's checkpoint, whose weights lie in learner/: give "
+            f"{config.model.mcore_path}/learner to begin a new run from them, or resume with trainer.resume_from_path"
         )
 
 

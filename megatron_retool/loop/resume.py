@@ -11,9 +11,11 @@ from rich.console import Console
 from megatron_retool.config import Config
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
+from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.checkpoints import PAUSED_GROUPS, Checkpoint
+from megatron_retool.runs.weights_checkpoints import weights_checkpoint, weights_checkpoints
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
 
 if TYPE_CHECKING:
@@ -54,12 +56,35 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
         say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To go on, raise "
             "trainer.total_steps; to start anew, choose another trainer.experiment_name")  # fmt: skip
         return True
+    stopping = EarlyStopping(config.trainer.early_stopping)
+    if config.trainer.early_stopping.metric:
+        stopping.load_state_dict(resume.read("trainer_state.json").get("early_stopping", {}))
+    if stopping.stops:
+        say(f"{stopping.reason}: {resume.path} is the last step, and there is nothing to train. To go on, raise "
+            "trainer.early_stopping.patience, or empty trainer.early_stopping.metric")  # fmt: skip
+        return True
     if changed:
         say(f"they hold from step {resume.step + 1} on, and the weights are those of step {resume.step}; a run under "
             "these settings from the start needs another trainer.experiment_name")  # fmt: skip
         for remark in _remarks(config, resume, changed):
             say(remark)
     return False
+
+
+def announce_start(config: Config, console: Console) -> None:
+    """Say what a run that does not resume makes of checkpoints of weights alone."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    start = None if config.model.mcore_path is None else weights_checkpoint(Path(config.model.mcore_path))
+    if start is not None:
+        say(f"begins with the weights of {start.path}: steps are counted from 0, and optimizer, learning-rate "
+            "schedule, data and random state begin anew")  # fmt: skip
+    own = weights_checkpoints(config.run_dir)
+    if own and config.trainer.resume_mode == "auto":
+        say(f"{own[-1].path} holds weights alone, from which no run resumes: this one begins anew. To have something "
+            "to resume from, set trainer.save_freq")  # fmt: skip
 
 
 def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, object]) -> int | None:

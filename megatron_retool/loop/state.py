@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from megatron_retool.algorithms.dynamic_sampling import samples_for_prompt
 from megatron_retool.algorithms.kl import KLController
-from megatron_retool.algorithms.stage_schedule import is_due, parse_stages
 from megatron_retool.config import Config
+from megatron_retool.loop.early_stopping import EarlyStopping
+from megatron_retool.loop.validation_schedule import Validation, validation_after
 
 
 class Prompt(Protocol):
@@ -27,12 +28,17 @@ class TrainerState:
         kl: coefficient of the KL in the reward.
         accuracies: mean accuracies of each prompt's latest groups by the prompt's uid, oldest first; kept for
             adaptive sampling alone.
+        early_stopping: the validations so far, as far as they decide on the end of the run.
     """
 
     config: Config
     step: int
     kl: KLController
     accuracies: dict[str, list[float]] = field(default_factory=dict)
+    early_stopping: EarlyStopping = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.early_stopping = EarlyStopping(self.config.trainer.early_stopping)
 
     @classmethod
     def first(cls, config: Config) -> TrainerState:
@@ -42,16 +48,18 @@ class TrainerState:
             config, 0, KLController(algorithm.kl_in_reward, algorithm.adaptive_kl_target, algorithm.adaptive_kl_horizon)
         )
 
-    def validation_due(self) -> bool:
-        """Does a validation follow the present step (the last one's apart)?"""
-        trainer = self.config.trainer
-        if trainer.test_schedule:
-            return is_due(parse_stages(trainer.test_schedule), self.step)
-        return trainer.test_freq > 0 and self.step % trainer.test_freq == 0
+    def validation_due(self, *, last: bool) -> Validation | None:
+        """The validation that follows the present step."""
+        return validation_after(self.config.trainer, self.step, last=last)
 
     def save_due(self) -> bool:
         """Does a checkpoint follow the present step (the last one's apart)?"""
         frequency = self.config.trainer.save_freq
+        return frequency > 0 and self.step % frequency == 0
+
+    def save_weights_due(self) -> bool:
+        """Does a checkpoint of weights alone follow the present step?"""
+        frequency = self.config.trainer.save_weights_freq
         return frequency > 0 and self.step % frequency == 0
 
     def group_sizes(self, prompts: Sequence[Prompt], step: int) -> dict[int, int]:
@@ -82,11 +90,17 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON types."""
-        return {"step": self.step, "kl_coefficient": self.kl.coefficient, "accuracies": self.accuracies}
+        return {
+            "step": self.step,
+            "kl_coefficient": self.kl.coefficient,
+            "accuracies": self.accuracies,
+            "early_stopping": self.early_stopping.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``. A constant KL coefficient is the configuration's, an adaptive one the state's."""
         self.step = int(state["step"])
         self.accuracies = {uid: [float(value) for value in values] for uid, values in state["accuracies"].items()}
+        self.early_stopping.load_state_dict(state.get("early_stopping", {}))
         if self.kl.target is not None:
             self.kl = KLController(float(state["kl_coefficient"]), self.kl.target, self.kl.horizon)

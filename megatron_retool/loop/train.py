@@ -19,11 +19,14 @@ from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
-from megatron_retool.loop.resume import announce_resume, contents_after, restore
+from megatron_retool.loop.profiling import StepProfiler
+from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.update import update_actor, update_critic
-from megatron_retool.loop.validation import validate, validate_only
+from megatron_retool.loop.update import peak_memory, update_actor, update_critic
+from megatron_retool.loop.validation import validate, validate_only, validate_quickly
+from megatron_retool.loop.validation_metrics import check_early_stopping
+from megatron_retool.loop.validation_schedule import Validation
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
@@ -41,13 +44,14 @@ from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 
 
 async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
-    """Train until ``trainer.total_steps``, from the last complete checkpoint where ``trainer.resume_mode`` says so.
+    """Train until ``trainer.total_steps``, or until ``trainer.early_stopping`` ends the run, from the last complete
+    checkpoint where ``trainer.resume_mode`` says so.
 
     Args:
         leave: when set, the step under way is finished and checkpointed, and training stops there.
 
     Returns:
-        Whether the last step was reached.
+        Whether the run is at its end.
     """
     resume = find_resume_point(config)
     for path in remove_unfinished(config.run_dir):
@@ -58,8 +62,11 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
             console.print(f"what the run made after {resume.path} was moved to {moved}")
         if announce_resume(config, resume, console) and not config.trainer.val_only:
             return True
+    else:
+        announce_start(config, console)
     check_rollouts(config)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
+    check_early_stopping(config)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
     run = Deployment(config, console)
@@ -99,21 +106,25 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         )
         stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
+        profiler = StepProfiler(run)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
-            log.log(0, await validate(run, 0, log))
+            validated = await validate(run, 0, log)
+            log.log(0, validated | state.early_stopping.record(0, validated))
         while state.step < run.total_steps:
             state.step += 1
             step = state.step
             timer = run.watchdog.watch(StepTimer())
+            await profiler.begin(step)
             with timer.phase(Phase.STEP):
                 with timer.phase(Phase.GENERATION):
                     collected = await experience.take(step)
-                await checkpointer.finish()
+                saved = await checkpointer.finish()
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch
                 with timer.phase(Phase.WEIGHT_SYNC):
                     sync_metrics = await run.weights.sync(step)
+            await profiler.end(step, timer)
             metrics = {
                 "training/global_step": float(step),
                 "training/epoch": float(run.prompts.epoch),
@@ -122,23 +133,35 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
                 **learned.metrics,
                 **sync_metrics,
+                **saved,
                 **skipped.record(step, learned.skipped),
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(
-                    int(batch.total_lengths.sum()), timer.seconds[Phase.STEP], config.learner.world_size
+                    int(batch.total_lengths.sum()), len(batch), timer.seconds[Phase.STEP], config.learner.world_size
                 ),
+                **await peak_memory(run.learner, run.critic),
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected, batch)
             last = step == run.total_steps
-            if last or state.validation_due():
+            due = state.validation_due(last=last)
+            if due is Validation.QUICK:
+                with timer.phase(Phase.QUICK_VALIDATION):
+                    metrics |= await validate_quickly(run, step)
+                metrics |= state.early_stopping.record(step, metrics)
+                last = state.early_stopping.stops
+            if last or due is Validation.FULL:
                 with timer.phase(Phase.VALIDATION):
                     metrics |= await validate(run, step, log)
+                metrics |= state.early_stopping.record(step, metrics)
+                last = last or state.early_stopping.stops
             leaving = leave.is_set()
-            if last or leaving or state.save_due() or checkpointer.overdue:
+            complete = last or leaving or state.save_due() or checkpointer.overdue
+            weights = state.save_weights_due() or checkpointer.weights_overdue
+            if complete or weights:
                 with timer.phase(Phase.SAVE_CHECKPOINT):
-                    contents = contents_after(run, state, collected)
-                    metrics |= await checkpointer.write(step, contents, wait=last or leaving)
+                    contents = contents_after(run, state, collected) if complete else None
+                    metrics |= await checkpointer.write(step, contents, wait=last or leaving, weights=weights)
             # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.
             log.log(step, metrics | timer.metrics())
             await checkpointer.commit()
@@ -146,6 +169,9 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             if leaving and not last:
                 run.console.print(f"asked to leave: checkpoint of step {step} of {run.total_steps} is complete")
                 return False
+            if last and step < run.total_steps:
+                run.console.print(f"{state.early_stopping.reason}: step {step} of {run.total_steps} is the last one")
+                return True
             # Else they would stay while the next step is generated: their routed experts may be gigabytes.
             del collected, learned, batch
     return True

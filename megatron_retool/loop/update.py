@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_retool.cluster.deployment import Deployment
+from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.loop.columns import critic_mini_batch
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -29,3 +30,13 @@ async def update_critic(
         return []
     with timer.phase(Phase.UPDATE_CRITIC):
         return [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
+
+
+async def peak_memory(*groups: LearnerGroup | None) -> dict[str, float]:
+    """perf/max_*_gb of learner and critic (with /critic behind it): see ``monitor.memory.peak_memory``."""
+    return {
+        f"perf/{name}{'' if group.role == 'learner' else '/' + group.role}": value
+        for group in groups
+        if group is not None
+        for name, value in (await group.peak_memory()).items()
+    }

@@ -10,16 +10,17 @@ from dataclasses import replace
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment
-from megatron_retool.config import Config
+from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.samples import print_sample, question_of, sample_of
+from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
+from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import Trajectory, write_trajectories
-
-_SHOWN = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate")
 
 
 async def validate(run: Deployment, step: int, log: MetricLogger | None = None) -> dict[str, float]:
@@ -30,18 +31,8 @@ async def validate(run: Deployment, step: int, log: MetricLogger | None = None) 
     """
     config = run.config
     prompts = run.validation_prompts
-    trajectories: list[Trajectory] = []
-    with progress_line(run.console, f"step {step} validation", len(prompts) * config.rollout.val.n) as progress:
-        async for group in run.rollout.stream(prompts, config.rollout.val, "validation"):
-            await asyncio.to_thread(run.rewards.score, group, "validation")
-            trajectories += group
-            progress.advance(len(group))
-            run.watchdog.progress(Phase.VALIDATION)
-    trajectories.sort(key=lambda t: (t.group_id, t.index))
-    texts = [run.decode(t) for t in trajectories]
-    stored = config.run_dir / "validation" / f"step_{step:06d}.parquet"
-    with run.write_errors.tolerated(stored):
-        write_trajectories(trajectories, stored, texts=texts)
+    trajectories = await _sampled(run, prompts, config.rollout.val, f"step {step} validation", Phase.VALIDATION)
+    texts = _stored(run, trajectories, "validation", step)
     messages = {prompt.group_id: prompt.messages for prompt in prompts}
     first_of_group = [(text, t) for text, t in zip(texts, trajectories, strict=True) if t.index == 0]
     shown = [
@@ -52,10 +43,49 @@ async def validate(run: Deployment, step: int, log: MetricLogger | None = None) 
         print_sample(run.console, f"step {step}, validation sample {number} of {len(shown)}", sample)
     if log is not None:
         log.log_samples(step, [sample.row() for sample in shown])
+    return _metrics(run, trajectories) | difficulty_metrics(trajectories)
+
+
+async def validate_quickly(run: Deployment, step: int) -> dict[str, float]:
+    """Sample the prompts of quick validations rollout.quick_val.n times; val-quick/* metrics.
+
+    Trajectories go to validation_quick/step_N.parquet, with the group ids of full validations. None are shown.
+    """
+    sampling = replace(run.config.rollout.val, n=run.config.rollout.quick_val.n)
+    name = f"step {step} quick validation"
+    trajectories = await _sampled(run, run.validation_prompts.quick, sampling, name, Phase.QUICK_VALIDATION)
+    _stored(run, trajectories, "validation_quick", step)
+    return {quick_name(metric): value for metric, value in _metrics(run, trajectories).items()}
+
+
+async def _sampled(
+    run: Deployment, prompts: Sequence[PromptRow], sampling: SamplingConfig, name: str, phase: Phase
+) -> list[Trajectory]:
+    """Scored responses of all ``prompts``, in their order."""
+    trajectories: list[Trajectory] = []
+    with progress_line(run.console, name, len(prompts) * sampling.n) as progress:
+        async for group in run.rollout.stream(prompts, sampling, "validation"):
+            await asyncio.to_thread(run.rewards.score, group, "validation")
+            trajectories += group
+            progress.advance(len(group))
+            run.watchdog.progress(phase)
+    return sorted(trajectories, key=lambda t: (t.group_id, t.index))
+
+
+def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, step: int) -> list[tuple[str, str]]:
+    """Prompts and responses as text, once they are in the step's file."""
+    texts = [run.decode(t) for t in trajectories]
+    stored = run.config.run_dir / folder / f"step_{step:06d}.parquet"
+    with run.write_errors.tolerated(stored):
+        write_trajectories(trajectories, stored, texts=texts)
+    return texts
+
+
+def _metrics(run: Deployment, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     behaviour = rollout_metrics(trajectories)
     return {
-        **evaluation_metrics(with_all(trajectories), seed=config.trainer.seed),
-        **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(_SHOWN)},
+        **evaluation_metrics(with_all(trajectories), seed=run.config.trainer.seed),
+        **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(BEHAVIOUR)},
         **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
     }
 

@@ -10,11 +10,14 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megatron_retool.runs.append_file import AppendFile
@@ -41,9 +44,23 @@ class EventFile:
         Raises:
             OSError: nothing was written; the step comes with the next.
         """
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+
+    def add_table(self, step: int, tag: str, rows: Sequence[Sequence[str]]) -> None:
+        """Show cells of Markdown, ``rows`` of the same length, under TensorBoard's Text.
+
+        Raises:
+            OSError: nothing was written; the table comes with the next step.
+        """
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in (len(rows), len(rows[0]))])
+        cells = [cell.encode() for row in rows for cell in row]
+        tensor = TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=cells)
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._add(step, [Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
+
+    def _add(self, step: int, values: Sequence[Summary.Value]) -> None:
         header, self._header = self._header, b""
-        self._file.append(header + _record(Event(step=step, summary=Summary(value=scalars))))
+        self._file.append(header + _record(Event(step=step, summary=Summary(value=values))))
 
     def close(self) -> None:
         self._file.close()

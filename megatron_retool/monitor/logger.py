@@ -41,12 +41,13 @@ CONSOLE_COLUMNS = {
 """Metric -> heading in the step table."""
 
 VALIDATION_WORDS = {
-    "val-aux/num_turns/mean": "turns",
-    "val-aux/tool/use_rate": "tool use",
-    "val-aux/tool/success_rate": "tool ok",
+    "num_turns/mean": "turns",
+    "tool/use_rate": "tool use",
+    "tool/success_rate": "tool ok",
 }
-"""Metric -> word in the line about a validation, after the accuracies of all prompts."""
+"""Metric without its first word -> word in the line about a validation, after the accuracies of all prompts."""
 
+_OF_VALIDATIONS = ("val-core/", "val-aux/", "val-quick/", "early_stopping/")
 _COLUMN_WIDTH = 8
 _HEADER_EVERY = 20
 
@@ -155,7 +156,7 @@ class MetricLogger:
                     logger.log_samples(step, rows)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
-        own = {name: value for name, value in values.items() if not name.startswith(("val-core/", "val-aux/"))}
+        own = {name: value for name, value in values.items() if not name.startswith(_OF_VALIDATIONS)}
         shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in own}
         if shown:
             if self._rows_printed % _HEADER_EVERY == 0:
@@ -167,8 +168,9 @@ class MetricLogger:
         elif own:
             parts = (f"{name.split('/', 1)[-1]} {value:.4g}" for name, value in own.items())
             self.console.print(f"step {step:>5}  " + "  ".join(parts), soft_wrap=True, highlight=False)
-        if validated := validation_line(values):
-            self.console.print(f"step {step:>5}  validation: {validated}", soft_wrap=True, highlight=False)
+        for kind, prefixes in (("validation", ("val-core/", "val-aux/")), ("quick validation", ("val-quick/",) * 2)):
+            if validated := validation_line(values, *prefixes):
+                self.console.print(f"step {step:>5}  {kind}: {validated}", soft_wrap=True, highlight=False)
 
     def close(self) -> None:
         if self._jsonl is not None:
@@ -186,9 +188,13 @@ class MetricLogger:
         self.close()
 
 
-def validation_line(values: Mapping[str, float]) -> str:
-    """mean@n of all prompts, best, majority and worst of n, and how the model behaved; empty without a validation."""
-    prefix = "val-core/all/acc/"
+def validation_line(values: Mapping[str, float], core: str = "val-core/", auxiliary: str = "val-aux/") -> str:
+    """mean@n of all prompts, best, majority and worst of n, and how the model behaved; empty without a validation.
+
+    Args:
+        core, auxiliary: what the names of its metrics begin with.
+    """
+    prefix = f"{core}all/acc/"
     means = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(f"{prefix}mean@")}
     parts = []
     for name, mean in means.items():
@@ -199,7 +205,8 @@ def validation_line(values: Mapping[str, float]) -> str:
             for kind in ("best", "maj", "worst")
             if (key := f"{prefix}{kind}@{count}/mean") in values
         ]
-    parts += [f"{word} {values[name]:.3g}" for name, word in VALIDATION_WORDS.items() if name in values]
+    behaviour = {f"{auxiliary}{name}": word for name, word in VALIDATION_WORDS.items()}
+    parts += [f"{word} {values[name]:.3g}" for name, word in behaviour.items() if name in values]
     return "  ".join(parts) if means else ""
 
 

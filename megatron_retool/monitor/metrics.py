@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.monitor.phases import Phase
+from megatron_retool.monitor.code_metrics import code_metrics
+from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.rewards.base import extra_values
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
@@ -94,7 +95,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rollout/score and rollout/acc are unbiased by dynamic sampling, which critic/score is not. tool/* follow the
     statuses of ToolCall; a parse error is a call that never reached a tool. tool/use_rate is the share of
     trajectories with at least one call, tool/use_rate/<name> of those in which that tool ran. reward/<name>/* are the
-    numbers that the reward function returned beside its score, over the trajectories that have them.
+    numbers that the reward function returned beside its score, over the trajectories that have them. code/* and
+    timing_s/agent_loop/* are those of ``code_metrics`` and ``agent_loop_metrics``.
     """
     if not trajectories:
         return {}
@@ -127,7 +129,36 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"rollout/finish_reason/{reason.value}"] = float(
             np.mean([t.finish_reason is reason for t in trajectories])
         )
-    return metrics
+    return metrics | code_metrics(trajectories) | agent_loop_metrics(trajectories)
+
+
+def agent_loop_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """timing_s/agent_loop/*: seconds that trajectories took, and the slowest one's share of each cause.
+
+    The slowest is the one of the largest ``RolloutTiming.total``. Trajectories without a timing are left out. Under
+    verl's names, waiting, num_turns, ms_per_token, group_id and index apart, which it has not.
+    """
+    timed = [(t, t.timing) for t in trajectories if t.timing is not None]
+    if not timed:
+        return {}
+    prefix = f"{TIMING_PREFIX}agent_loop"
+    metrics = _spread(f"{prefix}/generate_sequences", np.array([timing.generation for _, timing in timed]))
+    metrics |= _spread(f"{prefix}/tool_calls", np.array([timing.tools for _, timing in timed]))
+    metrics |= _spread(f"{prefix}/waiting", np.array([timing.waiting for _, timing in timed]))
+    slowest, timing = max(timed, key=lambda pair: pair[1].total)
+    sampled = int((slowest.turn_ids >= 0).sum())
+    figures = {
+        "generate_sequences": timing.generation,
+        "tool_calls": timing.tools,
+        "waiting": timing.waiting,
+        "ms_per_token": 1000.0 * timing.generation / max(sampled, 1),
+        "prompt_length": len(slowest.prompt_ids),
+        "response_length": len(slowest.response_ids),
+        "num_turns": slowest.num_turns,
+        "group_id": slowest.group_id,
+        "index": slowest.index,
+    }
+    return metrics | {f"{prefix}/slowest/{name}": float(value) for name, value in figures.items()}
 
 
 class StepTimer:
@@ -169,13 +200,15 @@ def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
 
 
-def performance_metrics(total_tokens: int, seconds: float, learner_ranks: int) -> dict[str, float]:
-    """perf/total_num_tokens, perf/time_per_step and perf/throughput (tokens per second and learner rank)."""
+def performance_metrics(total_tokens: int, samples: int, seconds: float, learner_ranks: int) -> dict[str, float]:
+    """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens per second and learner rank) and
+    perf/samples_per_second (trajectories that are trained on)."""
     import psutil
 
     return {
         "perf/total_num_tokens": float(total_tokens),
         "perf/time_per_step": seconds,
         "perf/throughput": total_tokens / seconds / learner_ranks,
+        "perf/samples_per_second": samples / seconds,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }

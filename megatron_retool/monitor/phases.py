@@ -26,6 +26,7 @@ class Phase(StrEnum):
     """Colocated: also learner and critic leaving for host memory, before the next generation."""
 
     VALIDATION = "testing"
+    QUICK_VALIDATION = "testing_quick"
     SAVE_CHECKPOINT = "save_checkpoint"
     RESTORE = "restore"
 

@@ -173,9 +173,10 @@ def print_time(console: Console, time: StepTime, run: RunTime, calibrated: bool)
         f"MFU of the update {time.mfu:.1%}",
         highlight=False,
     )
+    quick = f"{run.quick_validations} quick ones of {run.quick_validation_seconds:.0f} s, "
     console.print(
         f"{run.steps} steps: {run.hours:,.1f} h ({run.validations} validations of {run.validation_seconds:.0f} s, "
-        f"{run.checkpoints} checkpoints of {run.checkpoint_seconds:.0f} s)",
+        f"{quick if run.quick_validations else ''}{run.checkpoints} checkpoints of {run.checkpoint_seconds:.0f} s)",
         highlight=False,
     )
     if not calibrated:

@@ -389,10 +389,13 @@ class RunTime:
     validation_seconds: float
     checkpoints: int
     checkpoint_seconds: float
+    quick_validations: int = 0
+    quick_validation_seconds: float = 0.0
 
     @property
     def hours(self) -> float:
         seconds = self.steps * self.step_seconds + self.validations * self.validation_seconds
+        seconds += self.quick_validations * self.quick_validation_seconds
         return (seconds + self.checkpoints * self.checkpoint_seconds) / 3600
 
 
@@ -407,15 +410,16 @@ def predict_run(
     assumptions: Assumptions | None = None,
     engine: EngineModel | None = None,
 ) -> RunTime:
-    """Hours of ``steps`` steps with config's test_freq and save_freq.
+    """Hours of ``steps`` steps with config's test_freq, quick_test_freq and save_freq.
 
-    Validation generates rollout.val.n responses to each of ``validation_prompts`` prompts; a checkpoint writes
-    ``checkpoint_bytes`` over all nodes' storage bandwidth.
+    Validation generates rollout.val.n responses to each of ``validation_prompts`` prompts, a quick one
+    rollout.quick_val.n to each of data.quick_val_samples of them; a checkpoint writes ``checkpoint_bytes`` over all
+    nodes' storage bandwidth.
     """
     assumptions = assumptions or Assumptions()
     trainer = config.trainer
-    validations = checkpoints = 0
-    validation_seconds = 0.0
+    validations = quick = checkpoints = 0
+    validation_seconds = quick_seconds = 0.0
     if validation_prompts:
         validations = int(trainer.val_before_train) + (steps // trainer.test_freq if trainer.test_freq else 1)
         engine = engine or EngineModel.from_config(
@@ -423,6 +427,12 @@ def predict_run(
         )
         problems = replace(workload, groups=validation_prompts, group_size=config.rollout.val.n, kept_groups=1.0)
         validation_seconds = predict_generation(engine, config.rollout.engine.count, problems).seconds
+        if trainer.quick_test_freq:
+            both = math.lcm(trainer.quick_test_freq, trainer.test_freq)
+            quick = steps // trainer.quick_test_freq - (steps // both if both else 0)
+            few = min(config.data.quick_val_samples, validation_prompts)
+            problems = replace(problems, groups=few, group_size=config.rollout.quick_val.n)
+            quick_seconds = predict_generation(engine, config.rollout.engine.count, problems).seconds
     checkpoints = steps // trainer.save_freq if trainer.save_freq else 1
     size = checkpoint_bytes(architecture, config.learner.dtype)
     return RunTime(
@@ -432,4 +442,6 @@ def predict_run(
         validation_seconds=validation_seconds,
         checkpoints=checkpoints,
         checkpoint_seconds=size / (assumptions.storage_bandwidth * machines.nodes),
+        quick_validations=quick,
+        quick_validation_seconds=quick_seconds,
     )

@@ -1,14 +1,17 @@
-"""The run's curves as PNG files and one index.html, from what the run left on disk (metrics.jsonl)."""
+"""The run's curves as PNG files and one index.html, from what the run left on disk (metrics.jsonl, validation/)."""
 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.monitor.code_purpose import Purpose
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.reports.problems import TABLE, draw_problems
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
 
@@ -24,7 +27,7 @@ _DRAWN_PHASES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: a title, and (metric name, legend) pairs drawn over the step."""
+    """One picture: a title, and (metric name, legend) pairs drawn over the step; none in a heat map of problems."""
 
     name: str
     title: str
@@ -62,6 +65,18 @@ def _figures(metrics: set[str]) -> list[Figure]:
     ]
     if by_source:
         figures.append(Figure("validation_by_source", "Held-out accuracy by data source (mean@k)", by_source))
+    by_difficulty = [
+        (name, name.removeprefix("val-aux/").replace("/acc/", " ").rsplit("/", 1)[0])
+        for name in sorted(metrics)
+        if re.fullmatch(r"val-aux/.+/acc/[^/]+/mean@\d+", name)
+    ]
+    if by_difficulty:
+        figures.append(Figure("validation_by_difficulty", "Held-out accuracy by difficulty (mean@k)", by_difficulty))
+    quick = [
+        (name, name.rsplit("/acc/", 1)[1]) for name in sorted(metrics) if name.startswith("val-quick/all/acc/mean@")
+    ]
+    if quick:
+        figures.append(Figure("validation_quick", "Accuracy in quick validations (few problems)", quick))
     figures += [
         Figure("accuracy", "Accuracy of generated responses", [("rollout/acc/mean", "all generated")]),
         Figure("score", "Score", [("rollout/score/mean", "all generated"), ("critic/score/mean", "trained on")]),
@@ -74,6 +89,24 @@ def _figures(metrics: set[str]) -> list[Figure]:
                 ("tool/parse_error_rate", "calls that do not parse"),
             ],
         ),
+        Figure(
+            "code",
+            "Code",
+            [
+                ("code/ratio", "responses with code"),
+                ("code/pass_rate", "code that runs"),
+                ("code/last_pass_rate/right", "last code of right responses runs"),
+                ("code/last_pass_rate/wrong", "last code of wrong responses runs"),
+                ("code/self_correction_rate", "failed code that is mended"),
+                ("code/first_call_position", "part of the response before the first call"),
+            ],
+        ),
+        Figure(
+            "code_lines",
+            "Lines of code",
+            [("code/lines_per_response", "in a response"), ("code/lines_per_call", "in a call")],
+        ),
+        Figure("code_purpose", "What code is for", [(f"code/purpose/{p.value}", p.value) for p in Purpose]),
         Figure("turns", "Turns", [("num_turns/mean", "mean"), ("num_turns/max", "max")]),
         Figure(
             "length", "Response length (tokens)", [("response_length/mean", "mean"), ("response_length/max", "max")]
@@ -103,6 +136,8 @@ def _is_overall_mean(name: str) -> bool:
 
 def write_report(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
     """Draw every curve that the run has into runs/<name>/report/ and an index.html beside them.
+
+    The accuracy of each validation problem at each step is a picture and a table (validation_problems.csv) beside them.
 
     Args:
         run_dir: a run's directory with metrics.jsonl.
@@ -146,12 +181,16 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
         canvas.savefig(target / f"{figure.name}.png")
         plt.close(canvas)
         pictures.append(figure)
+    pictures += [Figure(name, title, []) for name, title in draw_problems(run_dir, rows, target)]
     page = target / "index.html"
     write_text(page, _page(title or run_dir.name, notes, pictures, rows[-1]))
     return page
 
 
 def _page(title: str, notes: str, pictures: Sequence[Figure], last: dict[str, Any]) -> str:
+    link = (
+        f'<p>Accuracy of each problem: <a href="{TABLE}">{TABLE}</a></p>' if any(not p.series for p in pictures) else ""
+    )
     images = "\n".join(f'<figure><img src="{p.name}.png" alt="{html.escape(p.title)}"></figure>' for p in pictures)
     cells = "\n".join(
         f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>"
@@ -171,6 +210,7 @@ td {{ padding: 0 1rem 0 0; font-variant-numeric: tabular-nums }}
 <main>
 {images}
 </main>
+{link}
 <details><summary>All metrics of the last step ({last["step"]})</summary><table>
 {cells}
 </table></details>

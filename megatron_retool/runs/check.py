@@ -23,6 +23,7 @@ from rich.table import Table
 from conversion.files.checksums import (
     CHECKPOINT_NAME,
     COMPLETE_NAME,
+    WEIGHTS_NAME,
     find_faults,
     has_checksums,
     read_marker,
@@ -70,7 +71,8 @@ def _check_below(directory: Path, target: Path, on_bytes: Callable[[int], None])
     if has_checksums(directory):
         yield _with_checksums(directory, what, on_bytes)
         return
-    if CHECKPOINT_NAME.fullmatch(directory.name) and not (directory / COMPLETE_NAME).exists():
+    is_checkpoint = CHECKPOINT_NAME.fullmatch(directory.name) or WEIGHTS_NAME.fullmatch(directory.name)
+    if is_checkpoint and not (directory / COMPLETE_NAME).exists():
         yield Finding(what, 0, 0, f"no {COMPLETE_NAME}: never completed, and nothing resumes from it")
         return
     files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))

@@ -23,6 +23,7 @@ from typing import Any
 from conversion.files.checksums import (
     CHECKPOINT_NAME,
     COMPLETE_NAME,
+    WEIGHTS_NAME,
     find_faults,
     has_checksums,
     raise_damaged,
@@ -33,6 +34,12 @@ from megatron_retool.config import Config, ConfigError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.runs.rollouts import set_rollouts_aside
+from megatron_retool.runs.weights_checkpoints import (
+    WORKSPACES,
+    weights_checkpoint,
+    weights_checkpoints,
+    weights_workspace_path,
+)
 from megatron_retool.untrusted import load_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
@@ -125,6 +132,12 @@ def _chosen(config: Config) -> Checkpoint | None:
         found = complete_checkpoints(config.run_dir)
         return found[-1] if found else None
     path = Path(config.trainer.resume_from_path or "")
+    if (weights := weights_checkpoint(path)) is not None:
+        raise ConfigError(
+            f"trainer.resume_from_path={path} holds the weights of step {weights.step} alone: without optimizer, data "
+            f"position and step no run goes on from it. A new run begins from it with model.mcore_path={path} and "
+            "another trainer.experiment_name; the checkpoints to resume from are named global_step_N"
+        )
     match = CHECKPOINT_NAME.fullmatch(path.name)
     if match is None or not (path / COMPLETE_NAME).exists():
         raise ConfigError(
@@ -138,7 +151,9 @@ def how_to_go_on(config: Config) -> str:
     """What a user is told whose run was stopped."""
     complete = complete_checkpoints(config.run_dir)
     if not complete:
-        return "no checkpoint was complete yet, so the same command begins anew"
+        weights = weights_checkpoints(config.run_dir)
+        remark = f" ({weights[-1].path} holds weights alone)" if weights else ""
+        return f"no checkpoint was complete yet{remark}, so the same command begins anew"
     command = "the same command"
     if config.trainer.resume_mode == "disable":
         command += " with trainer.resume_mode=auto"
@@ -153,10 +168,12 @@ def remove_unfinished(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     unfinished = [
         path
-        for path in folder.glob("global_step_*")
-        if CHECKPOINT_NAME.fullmatch(path.name) and not (path / COMPLETE_NAME).exists()
+        for pattern, name in (("global_step_*", CHECKPOINT_NAME), ("weights_step_*", WEIGHTS_NAME))
+        for path in folder.glob(pattern)
+        if name.fullmatch(path.name) and not (path / COMPLETE_NAME).exists()
     ]
-    unfinished += folder.glob(".global_step_*.partial*")
+    for leftover in (".global_step_*.partial*", WORKSPACES):
+        unfinished += folder.glob(leftover)
     for path in unfinished:
         shutil.rmtree(path, ignore_errors=True)
     return sorted(unfinished)
@@ -186,9 +203,10 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
     if resume is None or config.trainer.resume_mode != "resume_path":
         return None
     later = _later_paths(run_dir / "checkpoints", CHECKPOINT_NAME, resume.step)
+    later += _later_paths(run_dir / "checkpoints", WEIGHTS_NAME, resume.step)
     if not later:
         return None
-    for folder in ("rollouts", "validation"):
+    for folder in ("rollouts", "validation", "validation_quick"):
         later += _later_paths(run_dir / folder, _STEP_FILE, resume.step)
     # Made of the last checkpoint; COMPLETE is fine-tuning's.
     later += [path for path in map(run_dir.joinpath, ("export", "report", COMPLETE_NAME)) if path.exists()]
@@ -226,7 +244,8 @@ def checkpoint_workspace(run_dir: Path, step: int) -> Path:
 
 @contextmanager
 def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
-    """The workspace of the checkpoint of ``step``, which is removed where the block cannot write.
+    """The workspace of the checkpoint of ``step``, which is removed where the block cannot write; that of its weights
+    alone goes with it.
 
     Raises:
         SaveError: the disk is full or fails.
@@ -235,12 +254,13 @@ def removed_on_failure(run_dir: Path, step: int) -> Iterator[Path]:
     try:
         yield workspace
     except (OSError, SaveError) as error:
-        shutil.rmtree(workspace, ignore_errors=True)
+        for built in (workspace, weights_workspace_path(run_dir, step)):
+            shutil.rmtree(built, ignore_errors=True)
         older = complete_checkpoints(run_dir)
         raise SaveError(
             f"the checkpoint of step {step} was not written: {error}. "
             + (f"{older[-1].path} is intact" if older else "There is no older one")
-            + "; free some space, or lower trainer.keep_checkpoints"
+            + "; free some space, or lower trainer.keep_checkpoints or trainer.keep_weights"
         ) from error
 
 

@@ -20,6 +20,7 @@ from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.monitor.logger import MetricLogger
+from megatron_retool.monitor.memory import peak_memory
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.runs.checkpoints import (
     Checkpoint,
@@ -164,7 +165,7 @@ class Run:
                     if stage.val is not None and (ends_stage or _due(step, self.config.sft.test_freq)):
                         row["sft/val_loss"] = stage.report["validation loss"] = self._validation_loss(stage)
                     if ends_stage or row or leaving or _due(step, self.config.sft.log_freq):
-                        row |= window.metrics()
+                        row |= window.metrics() | self._peak_memory()
                         stage.report["training loss"] = row["sft/loss"]
                         if log is not None:
                             log.log(step, row)
@@ -185,6 +186,16 @@ class Run:
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
         return bool(asked)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """perf/max_*_gb of the rank that has the most of each; every rank must ask."""
+        import torch
+
+        peaks = peak_memory(self.learner.device)
+        largest = torch.tensor(list(peaks.values()), dtype=torch.float64, device=self.learner.device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return {f"perf/{name}": value for name, value in zip(peaks, largest.tolist(), strict=True)}
 
     def _update(self, stage: Stage, step: int, window: Window) -> dict[str, float]:
         start = time.perf_counter()
@@ -256,8 +267,8 @@ class InProcess:
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
-        self._learner.save(directory, asynchronous=asynchronous)
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
+        self._learner.save(directory, asynchronous=asynchronous, weights_only=weights_only)
 
     async def finish_save(self) -> None:
         self._learner.finish_save()

@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.routed_experts import ExpertArray
-from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
+from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
@@ -42,6 +43,7 @@ class TrajectoryState:
         turn_start: where that turn begins in the response.
         pending_calls: calls of the turn that was sampled last, whose results are not in the response yet.
         seconds: time it was worked on, pauses and what engines that failed have cost left out.
+        timing: what that time was spent on, and what engines that failed have cost.
         age: training steps for which it was paused.
         routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks, which end
             where no engine has answered yet, before the last token. Copies share them: none is ever changed.
@@ -65,6 +67,7 @@ class TrajectoryState:
     turn_start: int = 0
     pending_calls: list[ParsedCall] = field(default_factory=list)
     seconds: float = 0.0
+    timing: RolloutTiming = RolloutTiming()
     age: int = 0
     finish_reason: FinishReason | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
@@ -185,6 +188,7 @@ class TrajectoryState:
             tool_calls=list(self.tool_calls),
             extra_info=dict(self.extra_info),
             routed_experts=whole_column(self.routed_experts, self.length) if self.routed_tokens() else None,
+            timing=self.timing,
         )
 
 
@@ -324,16 +328,22 @@ class AgentLoop:
 
         Cancelled while the calls run, it leaves the state as it was, and they run again later.
         """
-        calls = state.pending_calls
+        calls, began = state.pending_calls, time.monotonic()
         try:
             async with asyncio.timeout(deadline):
                 records, texts = zip(*await asyncio.gather(*(run_call(tools, call) for call in calls)), strict=True)
         except TimeoutError:
             state.finish_reason = FinishReason.ABORTED
             return
+        finally:
+            state.timing = state.timing.plus(tools=time.monotonic() - began)
         rendered = self.glue.render(texts)
         state.pending_calls = []
-        for record, tokens, truncated in zip(records, rendered.result_tokens, rendered.truncated, strict=True):
+        before = call_positions(self.tokenizer, state.response_ids[state.turn_start :], [call.raw for call in calls])
+        for record, position, tokens, truncated in zip(
+            records, before, rendered.result_tokens, rendered.truncated, strict=True
+        ):
+            record.position = -1 if position < 0 else state.turn_start + position
             record.output_tokens, record.output_truncated = tokens, truncated
             state.tool_calls.append(record)
         remaining = self.remaining(state)
@@ -374,7 +384,8 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
     except TimeoutError:
         state.finish_reason = FinishReason.ABORTED
     finally:
-        state.seconds += time.monotonic() - began
+        elapsed = time.monotonic() - began
+        state.seconds, state.timing = state.seconds + elapsed, state.timing.plus(tools=elapsed)
     try:
         yield session
     finally:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
 from megatron_retool.routed_experts import from_stored, row_groups, split_stored, stored_type, to_stored
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.trajectory import FinishReason, ToolCall
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.tool_call_formats import ParsedCall
@@ -84,6 +84,7 @@ def _stored_rows(states: Sequence[tuple[int, TrajectoryState]]) -> dict[str, lis
             "turn": state.turn,
             "turn_start": state.turn_start,
             "seconds": state.seconds,
+            "timing": vars(state.timing),
             "finish_reason": state.finish_reason,
             "tool_calls": [vars(call) for call in state.tool_calls],
             "pending_calls": [vars(call) for call in state.pending_calls],
@@ -115,6 +116,7 @@ def read_paused_groups(path: str | Path) -> list[PausedGroup]:
                 prompt_ids=[],
                 age=group.age,
                 finish_reason=None if reason is None else FinishReason(reason),
+                timing=RolloutTiming(**progress.pop("timing", {})),
                 tool_calls=[ToolCall(**call) for call in progress.pop("tool_calls")],
                 pending_calls=[ParsedCall(**call) for call in progress.pop("pending_calls")],
                 routed_experts=[] if rows is None else [rows],

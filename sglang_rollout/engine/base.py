@@ -210,6 +210,24 @@ class ScoringClient(Protocol):
         """
 
 
+class ProfilingClient(Protocol):
+    """An ``EngineClient`` whose engine can record what it does. An engine of your own may leave it out."""
+
+    async def start_profile(self, directory: Path, name: str, record_shapes: bool, with_stack: bool) -> None:
+        """Record from now on; the engine's ranks write traces whose names begin with ``name`` into ``directory``.
+
+        Raises:
+            EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+    async def stop_profile(self) -> None:
+        """Return when the traces are written.
+
+        Raises:
+            EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What one push did."""
@@ -336,6 +354,8 @@ def check_engine(config: Config) -> None:
         _check_parts(f"{label}: what its {name}(…) returned", part, protocol)
         if name == "client" and hasattr(part, "score"):
             _check_parts(f"{label}: what its {name}(…) returned", part, ScoringClient)
+        if name == "client" and config.trainer.profiler.engines:
+            _check_parts(f"trainer.profiler.engines=true with {label}", part, ProfilingClient)
 
 
 def _check_parts(label: str, found: object, protocol: type) -> None:

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -43,6 +44,8 @@ RETRY_MAX_SECONDS = 5.0
 IDLE_SECONDS = 60.0
 """How long a server may take to end what was aborted; it must be idle when it releases memory."""
 IDLE_POLL_SECONDS = 0.2
+PROFILE_SECONDS = 600.0
+"""How long an engine may take to write what it recorded."""
 MAX_SUPPORT = 4096
 
 
@@ -164,6 +167,20 @@ class SGLangClient:
     async def wake(self, memory: Sequence[Memory]) -> None:
         """Take back what ``sleep`` gave; weights come back empty and must be synchronised."""
         await self.request("/resume_memory_occupation", {"tags": list(memory)})
+
+    async def start_profile(self, directory: Path, name: str, record_shapes: bool, with_stack: bool) -> None:
+        """``ProfilingClient.start_profile``, by torch's profiler in each of the engine's ranks."""
+        body = {
+            "output_dir": str(directory),
+            "profile_id": name,
+            "record_shapes": record_shapes,
+            "with_stack": with_stack,
+        }
+        await self.request("/start_profile", body)
+
+    async def stop_profile(self) -> None:
+        """``ProfilingClient.stop_profile``"""
+        await self.request("/stop_profile", {}, PROFILE_SECONDS)
 
     async def close(self) -> None:
         if self._background:

@@ -139,8 +139,6 @@ def test_models_that_sglang_serves_otherwise_than_they_are(refused: Refused, dem
 def test_what_cannot_replay_routing(refused: Refused, demo: Path, tmp_path: Path) -> None:
     train = ["train", f"model.path={demo}/model"]
     refused([*train, "learner.routing_replay=old_log_probs"], "learner.routing_replay=old_log_probs", "qwen2", "none")
-    words = ["learner.routing_replay=rollout", "rollout.engine.backend=transformers", "old_log_probs"]
-    refused([*train, "learner.routing_replay=rollout", "rollout.engine.backend=transformers"], *words)
     experts = with_config(demo, tmp_path / "experts", **EXPERTS, tie_word_embeddings=False)
     train = ["train", f"model.path={experts}", "rollout.replay_dir=stored"]
     refused(train, "rollout.replay_dir=stored", "step_000001.parquet is not there")

@@ -51,6 +51,20 @@ def test_bad_override_names_key_and_cure(override, words):
         assert word in str(caught.value)
 
 
+def test_a_deterministic_run_seeds_its_engines_and_leaves_nothing_to_timing():
+    assert load_config(None, ["trainer.seed=5"]).rollout.engine.random_seed is None
+    deterministic = ["trainer.seed=5", "trainer.deterministic=true"]
+    assert load_config(None, deterministic).rollout.engine.random_seed == 5
+    assert load_config(None, [*deterministic, "rollout.engine.random_seed=9"]).rollout.engine.random_seed == 9
+    for override in (
+        "rollout.staleness=1", "rollout.partial.enable=true", "rollout.branching.enable=true",
+        "rollout.engine.backend=transformers",
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"trainer.deterministic=true: with {override.partition('=')[0]}"):
+            load_config(None, [*deterministic, override])
+        load_config(None, [*deterministic, override, "rollout.replay_dir=stored"])
+
+
 def test_three_filters_at_once_are_refused_for_training():
     filters = [f"rollout.{{}}.{setting}" for setting in ("top_k=50", "top_p=0.9", "min_p=0.01")]
     with pytest.raises(ConfigError, match="top_k=50, top_p=0.9 and min_p=0.01 together"):

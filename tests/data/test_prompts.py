@@ -13,7 +13,7 @@ import pytest
 from megatron_retool.config import ConfigError, DataConfig, ModelConfig
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prompt_files import read_prompts
-from megatron_retool.data.prompts import PromptSource, ValidationSet
+from megatron_retool.data.prompts import PromptSource, ValidationSet, evenly_drawn
 from megatron_retool.data.tokenizer import load_tokenizer
 from tools.loading import named_tool
 from tools.registry import ToolRegistry
@@ -129,6 +129,11 @@ def test_validation_set(demo_directory, tokenizer):
     assert {row.uid for row in few} < {row.uid for row in full}
     assert few[0].uid == full[0].uid
     assert few[3].uid == full[17].uid
+    quick = ValidationSet(data_config(path, quick_val_samples=4), tokenizer, TOOLBOX).quick
+    assert [row.group_id for row in quick] == evenly_drawn(18, 4, 0)
+    assert [row.uid for row in quick] == [full[row.group_id].uid for row in quick]
+    others = ValidationSet(data_config(path, quick_val_samples=4, quick_val_seed=1), tokenizer, TOOLBOX).quick
+    assert [row.group_id for row in others] == evenly_drawn(18, 4, 1)
     with pytest.raises(ConfigError, match="data.val_files"):
         ValidationSet(DataConfig(), tokenizer, TOOLBOX)
 

@@ -100,7 +100,7 @@ class FinishedRun:
         """The run under another name, with checkpoints up to a step only (None: none at all)."""
         target = self.run_dir.with_name(name)
         shutil.copytree(
-            self.run_dir, target, ignore=shutil.ignore_patterns("rollouts", "report", "export", "validation")
+            self.run_dir, target, ignore=shutil.ignore_patterns("rollouts", "report", "export", "validation*")
         )
         for path in (target / "checkpoints").iterdir():
             if upto is None or int(path.name.rsplit("_", 1)[1]) > upto:
@@ -112,8 +112,11 @@ class FinishedRun:
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps."""
     directory = tmp_path_factory.mktemp("demo")
-    config = write_config(directory, "short", 3, test_freq=0, save_freq=1, keep_checkpoints=5)
+    trainer = {"test_freq": 0, "quick_test_freq": 2, "save_freq": 1, "keep_checkpoints": 5, "deterministic": True}
+    config = write_config(directory, "short", 3, **trainer)
     command_line = CommandLine(config)
-    code, output = command_line.run("pipeline")
+    more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
+            "trainer.profiler.steps=[2]", "trainer.profiler.engines=true")  # fmt: skip
+    code, output = command_line.run("pipeline", *more)
     assert code == 0, output
     return FinishedRun(command_line, directory / "short", output)

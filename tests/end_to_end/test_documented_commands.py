@@ -34,6 +34,9 @@ STAYS = r"^tensorboard "
 SHORTER = {
     "trainer.total_steps=100": "trainer.total_steps=2",
     "global_step_80": "global_step_1",
+    "weights_step_20": "global_step_1/learner",
+    "trainer.total_steps=6": "trainer.total_steps=1",
+    "profiler.steps=[5]": "profiler.steps=[1]",
     "rollout.val.n=8": "rollout.val.n=2",
 }
 

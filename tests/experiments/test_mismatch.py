@@ -83,24 +83,26 @@ CALLS, TURNS = "rollout.multi_turn.max_tool_calls", "rollout.multi_turn.max_assi
 ENGINE = "rollout.engine.extra_args"
 FP32_HEAD = {"learner.fp32_lm_head": True, ENGINE: ["--enable-fp32-lm-head"]}
 
+CURES = {
+    "token_tis": TOKEN_TIS,
+    "sequence_tis": {**TOKEN_TIS, C + "level": "sequence"},
+    "token_mis": MASK,
+    "sequence_mis": {**MASK, C + "level": "sequence"},
+    "geometric_mis": GEOMETRIC_MIS,
+    "geometric_mis_token_tis": {**GEOMETRIC_MIS, **TOKEN_TIS},
+    "replay": REPLAY,
+    "replay_old_log_probs": {"learner.routing_replay": "old_log_probs"},
+    "replay_token_tis": {**REPLAY, **TOKEN_TIS},
+    "replay_geometric_mis": {**REPLAY, **GEOMETRIC_MIS},
+    "dual_clip": {"algorithm.dual_clip": 3.0},
+}
 WHAT_AN_ARM_IS_ABOUT = {
     "bfloat16": ("float32", BFLOAT16),
     "fp8": ("float32", {**BFLOAT16, ROUND: "fp8"}),
     "int4": ("float32", {**BFLOAT16, ROUND: "int4"}),
     "int3": ("float32", {**BFLOAT16, ROUND: "int3"}),
-    "int4_token_tis": ("int4", TOKEN_TIS),
-    "int4_sequence_tis": ("int4", {**TOKEN_TIS, C + "level": "sequence"}),
-    "int4_token_mis": ("int4", MASK),
-    "int4_sequence_mis": ("int4", {**MASK, C + "level": "sequence"}),
-    "int4_geometric_mis": ("int4", GEOMETRIC_MIS),
-    "int4_geometric_mis_token_tis": ("int4", {**GEOMETRIC_MIS, **TOKEN_TIS}),
-    "int4_replay": ("int4", REPLAY),
-    "int4_replay_old_log_probs": ("int4", {"learner.routing_replay": "old_log_probs"}),
-    "int4_replay_token_tis": ("int4", {**REPLAY, **TOKEN_TIS}),
-    "int4_replay_geometric_mis": ("int4", {**REPLAY, **GEOMETRIC_MIS}),
-    "int4_dual_clip": ("int4", {"algorithm.dual_clip": 3.0}),
+    **{f"{engine}_{name}": (engine, cure) for engine in ("int4", "int3") for name, cure in CURES.items()},
     "int4_batch_filter": ("int4", {C + "batch_k3_limit": 0.01}),
-    "int3_token_tis": ("int3", TOKEN_TIS),
     "int4_on_policy": ("int4", {"learner.mini_batch_size": 128}),
     "int4_off_policy": ("int4", {"learner.mini_batch_size": 32}),
     "float32_off_policy": ("float32", {"learner.mini_batch_size": 32}),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import resource
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def _save(directory: Path) -> dict[str, Any]:
         learner = _learner(4, layout, directory / family)
         _steps(learner, 1, 2)
         learner.save(directory / f"{family}-checkpoint")
+        learner.save(directory / f"{family}-weights", weights_only=True)
         learner.save(directory / f"{family}-async", asynchronous=True)
         assert not (directory / f"{family}-async").exists()
         expected = _steps(learner, 3, 4)
@@ -114,15 +116,21 @@ def _load(world: int, directory: Path) -> list[tuple[str, dict[str, Any], set[fl
     return found
 
 
-def _half_precision(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """World 2, bfloat16 with fp32 main parameters: two steps after a save, and again after a load."""
+def _half_precision(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """World 2, bfloat16 with fp32 main parameters: two steps after a save, plain and compressed, and after a load."""
     learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
     _steps(learner, 1)
-    learner.save(directory / "bfloat16-checkpoint")
+    for compression in ("none", "zstd"):
+        trainer = replace(learner.config.trainer, checkpoint_compression=compression)
+        learner.config = replace(learner.config, trainer=trainer)
+        learner.save(directory / f"bfloat16-{compression}")
     expected = _steps(learner, 2, 3)
-    learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
-    learner.load(directory / "bfloat16-checkpoint")
-    return expected, _steps(learner, 2, 3)
+    again = []
+    for compression in ("none", "zstd"):
+        learner = _learner(2, {"dtype": "bfloat16"}, directory / DENSE)
+        learner.load(directory / f"bfloat16-{compression}")
+        again.append(_steps(learner, 2, 3))
+    return expected, again
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +172,53 @@ def test_another_world_size_continues(saved: dict[str, Any], models: Path, world
         assert steps == {4.0}, case
 
 
-def test_main_parameters_of_half_precision_are_kept(models: Path) -> None:
+def test_main_parameters_of_half_precision_are_kept_and_compression_loses_nothing(models: Path) -> None:
     """A bf16 model that resumed from its bf16 weights alone would take other steps."""
-    expected, again = run_ranks(_half_precision, 2, models / "half", models)
-    assert again["history"] == expected["history"]
-    assert all(torch.equal(again["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    from conversion.files.dist_checkpoint import DistCheckpointError
+    from conversion.mcore_to_hf import export
+    from tests.conversion.conftest import assert_same_bits, read_all
+
+    expected, loaded = run_ranks(_half_precision, 2, models / "half", models)
+    for again in loaded:
+        assert again["history"] == expected["history"]
+        assert all(torch.equal(again["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    plain, packed = (
+        sum(path.stat().st_size for path in (models / f"bfloat16-{compression}").glob("*.distcp"))
+        for compression in ("none", "zstd")
+    )
+    assert packed < 0.9 * plain
+    exports = [models / f"bfloat16-{compression}-export" for compression in ("none", "zstd")]
+    for directory in exports:
+        source = models / directory.name.removesuffix("-export")
+        export(source, directory, processes=1, require_tokenizer=False)
+    assert_same_bits(*map(read_all, exports))
+    damaged = sorted((models / "bfloat16-zstd").glob("*weights*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-3000] + bytes(3000))
+    with pytest.raises(DistCheckpointError, match=f"{damaged.name}: cannot read .* the file is damaged"):
+        export(models / "bfloat16-zstd", models / "x", processes=1, require_tokenizer=False, checksums=False)
+
+
+def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], models: Path) -> None:
+    """Written by themselves or linked out of a complete one: the same weights, on the disk once, whole without it."""
+    from conversion.files.checksums import verify_files
+    from conversion.files.dist_checkpoint import DistCheckpoint
+    from conversion.files.weights_alone import link_weights
+    from conversion.mcore_to_hf import export
+    from tests.conversion.conftest import assert_same_bits, read_all
+
+    for family in SAVED_BY:
+        complete, linked, alone = (models / f"{family}-{kind}" for kind in ("complete", "linked", "weights"))
+        shutil.copytree(models / f"{family}-checkpoint", complete)
+        export(complete, models / f"{family}-expected", processes=1, require_tokenizer=False)
+        link_weights(complete, linked)
+        parts = sorted(linked.glob("*.distcp"))
+        assert parts and all(part.samefile(complete / part.name) for part in parts)
+        shutil.rmtree(complete)
+        assert DistCheckpoint(linked).tensors.keys() == DistCheckpoint(alone).tensors.keys()
+        for directory in (linked, alone):
+            verify_files(directory)
+            export(directory, models / f"{directory.name}-export", processes=1, require_tokenizer=False)
+            assert_same_bits(read_all(models / f"{directory.name}-export"), read_all(models / f"{family}-expected"))
 
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(saved: dict[str, Any], models: Path) -> None:
@@ -190,7 +240,11 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(saved: dict[str,
 
 def _weights_of(directory: Path) -> dict[str, torch.Tensor]:
     learner = _learner(1, {}, directory / EXPERTS, mcore_dir=directory / f"{EXPERTS}-checkpoint")
-    return {name: tensor for bucket in learner.export_weights() for name, tensor in bucket}
+    weights = {name: tensor for bucket in learner.export_weights() for name, tensor in bucket}
+    alone = _learner(1, {}, directory / EXPERTS, mcore_dir=directory / f"{EXPERTS}-weights")
+    found = {name: tensor for bucket in alone.export_weights() for name, tensor in bucket}
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    return weights
 
 
 def _failures(directory: Path) -> dict[str, str]:
@@ -258,6 +312,8 @@ def _failures(directory: Path) -> dict[str, str]:
         convert(directory / DENSE, directory / "converted", require_tokenizer=False, processes=1)
     torch.distributed.barrier()
     expect("weights alone", learner.load, directory / "converted")
+    learner.save(directory / "alone", weights_only=True)
+    expect("its own weights alone", learner.load, directory / "alone")
     plain = _learner(2, {"use_distributed_optimizer": False}, directory / DENSE)
     expect("other optimizer", plain.load, target)
     other = _learner(2, {EP: 2}, directory / EXPERTS)
@@ -280,7 +336,8 @@ def test_what_goes_wrong_is_said_and_harms_nothing(models: Path) -> None:
         assert "__1_0.distcp is damaged: its " in said[case], case
     assert "nowhere has no COMPLETE marker" in said["nothing there"]
     assert "has no COMPLETE marker" in said["incomplete"]
-    assert "holds weights without optimizer state: give it as model.mcore_path" in said["weights alone"]
+    for case in ("weights alone", "its own weights alone"):
+        assert "holds weights without optimizer state: give it as model.mcore_path" in said[case], case
     assert "was saved with learner.use_distributed_optimizer=True" in said["other optimizer"]
     assert "lacks decoder.layers" in said["other model"] and "it holds another model" in said["other model"]
     assert said["resumed with another schedule"] == "0.0001 1"

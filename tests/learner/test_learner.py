@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -338,3 +339,46 @@ def test_runs_under_torchrun_without_ray(model_dir: Path, tmp_path: Path) -> Non
     batch = random_batch(LENGTHS)
     expected = [learner.sft_update(batch)["loss"] for _ in range(2)]
     assert json.loads(answer.read_text()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_is_recorded_from_its_first_phase_to_its_last(model_dir: Path, tmp_path: Path) -> None:
+    from megatron_retool.config import ProfilerConfig
+    from megatron_retool.learner.profiler import StepRecorder
+
+    learner, batch = _learner(model_dir), random_batch(LENGTHS[:2])
+    settings = ProfilerConfig(
+        tool="torch", steps=[5], first_phase="ref", last_phase="update_actor", record_shapes=True, with_stack=True
+    )
+    recorder = StepRecorder(settings, tmp_path / "profile", "learner", rank=0)
+    recorder.begin(5)
+    with recorder.phase("old_log_prob"):
+        learner.log_probs(batch)
+    for _ in range(2):
+        with recorder.phase("update_actor"):
+            learner.update(_mini_batch(batch))
+    with recorder.phase("weight_sync"):
+        _weights(learner)
+    profile = recorder.end()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == [profile.trace] == ["step_000005_rank0.json.gz"]
+    with gzip.open(tmp_path / "profile" / profile.trace) as packed:
+        events = json.load(packed)["traceEvents"]
+    ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert ranges.count("update_actor") == 2 and not {"old_log_prob", "weight_sync"} & set(ranges)
+    products = [event for event in events if event.get("name") == "aten::mm"]
+    assert products and all("Input Dims" in event["args"] for event in products)
+    assert profile.phases.keys() == {"update_actor"} and profile.phases["update_actor"] > 0
+    times = {each.name: each for each in profile.operators}
+    assert not any(".py(" in name for name in times)
+    assert times["aten::mm"].calls == len(products) and times["aten::mm"].cpu_us > 0 and "update_actor" not in times
+
+    recorder.begin(6)  # and once more, of a step in which none of the phases comes
+    with recorder.phase("weight_sync"):
+        _weights(learner)
+    nothing = recorder.end()
+    assert nothing.trace == "" and "none of the phases" in nothing.problem
+    (tmp_path / "file").touch()
+    recorder = StepRecorder(settings, tmp_path / "file" / "profile", "critic", rank=1)
+    recorder.begin(7)
+    with recorder.phase("update_actor"):
+        pass
+    assert "it was not written" in recorder.end().problem

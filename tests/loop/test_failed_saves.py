@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from rich.console import Console
 
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config, load_config
+from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_module
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.runs.checkpoints import SaveError, checkpoint_workspace, complete_checkpoints
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 
 
 class FakeLearner:
@@ -27,12 +30,17 @@ class FakeLearner:
     size = 400_000
     error: Exception | None = None
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
+    def __init__(self) -> None:
+        self.saved: list[bool] = []
+
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
         self.asynchronous = asynchronous
+        self.saved.append(weights_only)
         await self.finish_save()
         directory.mkdir()
         try:
             (directory / "weights").write_bytes(bytes(self.size))
+            (directory / "COMPLETE").touch()
         except OSError as error:
             raise SaveError(str(error)) from error
 
@@ -126,6 +134,59 @@ def test_an_asynchronous_save_that_fails_while_it_is_written_is_overdue(tmp_path
     assert checkpointer.overdue and list((tmp_path / "e" / "checkpoints").iterdir()) == []
     asyncio.run(checkpointer.load())  # a learner that is built anew knows of nothing
     assert not checkpointer.overdue
+
+
+def save_both(checkpointer: Checkpointer, step: int, *, complete: bool, weights: bool) -> dict[str, float]:
+    contents = Contents({"trainer_state.json": {"step": step}}) if complete else None
+
+    async def save() -> dict[str, float]:
+        metrics = await checkpointer.write(step, contents, wait=False, weights=weights)
+        await checkpointer.commit()
+        return metrics
+
+    return asyncio.run(save())
+
+
+def test_two_kinds_of_one_step_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer_module, "link_weights", shutil.copytree)
+    settings = ("trainer.experiment_name=e", "trainer.keep_weights=2", "trainer.keep_checkpoints=1")
+    checkpointer, learner, console = checkpointer_in(tmp_path, *settings)
+    both = save_both(checkpointer, 2, complete=True, weights=True)
+    assert learner.saved == [False]
+    assert {"checkpoint/size_gb", "checkpoint/weights_size_gb", "checkpoint/seconds"} <= both.keys()
+    assert both["checkpoint/weights_size_gb"] == learner.size / 2**30 <= both["checkpoint/size_gb"]
+    text = console.export_text()
+    assert text.startswith("saved ") and "global_step_2, 390." in text
+    assert "weights_step_2, 390.6 KiB of weights alone, in files of global_step_2, in " in text
+    alone = save_both(checkpointer, 3, complete=False, weights=True)
+    assert learner.saved == [False, True] and "checkpoint/size_gb" not in alone
+    assert checkpointer.newest is not None and checkpointer.newest.step == 2
+    save_both(checkpointer, 4, complete=True, weights=True)
+    names = sorted(path.name for path in (tmp_path / "e" / "checkpoints").iterdir())
+    assert names == ["global_step_4", "weights_step_3", "weights_step_4"]
+
+
+def test_weights_that_could_not_be_written_are_tried_again(tmp_path: Path) -> None:
+    checkpointer, learner, console = checkpointer_in(tmp_path, "trainer.experiment_name=e")
+    learner.error = SaveError("disk full")
+    assert save_both(checkpointer, 1, complete=False, weights=True)["checkpoint/failed_saves"] == 1
+    assert checkpointer.weights_overdue and not checkpointer.overdue
+    assert list((tmp_path / "e" / "checkpoints").iterdir()) == []
+    assert "disk full" in console.export_text()
+    learner.error = None
+    assert save_both(checkpointer, 2, complete=False, weights=True)["checkpoint/failed_saves"] == 0
+    assert not checkpointer.weights_overdue
+    assert [each.step for each in weights_checkpoints(tmp_path / "e")] == [2]
+
+
+def test_an_asynchronous_save_is_reported_when_it_is_complete(tmp_path: Path) -> None:
+    checkpointer, learner, _ = checkpointer_in(tmp_path, "trainer.async_save=true", "trainer.experiment_name=e")
+    assert save_both(checkpointer, 1, complete=False, weights=True) == {"checkpoint/failed_saves": 0.0}
+    assert weights_checkpoints(tmp_path / "e") == []
+    report = asyncio.run(checkpointer.finish())
+    assert report.keys() == {"checkpoint/weights_size_gb", "checkpoint/seconds"}
+    assert [each.step for each in weights_checkpoints(tmp_path / "e")] == [1]
+    assert asyncio.run(checkpointer.finish()) == {}
 
 
 def test_run_can_be_told_to_stop(tmp_path: Path) -> None:

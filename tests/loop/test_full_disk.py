@@ -48,12 +48,15 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
         batches.append(weakref.ref(batch))
         return train_loop.Learned(batch, {}, None)
 
-    async def save(step: int, *_: Any, wait: bool) -> dict[str, float]:
+    async def save(step: int, *_: Any, wait: bool, weights: bool) -> dict[str, float]:
         saved.append(step)
         return {}
 
-    async def finish() -> None:
+    async def commit() -> None:
         pass
+
+    async def finish() -> dict[str, float]:
+        return {}
 
     async def restore(*_: Any) -> TrainerState:
         return TrainerState.first(config)
@@ -69,7 +72,9 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     run = run_of(config, console, 3)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     try:
-        checkpointer: Any = SimpleNamespace(write=save, commit=finish, finish=finish, overdue=False)
+        checkpointer: Any = SimpleNamespace(
+            write=save, commit=commit, finish=finish, overdue=False, weights_overdue=False
+        )
         assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))

@@ -5,6 +5,7 @@ import pytest
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.loop.validation_schedule import Validation
 
 
 def prompts(*uids):
@@ -15,13 +16,16 @@ def test_validation_follows_the_schedule_or_the_frequency():
     state = TrainerState.first(load_config(None, ["trainer.test_schedule=['0 4', '8 2']", "trainer.save_freq=5"]))
     due = []
     for state.step in range(1, 13):
-        due.append((state.validation_due(), state.save_due()))
+        due.append((state.validation_due(last=False) is Validation.FULL, state.save_due()))
     assert [step for step, (validation, _) in enumerate(due, 1) if validation] == [4, 8, 10, 12]
     assert [step for step, (_, save) in enumerate(due, 1) if save] == [5, 10]
 
-    state = TrainerState.first(load_config(None, ["trainer.test_freq=3", "trainer.save_freq=0"]))
+    state = TrainerState.first(
+        load_config(None, ["trainer.test_freq=3", "trainer.save_freq=0", "trainer.save_weights_freq=2"])
+    )
     for state.step in range(1, 7):
-        assert state.validation_due() == (state.step in (3, 6))
+        assert state.save_weights_due() == (state.step in (2, 4, 6))
+        assert (state.validation_due(last=False) is Validation.FULL) == (state.step in (3, 6))
         assert not state.save_due()
 
 

@@ -13,6 +13,7 @@ from megatron_retool.cluster import learner_group
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import load_config
 from megatron_retool.loop.faults import StragglerWatch
+from megatron_retool.loop.update import peak_memory
 
 
 def group_with(seconds: list[float], role: str = "learner") -> Any:
@@ -78,3 +79,24 @@ def test_group_adds_up_each_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -
         assert asyncio.run(group.update(None, sampling=None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
     assert group.take_rank_seconds() == [2.0, 4.0]
     assert group.take_rank_seconds() == [0.0, 0.0]
+
+
+def test_peak_memory_is_that_of_the_rank_with_the_most() -> None:
+    def group_of(role: str, *ranks: dict[str, float]) -> LearnerGroup:
+        async def answer(peaks: dict[str, float]) -> dict[str, float]:
+            return peaks
+
+        group = LearnerGroup.__new__(LearnerGroup)
+        group.role = role
+        group.workers = [
+            SimpleNamespace(peak_memory=SimpleNamespace(remote=lambda peaks=peaks: answer(peaks))) for peaks in ranks
+        ]
+        return group
+
+    names = ("max_memory_allocated_gb", "max_memory_reserved_gb", "max_process_memory_gb")
+    on_gpus = [dict(zip(names, peaks, strict=True)) for peaks in ((20.0, 31.0, 3.0), (21.0, 30.0, 2.0))]
+    groups = group_of("learner", *on_gpus), group_of("critic", {"max_process_memory_gb": 5.0}), None
+    assert asyncio.run(peak_memory(*groups)) == {
+        "perf/max_memory_allocated_gb": 21.0, "perf/max_memory_reserved_gb": 31.0,
+        "perf/max_process_memory_gb": 3.0, "perf/max_process_memory_gb/critic": 5.0,
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 import megatron_retool.monitor.event_file  # noqa: F401  (the same)
 from megatron_retool.config import Config, load_config
+from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_loop
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
@@ -22,6 +24,7 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 from megatron_retool.trajectory import TrajectoryBatch, read_trajectories, write_trajectories
 from tests.loop.stand_ins import Experience, run_of
 from tests.loop.test_skipped_steps import trajectory
@@ -40,9 +43,10 @@ class Weights:
     def __init__(self, run_dir: Path) -> None:
         self.steps = 0
 
-    async def save(self, directory: Path, *, asynchronous: bool) -> None:
+    async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
         directory.mkdir()
         (directory / "weights").write_text(str(self.steps))
+        (directory / "COMPLETE").touch()
 
     async def finish_save(self) -> None: ...
 
@@ -81,7 +85,13 @@ def train(config: Config) -> None:
         write_trajectories([trajectory(0)], config.run_dir / "validation" / f"step_{step:06d}.parquet")
         return {"val-core/all/acc/mean@1": float(step)}
 
-    for name, stand_in in (("Experience", Drawn), ("learn", learn), ("restore", restore), ("validate", validate)):
+    async def validate_quickly(run: Any, step: int) -> dict[str, float]:
+        write_trajectories([trajectory(0)], config.run_dir / "validation_quick" / f"step_{step:06d}.parquet")
+        return {"val-quick/all/acc/mean@1": float(step)}
+
+    checkpointer_module.link_weights = shutil.copytree
+    stand_ins = {"Experience": Drawn, **{each.__name__: each for each in (learn, restore, validate, validate_quickly)}}
+    for name, stand_in in stand_ins.items():
         setattr(train_loop, name, stand_in)
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
 
@@ -141,6 +151,10 @@ def check(config: Config) -> None:
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [(row["step"], row.get("actor/steps")) for row in rows] == [(0, None), (1, 1.0), (2, 2.0)]
     assert [row["val-core/all/acc/mean@1"] for row in rows if row["step"] != 1] == [0.0, 2.0]
+    assert [row["step"] for row in rows if "val-quick/all/acc/mean@1" in row] == [1]
+    # The value of step 0 is the checkpoint's to keep: in step 2 it is a row of an earlier process.
+    waited = [(row["early_stopping/best_step"], row["early_stopping/waited"]) for row in rows if row["step"] != 1]
+    assert waited == [(0.0, 0.0), (0.0, 1.0)]
     assert all("timing_s/save_checkpoint" in row for row in rows[1:])
     assert scalar_steps(run_dir / "tensorboard") == [1, 2]
     names = [f"step_00000{step}{kind}.parquet" for step in (1, 2) for kind in (".learner", "")]
@@ -151,8 +165,11 @@ def check(config: Config) -> None:
     assert sorted(path.name for path in (run_dir / "validation").iterdir()) == [
         f"step_00000{step}.parquet" for step in (0, 2)
     ]
+    assert [path.name for path in (run_dir / "validation_quick").iterdir()] == ["step_000001.parquet"]
     newest = complete_checkpoints(run_dir)[-1]
     assert newest.step == 2 and (newest.learner / "weights").read_text() == "2"
+    assert [(each.step, (each.path / "weights").read_text()) for each in weights_checkpoints(run_dir)] == [(2, "2")]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,7 +185,10 @@ def test_no_moment_of_a_sudden_end_loses_or_doubles_anything(tmp_path: Path, asy
             None,
             [
                 f"trainer.runs_dir={tmp_path}", f"trainer.experiment_name=ended_{number}", "trainer.save_freq=1",
-                "trainer.test_freq=2", "trainer.keep_checkpoints=1", "trainer.loggers=[jsonl,tensorboard]",
+                "trainer.test_freq=2", "trainer.quick_test_freq=1", "trainer.keep_checkpoints=1",
+                "trainer.early_stopping.metric=val-core/all/acc/mean@1", "trainer.early_stopping.mode=min",
+                "trainer.save_weights_freq=2",
+                "trainer.loggers=[jsonl,tensorboard]",
                 f"trainer.async_save={str(asynchronous).lower()}", "data.train_batch_size=1", "rollout.train.n=2",
                 "learner.mini_batch_size=2",
             ],

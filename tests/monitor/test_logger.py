@@ -40,6 +40,26 @@ def test_tensorboard_gets_every_metric(tmp_path):
     assert (scalar.step, scalar.value) == (3, 0.5)
 
 
+def test_tensorboard_shows_samples_as_a_table_of_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+    from tensorboard.util.tensor_util import make_ndarray
+
+    response = "<tool_call>\n  print('*')\n</tool_call>\n\nso \\boxed{2}"
+    with MetricLogger(tmp_path, ["tensorboard", "jsonl"]) as log:
+        log.log_samples(4, [{"question": "1_1_?", "correct": 1.0, "response": response}])
+        log.log(4, {"val-core/all/acc/mean@4": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.SummaryMetadata("validation/samples").plugin_data.plugin_name == "text"
+    (event,) = events.Tensors("validation/samples")
+    assert event.step == 4 and events.Scalars("val-core/all/acc/mean@4")[0].step == 4
+    shown = text_array_to_html(make_ndarray(event.tensor_proto), True)
+    assert shown.count("<tr>") == 2 and "<strong>question</strong>" in shown and "<p>1</p>" in shown
+    for literal in ("1_1_?", "&lt;tool_call&gt;\n  print('*')\n&lt;/tool_call&gt;\n\nso \\boxed{2}"):
+        assert literal in shown
+
+
 def test_unknown_logger(tmp_path):
     with pytest.raises(ValueError, match="tensorbored"):
         MetricLogger(tmp_path, ["tensorbored"])
@@ -48,11 +68,15 @@ def test_unknown_logger(tmp_path):
 def test_report_has_a_picture_for_what_was_logged(tmp_path):
     with MetricLogger(tmp_path, ["jsonl"]) as log:
         for step in range(3):
-            log.log(step, {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0})
+            code = {"code/ratio": 0.5, "code/lines_per_call": 3.0, "code/purpose/search": step / 3}
+            validated = {"val-aux/x/acc/level_5/mean@4": 0.25, "val-quick/all/acc/mean@2": 0.5}
+            training = {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0}
+            log.log(step, training | code | validated)
     page = write_report(tmp_path, notes="<figures>")
     text = page.read_text()
     assert "&lt;figures&gt;" in text and "accuracy.png" in text
-    for name in ("accuracy", "validation_by_source", "time"):
+    validations = ("validation_by_source", "validation_by_difficulty", "validation_quick")
+    for name in ("accuracy", *validations, "time", "code", "code_lines", "code_purpose"):
         assert (page.parent / f"{name}.png").stat().st_size > 5000
     assert not (page.parent / "entropy.png").exists()
 
@@ -73,8 +97,10 @@ def test_a_validation_is_one_readable_line(tmp_path):
         log.log(0, validated)
         log.log(1, {"rollout/acc/mean": 0.25, "timing_s/step": 3.0, **validated})
         log.log(2, {"sft/loss": 1.5})
-    before, header, row, validation, sft = out.getvalue().splitlines()
+        log.log(3, {"val-quick/all/acc/mean@2": 0.25, "val-quick/tool/use_rate": 0.5, "early_stopping/waited": 1.0})
+    before, header, row, validation, sft, quick = out.getvalue().splitlines()
     assert before == "step     0  validation: mean@4 0.500  best@4 0.750  maj@4 0.550  tool use 0.9"
     assert validation == before.replace("0 ", "1 ", 1)
     assert header.split() == ["step", "acc", "step", "s"] and row.split() == ["1", "0.250", "3.000"]
     assert sft == "step     2  loss 1.5"
+    assert quick == "step     3  quick validation: mean@2 0.250  tool use 0.5"

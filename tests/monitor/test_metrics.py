@@ -1,8 +1,16 @@
 import numpy as np
 
-from megatron_retool.monitor.metrics import StepTimer, batch_metrics, per_token_metrics, reward_metrics, rollout_metrics
+from megatron_retool.monitor.metrics import (
+    StepTimer,
+    agent_loop_metrics,
+    batch_metrics,
+    per_token_metrics,
+    performance_metrics,
+    reward_metrics,
+    rollout_metrics,
+)
 from megatron_retool.monitor.phases import Phase
-from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, TrajectoryBatch
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
 
 
 def trajectory(reward, statuses, response=4, reason=FinishReason.STOP):
@@ -101,3 +109,30 @@ def test_milliseconds_by_token():
 def test_calls_are_counted_by_response():
     metrics = rollout_metrics([trajectory(1, ["ok", "error"]), trajectory(1, [])])
     assert [metrics[f"tool_call_counts/{name}"] for name in ("mean", "max", "min")] == [1.0, 2.0, 0.0]
+
+
+def test_the_slowest_response_and_why_it_was_slow():
+    rows = [trajectory(1, ["ok"], 4), trajectory(-1, ["ok", "timeout"], 10), trajectory(1, [], 2), trajectory(1, [], 8)]
+    # The second took 3 + 6 + 0.5 s; the third generated for longer, and the last, an older file's, is not known.
+    timings = (RolloutTiming(2.0, 1.0, 0.0), RolloutTiming(3.0, 6.0, 0.5), RolloutTiming(7.0, 0.0, 1.0), None)
+    for place, (row, timing) in enumerate(zip(rows, timings, strict=True)):
+        row.timing, row.group_id, row.index = timing, 40 + place // 2, place % 2
+    # Of its ten tokens, four are a tool's.
+    rows[1].loss_mask[6:], rows[1].rollout_log_probs[6:], rows[1].turn_ids[6:] = False, 0.0, -1
+    metrics = agent_loop_metrics(rows)
+    prefix = "timing_s/agent_loop"
+    assert {name: value for name, value in metrics.items() if "slowest" in name} == {
+        f"{prefix}/slowest/generate_sequences": 3.0, f"{prefix}/slowest/tool_calls": 6.0,
+        f"{prefix}/slowest/waiting": 0.5, f"{prefix}/slowest/ms_per_token": 500.0,
+        f"{prefix}/slowest/prompt_length": 2.0, f"{prefix}/slowest/response_length": 10.0,
+        f"{prefix}/slowest/num_turns": 3.0, f"{prefix}/slowest/group_id": 40.0, f"{prefix}/slowest/index": 1.0,
+    }  # fmt: skip
+    assert [metrics[f"{prefix}/generate_sequences/{kind}"] for kind in ("mean", "max", "min")] == [4.0, 7.0, 2.0]
+    assert metrics[f"{prefix}/tool_calls/max"] == 6.0 and metrics[f"{prefix}/waiting/mean"] == 0.5
+    assert metrics.items() <= rollout_metrics(rows).items()
+    assert agent_loop_metrics(rows[3:]) == {}
+
+
+def test_samples_by_second():
+    metrics = performance_metrics(total_tokens=600, samples=8, seconds=4.0, learner_ranks=2)
+    assert metrics["perf/samples_per_second"] == 2.0 and metrics["perf/throughput"] == 75.0

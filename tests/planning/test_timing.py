@@ -272,6 +272,12 @@ def test_a_run_is_its_steps_validations_and_checkpoints() -> None:
         (60 * step.total + 13 * run.validation_seconds + 2 * run.checkpoint_seconds) / 3600
     )
     assert 100 < run.validation_seconds < 600
+    config = recipe("trainer.test_freq=10", "trainer.quick_test_freq=4", "trainer.save_freq=30")[0]
+    quick = predict_run(config, preset("qwen2.5-32b"), machines, workload, step.total, 60, validation_prompts=30)
+    assert (quick.validations, quick.quick_validations) == (7, 12)
+    assert 0 < quick.quick_validation_seconds < quick.validation_seconds == run.validation_seconds
+    seconds = 7 * quick.validation_seconds + 12 * quick.quick_validation_seconds + 2 * quick.checkpoint_seconds
+    assert quick.hours == pytest.approx((60 * step.total + seconds) / 3600)
 
 
 def test_hardware_has_sources_and_sane_ratios() -> None:

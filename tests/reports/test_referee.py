@@ -118,7 +118,11 @@ def test_weights_of_a_later_step_come_from_the_checkpoint_before_it(dense_run, t
         find_step(run_dir, 4)
     assert find_step(run_dir).number == 1
     checkpoint = run_dir / "checkpoints" / "global_step_3"
-    convert(dense_run.parent / "model", checkpoint / "learner", require_tokenizer=False)
+    alone = run_dir / "checkpoints" / "weights_step_3"
+    convert(dense_run.parent / "model", alone, require_tokenizer=False)
+    assert find_step(run_dir).weights.path == alone
+    checkpoint.mkdir()
+    alone.rename(checkpoint / "learner")
     (checkpoint / "COMPLETE").touch()
     found = find_step(run_dir)
     assert found.number == 4 and found.weights.version == 3

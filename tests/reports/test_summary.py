@@ -40,6 +40,13 @@ def test_a_last_validation_that_is_the_best_stands_once(tmp_path):
     assert list(summarise(tmp_path).validations) == ["before RL", "step 1, best and last"]
 
 
+def test_a_quick_validation_is_none_of_them(tmp_path):
+    quick = {"val-quick/all/acc/mean@4": 0.9}
+    rows = [{"step": 0, **validation(0.2)}, step(1, **quick), step(2, **validation(0.3)), step(3, **quick)]
+    write(tmp_path / "metrics.jsonl", rows)
+    assert list(summarise(tmp_path).validations) == ["before RL", "step 2, best and last"]
+
+
 def test_a_run_without_validations_has_its_steps(tmp_path):
     write(tmp_path / "metrics.jsonl", [step(1), step(2)])
     found = summarise(tmp_path)

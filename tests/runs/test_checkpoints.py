@@ -18,6 +18,12 @@ from megatron_retool.runs.checkpoints import (
     set_aside,
     set_aside_later,
 )
+from megatron_retool.runs.weights_checkpoints import (
+    prune_weights,
+    publish_weights,
+    weights_checkpoints,
+    weights_workspace,
+)
 
 
 def settings(tmp_path, *overrides):
@@ -29,6 +35,61 @@ def make_checkpoint(run_dir, step):
     (workspace / "learner").mkdir()
     seal_checkpoint(workspace, {"trainer_state.json": {"step": step}})
     return publish_checkpoint(workspace, step)
+
+
+def make_weights(run_dir, step):
+    workspace = weights_workspace(run_dir, step)
+    workspace.mkdir()
+    (workspace / "COMPLETE").touch()
+    return publish_weights(run_dir, step)
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_weights_alone_are_no_resume_point(tmp_path):
+    config = settings(tmp_path)
+    weights = make_weights(config.run_dir, 12)
+    assert weights_checkpoints(config.run_dir) == [weights] and complete_checkpoints(config.run_dir) == []
+    assert find_resume_point(config) is None
+    assert "weights_step_12 holds weights alone), so the same command begins anew" in how_to_go_on(config)
+    make_checkpoint(config.run_dir, 10)
+    assert find_resume_point(config).step == 10 and "goes on after step 10" in how_to_go_on(config)
+    by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={weights.path}")
+    with pytest.raises(ConfigError, match=r"holds the weights of step 12 alone: .*model\.mcore_path=.*weights_step_12"):
+        find_resume_point(by_path)
+
+
+def test_neither_kind_is_deleted_for_the_other(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    start = make_weights(run_dir, 1)
+    for step in (2, 3, 4, 5):
+        make_checkpoint(run_dir, step)
+        make_weights(run_dir, step)
+    config = settings(
+        tmp_path, "trainer.keep_checkpoints=1", "trainer.keep_weights=2", f"model.mcore_path={start.path}"
+    )
+    prune_checkpoints(config, complete_checkpoints(run_dir)[-1])
+    assert names(run_dir) == ["global_step_5", *(f"weights_step_{step}" for step in (1, 2, 3, 4, 5))]
+    prune_weights(config, weights_checkpoints(run_dir)[1])
+    assert names(run_dir) == ["global_step_5", *(f"weights_step_{step}" for step in (1, 2, 4, 5))]
+    prune_weights(settings(tmp_path), weights_checkpoints(run_dir)[-1])  # all are kept
+    assert len(weights_checkpoints(run_dir)) == 4
+
+
+def test_weights_that_were_cut_short_are_removed_and_later_ones_set_aside(tmp_path):
+    run_dir = settings(tmp_path).run_dir
+    first = make_checkpoint(run_dir, 1)
+    for step in (1, 2):
+        make_weights(run_dir, step)
+    cut_short = run_dir / "checkpoints" / "weights_step_3"
+    cut_short.mkdir()
+    workspace = weights_workspace(run_dir, 4).parent
+    assert remove_unfinished(run_dir) == sorted([cut_short, workspace])
+    back = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first.path}")
+    moved = set_aside_later(back, find_resume_point(back))
+    assert names(run_dir) == ["global_step_1", "weights_step_1"] and names(moved) == ["weights_step_2"]
 
 
 def test_only_complete_checkpoints_are_found(tmp_path):

@@ -30,7 +30,7 @@ def test_stages_follow_one_another_and_learn(config):
     assert rates[10] == pytest.approx(0.00125)
     assert rates[13] == max(rates[10:])
     assert rates[-1] < 0.0015
-    assert all(row["perf/throughput"] > 0 for row in rows)
+    assert all(row["perf/throughput"] > 0 and row["perf/max_process_memory_gb"] > 0.1 for row in rows)
     assert [c.step for c in complete_checkpoints(config.run_dir)] == [20]
     assert (config.run_dir / "COMPLETE").exists()
     before = (config.run_dir / "metrics.jsonl").read_bytes()

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,44 @@ def test_the_same_seed_gives_the_same_tokens(engine, tokenizer):
     assert generate(7) == first
     assert generate(8) != first
     assert len({tuple(ids) for ids in first}) > 3
+
+
+def test_company_and_cache_change_no_bit_of_a_request(engine, tokenizer):
+    """A run is repeated only where the same seed gives the same bits, whenever requests happen to arrive."""
+    serve(engine, markov_policy.random_model(tokenizer, seed=1))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(5, 50, size=size).tolist() for size in (3, 17, 40, 200, 600)]
+    requests = [GenerateRequest(p, 24, SamplingConfig(n=1), seed=seed) for seed, p in enumerate(prompts)]
+
+    async def flush(client):
+        while True:  # Until the scheduler has put away the request that it just answered.
+            with suppress(EngineRejected):
+                return await client.flush_cache()
+            await asyncio.sleep(0.01)
+
+    async def scenario(client):
+        alone = []
+        for request in requests:
+            await flush(client)
+            alone.append(await client.generate(request))
+        # What the next turn of each would ask, on a cache that this turn filled, and on none.
+        further = [
+            replace(request, input_ids=[*request.input_ids, *first.output_ids, 7, 8])
+            for request, first in zip(requests, alone, strict=True)
+        ]
+        cached = await asyncio.gather(*map(client.generate, further))
+        await flush(client)
+        company = [GenerateRequest([n + 9] * n, 40, SamplingConfig(n=1), seed=n) for n in (1, 5, 30)]
+        neighbours = [asyncio.create_task(client.generate(request)) for request in company]
+        together = await asyncio.gather(*map(client.generate, requests[::-1]))
+        await asyncio.gather(*neighbours)
+        await flush(client)
+        return alone, together[::-1], cached, [await client.generate(request) for request in further[::-1]][::-1]
+
+    alone, together, cached, fresh = on_client(engine, scenario)
+    assert sum(result.cached_tokens for result in cached) > 500
+    for one, other in [*zip(alone, together, strict=True), *zip(cached, fresh, strict=True)]:
+        assert (one.output_ids, one.log_probs) == (other.output_ids, other.log_probs)
 
 
 @pytest.mark.parametrize("method", ["tensor", "distributed", "disk"])

@@ -126,7 +126,10 @@ def test_waiting_for_a_dead_engines_successor_is_not_the_trajectorys_time(tokeni
         async with RolloutManager(config, tokenizer, [first.url], ScriptedTools(), restart_engine=restart) as manager:
             return await manager.generate_groups(PROMPTS, TWO)
 
-    assert_complete(asyncio.run(scenario()))
+    groups = asyncio.run(scenario())
+    assert_complete(groups)
+    waited = [trajectory.timing.waiting for group in groups for trajectory in group]
+    assert max(waited) > 1.2 and all(t.timing.generation < 1.0 for group in groups for t in group)
 
 
 def test_a_restart_that_fails_leaves_the_other_engine(tokenizer):
@@ -185,6 +188,10 @@ def test_concurrency_limit_and_order(tokenizer):
     groups, most_running = asyncio.run(scenario())
     assert_complete(groups)
     assert most_running <= 4
+    timings = [trajectory.timing for group in groups for trajectory in group]
+    # Two requests of 2 ms each; four trajectories have a place at once, the others wait for one of them at least.
+    assert all(timing.generation >= 0.004 for timing in timings)
+    assert sum(timing.waiting >= 0.004 for timing in timings) >= 8
 
 
 def test_leaving_a_stream_ends_what_it_started(tokenizer):

@@ -4,7 +4,8 @@ Files are those of ``megatron.core.dist_checkpointing`` (``torch_dist``; the opt
 "fully reshardable").  A checkpoint is built under a temporary name and renamed when it is complete, so a directory
 without the COMPLETE marker is never one.  The marker holds the checksum of every file, which the rank that wrote it
 takes while the file is still in memory.  In ``hf/`` lie the model's config and tokenizer, for
-``conversion/mcore_to_hf.py``.
+``conversion/mcore_to_hf.py``.  Weights lie in files of their own (``conversion/files/weights_alone.py``), and a
+checkpoint of weights alone has no others: it is what ``conversion/hf_to_mcore.py`` makes.
 
 An asynchronous save copies the state to host memory and writes it on a thread while training goes on; planning and
 writing talk over a process group of their own.
@@ -12,10 +13,11 @@ writing talk over a process group of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -33,16 +35,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 
 from conversion.files.checksums import FileRecord, record_files, write_marker
 from conversion.files.directory import COMPANIONS, check_free_space, publish
 from conversion.files.hf_checkpoint import copy_companions
+from conversion.files.weights_alone import WEIGHTS_PART
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
     ShardedState,
     explain,
     full_state,
+    model_names,
+    model_state,
     sharded_items,
     sharding_metadata,
 )
@@ -60,6 +68,27 @@ def _writing_group() -> dist.ProcessGroup:
     return _groups["writing"][1]
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Writes weights and the rest of a rank's state into files of their own."""
+
+    def __init__(self, directory: str | Path, weights: frozenset[str], compression: str) -> None:
+        extensions: Sequence[StreamTransformExtension] = [ZStandard()] if compression == "zstd" else []
+        super().__init__(directory, sync_files=True, _extensions=extensions)
+        self._weights = weights
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
+        written: list[WriteResult] = []
+        for part, is_weights in ((WEIGHTS_PART, True), ("", False)):
+            items = [item for item in plan.items if (item.index.fqn in self._weights) is is_weights]
+            if items:
+                place = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{part}")
+                own = dataclasses.replace(plan, items=items, storage_data=place)
+                written += super().write_data(own, planner).wait()
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result(written)
+        return done
+
+
 class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
     """torch_dist through torch's own writer.
 
@@ -67,9 +96,11 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
     leaves in an undefined state, and starts a manager process that outlives a killed trainer.
     """
 
-    def __init__(self, copy_to_host: bool) -> None:
+    def __init__(self, copy_to_host: bool, weights: frozenset[str], compression: str) -> None:
         super().__init__("torch_dist", 1)
         self.copy_to_host = copy_to_host
+        self.weights = weights
+        self.compression = compression
         self.records: dict[str, FileRecord] = {}
         """Of the files that this rank wrote, once they are."""
 
@@ -86,7 +117,7 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
         def write() -> None:
             dcp.save(
                 state,
-                storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+                storage_writer=_Writer(checkpoint_dir, self.weights, self.compression),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=group,
             )
@@ -140,7 +171,9 @@ class PendingSave:
         _raise_together(error, self.directory, self._temporary)
 
 
-def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchronous: bool = False) -> PendingSave:
+def save_checkpoint(
+    learner: Checkpointable, directory: str | Path, *, asynchronous: bool = False, weights_only: bool = False
+) -> PendingSave:
     """Begin to write a checkpoint of ``learner`` to ``directory``. Every rank calls it with the same arguments.
 
     One save at a time: the caller waits for the one before.
@@ -149,6 +182,7 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
         directory: appears when the checkpoint is complete; what was there before is replaced then.
         asynchronous: copy the state to host memory first, so that training may go on while it is written. Without it
             the state must stay as it is until the save is complete.
+        weights_only: without optimizer, schedule and random state; no learner continues from it.
 
     Returns:
         The save, which the caller waits for.
@@ -160,7 +194,12 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
     directory = Path(directory).absolute()
     temporary = directory.with_name(f".{directory.name}.incomplete")
     cpu.fix_torch_adam()
-    state = full_state(learner, is_loading=False)
+    if weights_only:
+        state = model_state(learner.model_chunks, learner.architecture)
+    else:
+        state = full_state(learner, is_loading=False)
+    weights = [item for name in model_names(learner.model_chunks) for item in sharded_items(state[name])]
+    names = frozenset(item.unique_key if isinstance(item, ShardedObject) else item.key for item in weights)
     needed = _bytes_to_write(state)
     error: BaseException | None = None
     if dist.get_rank() == 0:
@@ -173,7 +212,7 @@ def save_checkpoint(learner: Checkpointable, directory: str | Path, *, asynchron
             error = caught
     _raise_together(error, directory, temporary)
 
-    writer = _ThreadSaveStrategy(copy_to_host=asynchronous)
+    writer = _ThreadSaveStrategy(asynchronous, names, learner.config.trainer.checkpoint_compression)
     strategy: AsyncSaveShardedStrategy = writer
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:

@@ -1,9 +1,10 @@
-"""TensorBoard: event files in the run's tensorboard/."""
+"""TensorBoard: event files in the run's tensorboard/; samples of validations are tables under Text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_retool.monitor.event_file import EventFile
 from megatron_retool.monitor.loggers import LoggedRun, Logger
@@ -21,5 +22,17 @@ class TensorBoardLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.add_scalars(step, metrics)
 
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        names = list(rows[0])
+        cells = [[_literally(row[name]) for name in names] for row in rows]
+        self._file.add_table(step, "validation/samples", [[f"**{name}**" for name in names], *cells])
+
     def close(self) -> None:
         self._file.close()
+
+
+def _literally(value: Any) -> str:
+    """Markdown that shows text as it is, with its line breaks: an indented block, which has no marks of its own."""
+    if not isinstance(value, str):
+        return f"{value:g}"
+    return "\n".join(f"    {line}" for line in value.splitlines())

@@ -1,7 +1,7 @@
 """A stored step that the referee can judge: its weights, and a sample of its tokens.
 
-Tokens of step s are sampled with version s - 1 of the weights, which is what a checkpoint global_step_(s - 1) holds, or
-for s = 1 the model that the run started from; old_log_probs are of the same weights.
+Tokens of step s are sampled with version s - 1 of the weights, which is what a checkpoint global_step_(s - 1) or
+weights_step_(s - 1) holds, or for s = 1 the model that the run started from; old_log_probs are of the same weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_retool.config import Config, load_config
 from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import check_run_directory
+from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, read_trajectories
 
 TOKENS_OF_A_RESPONSE = 1024
@@ -120,8 +121,8 @@ def find_step(run_dir: str | Path, number: int | None = None) -> StoredStep:
         raise FileNotFoundError(
             f"{run_dir}: {which} sampled with weights ({versions}) that are not on disk: "
             + (f"--step can be one of {_listed(sorted(kept))}. " if kept else f"{_missing_start(config)}. ")
-            + "For a run's every step set trainer.save_freq=1 and trainer.keep_checkpoints=0 (step N needs the "
-            "checkpoint of step N - 1)"
+            + "For a run's every step set trainer.save_freq=1 and trainer.keep_checkpoints=0, or for weights alone "
+            "trainer.save_weights_freq=1 (step N needs the checkpoint of step N - 1)"
         )
     return StoredStep(run_dir, config, wanted, kept[wanted])
 
@@ -138,7 +139,8 @@ def _weights_before(run_dir: Path, config: Config, step: int) -> Weights | None:
     for checkpoint in complete_checkpoints(run_dir):
         if checkpoint.step == version and (checkpoint.learner / "metadata.json").is_file():
             return Weights(version, mcore_dir=checkpoint.learner)
-    return None
+    alone = [each for each in weights_checkpoints(run_dir) if each.step == version]
+    return Weights(version, mcore_dir=alone[0].path) if alone else None
 
 
 def _first_weights(config: Config) -> Weights | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import cpu_batch_invariance
 import torch
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _PADDED_LIMIT = 2**20
@@ -22,12 +23,12 @@ def register() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # --enable-deterministic-inference is what makes SGLang read sampling seeds. It knows no CPU backend; this one
-    # treats every request of a batch alike, and its CPU kernels need no batch-invariant replacements.
+    # --enable-deterministic-inference is what makes SGLang read sampling seeds, and exchanges kernels. It knows no CPU
+    # backend, and its own kernels exist on GPUs alone.
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register(
-        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", leave_kernels_alone, HookType.REPLACE
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", make_batch_invariant, HookType.REPLACE
     )
 
     HookRegistry.register(
@@ -42,8 +43,9 @@ def register() -> None:
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
 
 
-def leave_kernels_alone(*arguments: Any, **kwargs: Any) -> None:
-    """In place of the switch that puts Triton kernels under matrix products, which exist on GPUs alone."""
+def make_batch_invariant(*arguments: Any, **kwargs: Any) -> None:
+    """In place of the switch that puts Triton kernels under matrix products."""
+    cpu_batch_invariance.enable()
 
 
 def plain_host_memory(dims: Any, dtype: torch.dtype, device: str, *arguments: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,6 +79,8 @@ def decode_attention(
     kv_heads = k_cache.shape[1]
     # Query heads that share a KV head become query positions: no KV head is repeated.
     grouped = query.view(requests, kv_heads, heads // kv_heads, head_size)
+    if cpu_batch_invariance.enabled():
+        grouped = pad(grouped, (0, 0, 0, cpu_batch_invariance.query_padding(heads // kv_heads)))
     attended = scaled_dot_product_attention(
         grouped,
         _gather(k_cache, slots, query.dtype),
@@ -84,7 +88,7 @@ def decode_attention(
         attn_mask=visible[:, None, None, :],
         scale=kwargs.get("scaling"),
     )
-    output.copy_(attended.reshape(output.shape))
+    output.copy_(attended[:, :, : heads // kv_heads].reshape(output.shape))
     return output
 
 
@@ -99,9 +103,22 @@ def extend_attention(
     requests, longest_new = len(seq_lens), int(extend_lens.max())
     padded_pairs = requests * longest_new * int(seq_lens.max())
     plain = encoder_lens is None and kwargs.get("sliding_window_size") is None and kwargs.get("causal")
-    if not plain or padded_pairs > 4 * int((extend_lens * seq_lens).sum()) + _PADDED_LIMIT:
+    wasteful = padded_pairs > 4 * int((extend_lens * seq_lens).sum()) + _PADDED_LIMIT
+    if not plain or (wasteful and not cpu_batch_invariance.enabled()):
         return original(backend, query, output, *rest, **kwargs)
+    if wasteful and requests > 1:
+        first = 0
+        for each in range(requests):
+            one, new = slice(each, each + 1), slice(first, first + int(extend_lens[each]))
+            own = (req_pool_indices[one], seq_lens[one], prefix_lens[one], extend_lens[one], encoder_lens)
+            backend.batch_slots = None
+            extend_attention(original, backend, query[new], output[new], k_cache, v_cache, req_to_token, *own, **kwargs)
+            first = new.stop
+        backend.batch_slots = None
+        return output
     slots, _ = _slots(backend, req_to_token, req_pool_indices, seq_lens)
+    if cpu_batch_invariance.enabled():
+        longest_new += cpu_batch_invariance.query_padding(longest_new)
     heads, head_size = query.shape[1:]
     new = torch.arange(longest_new)
     is_new = new[None, :] < extend_lens[:, None]
@@ -128,9 +145,12 @@ def _slots(
     """Cache slots int64 and validity bool, both [requests, longest]; the same for every layer of a forward pass."""
     if getattr(backend, "batch_slots", None) is None:
         longest = int(seq_lens.max())
-        visible = torch.arange(longest)[None, :] < seq_lens[:, None]
+        slots = req_to_token[req_pool_indices, :longest].long()
+        if cpu_batch_invariance.enabled():
+            slots = pad(slots, (0, cpu_batch_invariance.key_padding(longest)))
+        visible = torch.arange(slots.shape[1])[None, :] < seq_lens[:, None]
         # Padding points at slot 0, which SGLang reserves for it; the mask keeps it out of the softmax.
-        slots = torch.where(visible, req_to_token[req_pool_indices, :longest].long(), 0)
+        slots = torch.where(visible, slots, 0)
         backend.batch_slots = (slots, visible)
     return backend.batch_slots
 

@@ -75,6 +75,7 @@ def test_two_turns_with_a_tool(tokenizer):
     assert np.all(trajectory.rollout_log_probs[trajectory.loss_mask] < 0)
     (call,) = trajectory.tool_calls
     assert (call.name, call.status, call.output_tokens, call.output_truncated) == ("code_interpreter", "ok", 2, False)
+    assert call.position == 1
     # The second request is the first one's ids, what was sampled, and the result: nothing re-tokenised.
     first, second = (request for request, _ in engine.requests)
     assert second[: len(first)] == first
@@ -105,10 +106,11 @@ def test_long_tool_output_is_cut_and_marked(tokenizer):
 
 def test_calls_of_one_turn_run_side_by_side(tokenizer):
     tools = ScriptedTools(seconds=0.02)
-    engine = ScriptedEngine(tokenizer, [CALL + CALL + CALL + END, ANSWER + END])
+    engine = ScriptedEngine(tokenizer, [CALL + WORD + CALL + CALL + END, WORD + CALL + END, ANSWER + END])
     state = run(make_loop(tokenizer, tools), engine)
     assert tools.most_running == 3
-    assert len(state.tool_calls) == 3
+    assert [call.position for call in state.tool_calls] == [0, 2, 3, state.turn_ids.index(1) + 1]
+    assert 0.04 <= state.to_trajectory().timing.tools < 0.02 * 4 + state.seconds
 
 
 def test_turn_limit(tokenizer):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_retool.config import BranchingConfig, SamplingConfig, load_config
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.routed_experts import stored_type
-from megatron_retool.trajectory import FinishReason, ToolCall
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from sglang_rollout import rollout_manager
 from sglang_rollout.agent.branching import EntropyBranching
 from sglang_rollout.agent.loop import TrajectoryState
@@ -66,6 +66,7 @@ def states(draw: st.DrawFn, group_id: int, index: int, age: int) -> TrajectorySt
             )
         ),
         seconds=draw(st.floats(0, 1e4)),
+        timing=draw(st.builds(RolloutTiming, *[st.floats(0, 1e4)] * 3)),
         age=age,
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         reward_info=draw(st.dictionaries(texts, json_values, max_size=2)),

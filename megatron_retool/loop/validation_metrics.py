@@ -1,0 +1,121 @@
+"""Which metrics the validations of a configuration have, and names that are none of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_retool.config import Config, ConfigError
+from megatron_retool.data.prompts import read_validation_prompts
+from megatron_retool.rewards.difficulty import difficulties
+from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
+
+BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
+"""How the names of ``monitor.metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""
+
+ALL = "all"
+"""The data source that stands for all of them."""
+
+_PREFIXES = ("val-core/", "val-aux/", "val-quick/")
+_SHOWN = 40
+
+
+def is_validation_metric(name: str) -> bool:
+    """Whether only validations have it."""
+    return name.startswith(_PREFIXES)
+
+
+def quick_name(name: str) -> str:
+    """What a metric of a full validation is called in a quick one: val-quick/all/acc/mean@4 of val-core/…."""
+    return f"val-quick/{name.partition('/')[2]}"
+
+
+def validation_metrics(config: Config, groups: Mapping[str, Iterable[str]]) -> list[str]:
+    """Names of what the validations of ``config`` have whatever the reward function returns beside score, acc and pred.
+
+    Args:
+        groups: data source -> its groups by difficulty.
+    """
+    full = _names(config.rollout.val.n, groups)
+    full += [
+        f"val-aux/{source}/acc/{group}/mean@{config.rollout.val.n}"
+        for source, found in groups.items()
+        for group in found
+    ]
+    quick = _names(config.rollout.quick_val.n, groups) if config.trainer.quick_test_freq else []
+    return list(dict.fromkeys(full + [quick_name(name) for name in quick]))
+
+
+def check_early_stopping(config: Config) -> None:
+    """Whether validations will have ``trainer.early_stopping.metric``, as far as can be told before they are held.
+
+    Data sources and their difficulties are those of data.val_files; before these are there any may come. What a reward
+    function returns beside score, acc and pred is known at the first validation alone, which is checked as well.
+
+    Raises:
+        ConfigError: they will not; naming the nearest of those that they have.
+        DataError: a validation file is damaged.
+    """
+    name = config.trainer.early_stopping.metric
+    if not name:
+        return
+    groups = _groups(config)
+    known = validation_metrics(config, groups or {source: () for source in {ALL, _source_of(name)}})
+    if name not in known and not (is_validation_metric(name) and _may_come(name, config, groups)):
+        raise ConfigError(unknown_metric("trainer.early_stopping.metric", name, known))
+
+
+def unknown_metric(key: str, name: str, known: Sequence[str]) -> str:
+    """What a user is told whose ``key`` names none of ``known``."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    nearest = f"the nearest are {', '.join(near)}; " if near else ""
+    shown = [each for each in known if f"/{ALL}/acc/" in each or each.count("/") == 2]
+    shown = [each for each in shown if not each.endswith("/std")][:_SHOWN]
+    return (
+        f"{key}={name} is no metric of this run's validations: {nearest}they have {', '.join(shown)}, and more that "
+        "docs/metrics.md lists"
+    )
+
+
+def _names(n: int, sources: Iterable[str]) -> list[str]:
+    """Of validations with n samples, told by evaluating made-up ones."""
+    made_up = [EvaluationRecord(source, 0, 1.0, 1.0, "1", 2) for source in sources for _ in range(n)]
+    names = list(evaluation_metrics(made_up, bootstrap_draws=1))
+    return names + [f"val-aux/{name}" for name in (*BEHAVIOUR, "reward/scored") if f"val-aux/{name}" not in names]
+
+
+def _groups(config: Config) -> dict[str, list[str]] | None:
+    """Groups by difficulty of each data source of data.val_files; None where not all of these are files."""
+    val_files = config.data.val_files
+    if not val_files or not all(Path(file).is_file() for file in val_files):
+        return None
+    prompts = read_validation_prompts(config.data)
+    groups: dict[str, list[str]] = {ALL: []}
+    known = difficulties([(prompt.data_source, prompt.extra_info) for prompt in prompts])
+    for prompt, difficulty in zip(prompts, known, strict=True):
+        found = groups.setdefault(prompt.data_source, [])
+        if difficulty is not None and difficulty.group not in found:
+            found.append(difficulty.group)
+    return {source: sorted(found) if len(found) > 1 else [] for source, found in groups.items()}
+
+
+def _source_of(name: str) -> str:
+    """The data source that a metric's name may mean."""
+    return re.split(r"/(?:acc|reward)/", name.partition("/")[2])[0] or ALL
+
+
+def _may_come(name: str, config: Config, groups: Mapping[str, Iterable[str]] | None) -> bool:
+    """Whether it is what a tool or the reward function may add, or a group of files that are not there yet."""
+    prefix, _, rest = name.partition("/")
+    if prefix == "val-core":
+        return False
+    quick = prefix == "val-quick"
+    if rest.startswith((*BEHAVIOUR, "reward/failures/")):
+        return True
+    n = config.rollout.quick_val.n if quick else config.rollout.val.n
+    match = re.fullmatch(rf"(?P<source>.+)/(?P<name>[^/]+)/(?:mean|std)@{n}", rest)
+    if match is None or match["name"] in ("acc", "reward"):
+        return False
+    return groups is None or match["source"] in groups

@@ -1,0 +1,30 @@
+"""Which validation follows a step."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from megatron_retool.algorithms.stage_schedule import is_due, parse_stages
+from megatron_retool.config import TrainerConfig
+
+
+class Validation(Enum):
+    FULL = auto()
+    """Every validation prompt: val-core/ and val-aux/."""
+    QUICK = auto()
+    """A few of them with few responses: val-quick/."""
+
+
+def validation_after(trainer: TrainerConfig, step: int, *, last: bool) -> Validation | None:
+    """The validation that follows ``step`` (from 1). The last step has a full one; where both are due, so has any.
+
+    It is a function of the step alone: a run that goes on from a checkpoint holds those that are left.
+    """
+    if trainer.test_schedule:
+        full = is_due(parse_stages(trainer.test_schedule), step)
+    else:
+        full = trainer.test_freq > 0 and step % trainer.test_freq == 0
+    if full or last:
+        return Validation.FULL
+    quick = trainer.quick_test_freq > 0 and step % trainer.quick_test_freq == 0
+    return Validation.QUICK if quick else None
