@@ -25,7 +25,7 @@ def attack(attacked: Sandbox, language: str, python: str, bash: str, **limits: i
     if language == "pytest":
         python = f"def test_attack():\n{textwrap.indent(python, '    ')}"
     body = {"code": bash if language == "bash" else python, "cells": [python], "language": language}
-    body |= {"run_timeout": 90, "total_timeout": 90, "fetch_files": ["found.txt"], **limits}
+    body |= {"run_timeout": 200, "total_timeout": 200, "fetch_files": ["found.txt"], **limits}
     status, answer = attacked.post(body, "/run_jupyter" if language == "jupyter" else "/run_code")
     assert status == 200 and answer["status"] != "SandboxError", answer
     return answer["outcome"], base64.b64decode(answer["files"].get("found.txt", "")).decode()
@@ -52,8 +52,9 @@ open("found.txt", "a").write("got it")
 """
 USING_UP_IN_BASH = """
 (text=x; for i in $(seq 30); do text=$text$text; done; echo got it > found.txt)
+SECONDS=0
 (for i in $(seq 300); do sleep 30 & done) &
-while set -- /proc/[0-9]*; [ $# -lt 60 ] && [ $SECONDS -lt 3 ]; do :; done
+while set -- /proc/[0-9]*; [ $# -lt 60 ] && [ $SECONDS -lt 5 ]; do :; done
 echo $# >> found.txt
 """
 
