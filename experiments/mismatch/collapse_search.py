@@ -1,4 +1,4 @@
-"""A mixture of experts whose engine holds INT4 weights: what does its mismatch do to a run, and what cures it?
+"""A mixture of experts whose engine holds INT4 or INT3 weights: what does that do to a run, and what cures it?
 
 `python -m experiments.mismatch.collapse_search --base runs/demo_moe --seeds 1 2 3`
 
@@ -69,7 +69,7 @@ def cures(engine: str, overrides: tuple[str, ...]) -> tuple[Arm, ...]:
 
 EXPERIMENT = Experiment(
     name="collapse_search",
-    title="Collapse and cure with an INT4 engine, mixture of experts",
+    title="Collapse and cure with an INT4 or INT3 engine, mixture of experts",
     config=MOE_CONFIG,
     common=(
         *NO_CORRECTION,

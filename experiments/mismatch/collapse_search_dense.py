@@ -13,7 +13,7 @@ from experiments.mismatch.experiment import main
 EXPERIMENT = replace(
     collapse_search.EXPERIMENT,
     name="collapse_search_dense",
-    title="Collapse and cure with an INT4 engine, dense model",
+    title="Collapse and cure with an INT4 or INT3 engine, dense model",
     config=CONFIG,
     arms=tuple(
         arm
