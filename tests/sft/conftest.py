@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -19,9 +20,13 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def config(demo_directory, tmp_path) -> Config:  # noqa: F811
+    return config_of(demo_directory, tmp_path)
+
+
+def config_of(demo_directory: Path, runs_dir: Path) -> Config:  # noqa: F811
     base = demo_config(
         demo_directory,
-        f"trainer.runs_dir={tmp_path}",
+        f"trainer.runs_dir={runs_dir}",
         "trainer.experiment_name=run",
         "trainer.loggers=[jsonl]",
         f"model.path={demo_directory / 'model'}",

@@ -23,7 +23,7 @@ from megatron_retool.data.files import DataError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.sft import launch
 from megatron_retool.sft.launch import fine_tune
-from tests.sft.conftest import QUIET, losses, metrics, with_name, with_sft
+from tests.sft.conftest import QUIET, config_of, losses, metrics, with_name, with_sft
 
 
 def test_two_ranks_give_the_same_losses_as_one(config):
@@ -107,14 +107,23 @@ def start_command(config: Config, file: Path) -> subprocess.Popen[bytes]:
     return command
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A run of sixty steps on one rank."""
+    config = config_of(demo_directory, tmp_path_factory.mktemp("uninterrupted"))
+    config = with_sft(config, stages=[config.sft.stages[0], dataclasses.replace(config.sft.stages[1], steps=50)])
+    fine_tune(config, QUIET)
+    return config
+
+
 @pytest.mark.parametrize(
     ("ranks", "to_a_rank"), [(1, False), (2, False), (2, True)], ids=["alone", "command", "one_of_two_ranks"]
 )
-def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(config, tmp_path, ranks, to_a_rank):
-    stages = [config.sft.stages[0], dataclasses.replace(config.sft.stages[1], steps=50)]
-    whole = with_sft(with_name(config, "whole"), stages=stages)
-    asked = with_name(whole, "asked")
-    asked = dataclasses.replace(asked, learner=dataclasses.replace(asked.learner, world_size=ranks))
+def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(
+    config, uninterrupted, tmp_path, ranks, to_a_rank
+):
+    alone = with_sft(config, stages=uninterrupted.sft.stages)
+    asked = dataclasses.replace(alone, learner=dataclasses.replace(alone.learner, world_size=ranks))
     command = start_command(asked, tmp_path / "config.yaml")
     try:
         told = command.pid
@@ -131,12 +140,11 @@ def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(config
     assert [checkpoint.step for checkpoint in complete_checkpoints(asked.run_dir)] == [left_at]
     assert not (asked.run_dir / "COMPLETE").exists()
 
-    fine_tune(whole, QUIET)
-    assert fine_tune(with_name(whole, "asked"), QUIET)  # on one rank: where it goes on is the same in every layout
+    assert fine_tune(alone, QUIET)  # on one rank: where it goes on is the same in every layout
     assert [row["step"] for row in metrics(asked)] == list(range(1, 61))
     tolerance = 1e-6 if ranks == 1 else 1e-4
-    assert losses(asked) == pytest.approx(losses(whole), abs=tolerance)
-    expected, found = weights(whole, 60), weights(asked, 60)
+    assert losses(asked) == pytest.approx(losses(uninterrupted), abs=tolerance)
+    expected, found = weights(uninterrupted, 60), weights(asked, 60)
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=0, atol=10 * tolerance, msg=key)
