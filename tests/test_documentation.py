@@ -178,13 +178,16 @@ def test_file_exists(page: str, name: str) -> None:
         "routing_replay/",
         "reward/failures/",
         "reward/",
+        "val-core/",
         "val-aux/",
+        "val-quick/",
         "actor/",
     ):
         return  # what a run makes, or a metric's prefix
     if page == "docs/metrics.md" and name.endswith("/"):
         return
-    if re.match(r"/|(runs|logs|models|export|report|rollouts|validation|checkpoints|learner|critic|model)/", name):
+    made = r"/|(runs|logs|models|export|report|rollouts|validation(_quick)?|checkpoints|learner|critic|model)/"
+    if re.match(made, name):
         return
     if re.match(r"tensorboard/|my_\w+\.(py|yaml|sh)$", name):
         return  # the reader's own

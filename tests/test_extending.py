@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import runpy
 from pathlib import Path
@@ -16,7 +17,7 @@ from conversion import hf_to_mcore, mcore_to_hf
 from megatron_retool import __main__ as command_line
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs
-from megatron_retool.config import Config, load_config
+from megatron_retool.config import Config, ToolsConfig, load_config
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.loop.checks import check_extensions
 from megatron_retool.registry import Need
@@ -25,6 +26,7 @@ from sglang_rollout.engine.base import GenerateRequest, make_engine
 from tests.conversion.conftest import save_tokenizer
 from tests.extending_page import PAGE, snippets, write_snippets
 from tests.sglang_rollout.agent import markov_policy
+from tests.tools.search.conftest import Service
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.registry import ToolRegistry
 from tools.tool import TrajectoryInfo
@@ -46,11 +48,12 @@ def load(directory: Path, *names: str) -> Config:
 
 def test_the_page_names_a_file_for_every_snippet() -> None:
     blocks = re.findall(r"```(?:python|yaml)\n", PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) == len(snippets()) == 19
+    assert len(blocks) == len(snippets()) == 21
 
 
 def test_every_snippet_passes_the_checks_before_a_run(outside: Path) -> None:
     check_extensions(load(outside, "data", "loss", "advantage", "reward", "tool", "format", "agent", "engine"))
+    check_extensions(load(outside, "search"))
 
 
 def test_loss_and_advantage_get_what_they_need(outside: Path) -> None:
@@ -68,6 +71,22 @@ def test_loss_and_advantage_get_what_they_need(outside: Path) -> None:
     )
     advantages = compute_advantages(algorithm.estimator, batch).advantages
     assert advantages[0] == advantages[1] < 0 < advantages[2], "equal rewards: the shorter response is better"
+
+
+def test_a_service_of_ones_own_is_asked(outside: Path) -> None:
+    service = Service({"pages": [{"key": "Paris", "title": "Paris", "description": "Capital of France"}]})
+
+    async def scenario() -> str:
+        async with service.serving() as base:
+            search = load(outside, "search").tools.search
+            local = dataclasses.replace(search.service, base_url=base, cache_dir=None)
+            config = ToolsConfig(search=dataclasses.replace(search, service=local))
+            async with ToolRegistry.from_config(config, ["search"]) as registry:
+                session = await registry.open(TrajectoryInfo(0, 0))
+                return (await session.call("search", {"query": "capital"})).text
+
+    assert asyncio.run(scenario()) == "[1] (https://en.wikipedia.org/wiki/Paris) Paris\nCapital of France"
+    assert service.asked[0][:2] == ("GET", "/w/rest.php/v1/search/page?q=capital&limit=3")
 
 
 def test_prompts_choose_and_furnish_their_tools(outside: Path) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "code_interpreter": "tools.code_interpreter.tool:CodeInterpreterTool",
     "search": "tools.search.tool:SearchTool",
+    "read_page": "tools.search.page_tool:ReadPageTool",
 }
 """Tool classes. One that has a section tools.<name> is made with it, the others with the keyword arguments of their
 entry."""
@@ -73,6 +74,8 @@ def make_tool(config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInt
         kwargs = {"config": with_settings(section, entry.kwargs, f"{key}.kwargs")}
         if "client" in inspect.signature(found).parameters:
             kwargs["client"] = client
+        if "search" in inspect.signature(found).parameters:
+            kwargs["search"] = config.search
     if inspect.isclass(found) or _makes_a_tool(found):
         make: Callable[[], Any] = registry.bind(entry.tool, kwargs)
     else:

@@ -204,19 +204,22 @@ def gae(
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
     gae_reward: str = "last_token",
+    gae_reward_last_share: float = 0.0,
     gae_level: str = "token",
     gae_whiten: bool = True,
 ) -> Advantages:
     """``generalized_advantages`` on a critic's values.
 
     Args:
-        gae_reward: where a response's reward goes: see ``place_rewards``.
+        gae_reward, gae_reward_last_share: where a response's reward goes: see ``place_rewards``.
         gae_level: "token", or "sequence" for the mean over each response.
         gae_whiten: whiten over the batch's tokens.
     """
     loss_mask, sequence_ids, responses = batch.loss_mask, batch.sequence_ids, len(batch.rewards)
     assert batch.values is not None
-    per_token = place_rewards(batch.rewards, loss_mask, sequence_ids, gae_reward, batch.token_rewards)
+    per_token = place_rewards(
+        batch.rewards, loss_mask, sequence_ids, gae_reward, batch.token_rewards, last_share=gae_reward_last_share
+    )
     advantages, returns = generalized_advantages(per_token, batch.values, loss_mask, sequence_ids, gamma, gae_lambda)
     if gae_level == "sequence":
         counts = sequence_sum(loss_mask, sequence_ids, responses).clamp(min=1)
@@ -278,17 +281,25 @@ def _all_equal(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def place_rewards(
-    rewards: Tensor, loss_mask: Tensor, sequence_ids: Tensor, placement: str, token_rewards: Tensor | None = None
+    rewards: Tensor,
+    loss_mask: Tensor,
+    sequence_ids: Tensor,
+    placement: str,
+    token_rewards: Tensor | None = None,
+    *,
+    last_share: float = 0.0,
 ) -> Tensor:
     """Give each response's reward to its tokens.
 
-    "last_token" puts it on the last sampled token. "spread" gives every sampled token an equal share: the shares add up
-    to the reward, so that the undiscounted return of a response does not grow with its length. A response without a
-    sampled token has nowhere to put a reward and loses it.
+    "last_token" puts it on the last sampled token. "spread" gives every sampled token an equal share, "linear_decay"
+    shares that fall linearly from the first sampled token to the last (see ``linear_decay_shares``). All shares of a
+    response add up to 1, so that its undiscounted return does not grow with its length. A response without a sampled
+    token has nowhere to put a reward and loses it.
 
     Args:
         rewards: [N]. loss_mask: bool [T]. sequence_ids: int64 [T], each sequence's tokens together and in order.
         token_rewards: [T], added on sampled tokens.
+        last_share: of "linear_decay".
 
     Returns:
         float64 [T], 0 where ``loss_mask`` is false.
@@ -305,11 +316,36 @@ def place_rewards(
     elif placement == "spread":
         counts = sequence_sum(loss_mask, sequence_ids, len(rewards))
         placed[sampled] = (rewards.to(torch.float64) / counts.clamp(min=1))[owners]
+    elif placement == "linear_decay":
+        placed[sampled] = rewards.to(torch.float64)[owners] * linear_decay_shares(owners, len(rewards), last_share)
     else:
-        raise ValueError(f"algorithm.gae_reward={placement!r} is neither last_token nor spread")
+        raise ValueError(f"algorithm.gae_reward={placement!r} is none of last_token, spread and linear_decay")
     if token_rewards is not None:
         placed[sampled] += token_rewards.to(torch.float64)[sampled]
     return placed
+
+
+def linear_decay_shares(owners: Tensor, responses: int, last_share: float) -> Tensor:
+    """Shares of a response's reward that change linearly along its n sampled tokens and add up to 1.
+
+    The j-th token's weight is w_j = 1 - (1 - last_share) (j - 1) / (n - 1), its share w_j / sum(w), where the sum is
+    n (1 + last_share) / 2. With ``last_share`` 0 the last token gets nothing, with 1 all get the same, above 1 shares
+    grow. A single token gets everything.
+
+    Args:
+        owners: int64 [t], the response of each sampled token; those of one response together and in order.
+        responses: N.
+        last_share: weight of the last token in units of the first's, at least 0.
+
+    Returns:
+        float64 [t].
+    """
+    counts = sequence_sum(torch.ones_like(owners), owners, responses)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(len(owners), device=owners.device) - starts[owners]
+    progress = place.to(torch.float64) / (counts[owners] - 1).clamp(min=1)
+    weights = 1.0 - (1.0 - last_share) * progress
+    return weights / sequence_sum(weights, owners, responses)[owners]
 
 
 def generalized_advantages(

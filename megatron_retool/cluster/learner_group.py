@@ -137,9 +137,9 @@ class LearnerWorker:
             found = self.learner.values(batch)
         return found if self.rank == 0 else None
 
-    def update(self, batch: TrajectoryBatch, sampling: SamplingSettings) -> Updated:
+    def update(self, batch: TrajectoryBatch, sampling: SamplingSettings, kl_in_loss: float | None = None) -> Updated:
         with self._phase(Phase.UPDATE_ACTOR):
-            metrics = self.learner.update(_arrived(batch), sampling=sampling)
+            metrics = self.learner.update(_arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
@@ -287,9 +287,11 @@ class LearnerGroup:
         """Critic: float32 [T]."""
         return _of_rank_0(await self._on_all_ranks(LearnerWorker.values, batch))
 
-    async def update(self, batch: TrajectoryBatch, *, sampling: SamplingSettings) -> dict[str, float]:
-        """One optimizer step on a mini-batch; its metrics."""
-        return self._note_seconds(await self._on_all_ranks(LearnerWorker.update, batch, sampling))
+    async def update(
+        self, batch: TrajectoryBatch, *, sampling: SamplingSettings, kl_in_loss: float | None = None
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch; its metrics. ``kl_in_loss``: as for ``Learner.update``."""
+        return self._note_seconds(await self._on_all_ranks(LearnerWorker.update, batch, sampling, kl_in_loss))
 
     async def update_critic(self, batch: TrajectoryBatch) -> dict[str, float]:
         """The same for a critic."""

@@ -36,6 +36,10 @@ COMMANDS = (
     Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
     Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),
     Command("make-demo", "the demo's model, tokenizer and data", "megatron_retool.commands.make_demo"),
+    Command("data prepare", "published data sets as our parquet", "megatron_retool.commands.data_prepare"),
+    Command(
+        "data construct", "plain reasoning to reasoning with code, for SFT", "megatron_retool.commands.data_construct"
+    ),
     Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
     Command("report", "plots of a run", "megatron_retool.commands.report"),
     Command(

@@ -37,7 +37,13 @@ from megatron_retool.config.rollout import (
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
-from megatron_retool.config.tools import CodeInterpreterConfig, SearchConfig, ToolsConfig
+from megatron_retool.config.tools import (
+    CodeInterpreterConfig,
+    ReadPageConfig,
+    SearchConfig,
+    SearchServiceConfig,
+    ToolsConfig,
+)
 from megatron_retool.config.trainer import EarlyStoppingConfig, TrainerConfig
 from megatron_retool.config.tree import Config, validate
 from megatron_retool.config.weight_sync import WeightSyncConfig
@@ -65,6 +71,7 @@ __all__ = [
     "PartialRolloutConfig",
     "ProfilerConfig",
     "QuickValConfig",
+    "ReadPageConfig",
     "RecomputeConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -73,6 +80,7 @@ __all__ = [
     "SFTStage",
     "SamplingConfig",
     "SearchConfig",
+    "SearchServiceConfig",
     "ToolsConfig",
     "TrainerConfig",
     "ValSamplingConfig",

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_retool.algorithms.kl_schedule import kl_coefficient
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
 from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
 from megatron_retool.algorithms.stage_schedule import parse_stages
@@ -101,8 +102,11 @@ class AlgorithmConfig:
     """Discount from one sampled token to the next."""
     gae_lambda: float = fraction(0.95)
     """gae: how far advantages look ahead."""
-    gae_reward: str = choice("last_token", "spread")
-    """Where a response's reward goes: its last sampled token, or equal shares on all sampled tokens."""
+    gae_reward: str = choice("last_token", "spread", "linear_decay")
+    """Where a response's reward goes: its last sampled token, equal shares on all sampled tokens, or shares that fall
+    linearly from the first sampled token to the last."""
+    gae_reward_last_share: float = not_negative(0.0, maximum=1_000_000)
+    """linear_decay: the last sampled token's share in units of the first's; 1 is spread; above 1 shares grow."""
     gae_level: str = choice("token", "sequence")
     """sequence: every token gets the mean of its response's token advantages."""
     gae_whiten: bool = True
@@ -132,6 +136,12 @@ class AlgorithmConfig:
     """How that KL is estimated from one token."""
     kl_k3_limit: float | None = positive(10.0)
     """The largest k3 of a token, beyond which it has no gradient (as in verl); null: no limit."""
+    kl_schedule: str = choice("constant", "linear", "cosine")
+    """How the coefficient (kl_in_loss or kl_in_reward) goes to kl_final over kl_schedule_steps; constant: it stays."""
+    kl_final: float = not_negative(0.0)
+    """Coefficient of the KL from the end of kl_schedule on."""
+    kl_schedule_steps: int | None = at_least_one(None)
+    """Training steps after which the coefficient is kl_final; linear and cosine need it."""
     adaptive_kl_target: float | None = positive(None)
     """KL that kl_in_reward is adapted to; null: it stays as it is."""
     adaptive_kl_horizon: int = at_least_one(10000)
@@ -215,6 +225,31 @@ class AlgorithmConfig:
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
 
+    def scheduled_kl(self, step: int) -> float:
+        """Coefficient of the KL (of kl_in_loss or kl_in_reward, whichever is set) in ``step``, from 1."""
+        initial = self.kl_in_loss or self.kl_in_reward
+        return kl_coefficient(self.kl_schedule, initial, self.kl_final, self.kl_schedule_steps or 1, step)
+
+    def _check_kl_schedule(self) -> None:
+        if self.kl_schedule == "constant":
+            given = "kl_schedule_steps" if self.kl_schedule_steps is not None else "kl_final" if self.kl_final else None
+            if given is not None:
+                raise ConfigError(
+                    f"algorithm.{given}={getattr(self, given)} belongs to a schedule, and algorithm.kl_schedule is "
+                    "constant: set it to linear or cosine"
+                )
+            return
+        schedule = f"algorithm.kl_schedule={self.kl_schedule}"
+        if not (self.kl_in_loss or self.kl_in_reward):
+            raise ConfigError(f"{schedule} needs algorithm.kl_in_loss or algorithm.kl_in_reward as its start, above 0")
+        if self.kl_schedule_steps is None:
+            raise ConfigError(f"{schedule} needs algorithm.kl_schedule_steps, such as the number of training steps")
+        if self.adaptive_kl_target is not None:
+            raise ConfigError(
+                f"{schedule} fixes the coefficient of every step, and algorithm.adaptive_kl_target="
+                f"{self.adaptive_kl_target} adapts it: set one of them"
+            )
+
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
         if self.kl_in_loss and self.kl_in_reward:
@@ -226,6 +261,7 @@ class AlgorithmConfig:
             raise ConfigError(
                 f"algorithm.adaptive_kl_target={self.adaptive_kl_target} needs algorithm.kl_in_reward as its start"
             )
+        self._check_kl_schedule()
         if self.adaptive_sampling.enable:
             try:
                 parse_stages(self.adaptive_sampling.stages)

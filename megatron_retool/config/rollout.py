@@ -52,6 +52,9 @@ class MultiTurnConfig:
     """Turns of the policy in one response."""
     max_tool_calls: int = not_negative(8)
     """Calls in one response; further ones end it."""
+    at_tool_limit: str = choice("stop", "append_eos")
+    """What follows the turn whose calls exceed max_tool_calls, or that is the last of max_assistant_turns: nothing, or
+    an end-of-turn token that the policy did not sample and that gives no loss (docs/algorithms.md)."""
     max_tool_response_tokens: int = at_least_one(512)
     """Longer tool results lose their middle, and say so."""
     max_wall_seconds: float = positive(3600.0)
@@ -157,6 +160,10 @@ class BranchingConfig:
     """Tokens at the start of a turn over which the entropy is summed."""
     timing: str = choice("after_tool_result", "before_tool_result")
     """Whether the turn after a tool's result is measured, as in the paper, or the one before, as in its code."""
+    entropy_change: str = choice("authors_code", "paper")
+    """How the entropy's change enters the probability. authors_code: sums over the tokens, divided by log V, V the
+    vocabulary size; a fork compares with the first turn of its own. paper: the sum of the differences token by token,
+    divided by V; a fork compares with what its parent began with."""
     advantage: str = choice("soft", "hard")
     """hard: tokens that forks share get the mean of their advantages."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, positive
+
+_HOST = re.compile(r"\.?[\w-]+(\.[\w-]+)*")
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,59 @@ class CodeInterpreterConfig:
 
 
 @dataclass(frozen=True)
+class SearchServiceConfig:
+    """How tools.search and tools.read_page speak to servers, where tools.search.backend is not local."""
+
+    base_url: str | None = None
+    """Of the search service; null: the backend's own, where it has one."""
+    api_key_env: str | None = None
+    """Environment variable that holds the service's key; null: the backend's own, such as SERPER_API_KEY."""
+    timeout_seconds: float = positive(20.0, maximum=3600)
+    """For one answer of a server."""
+    retries: int = not_negative(3, maximum=100)
+    """Further attempts where a server is out of reach, too busy (status 429) or broken (5xx)."""
+    requests_per_second: float | None = positive(None, maximum=1_000_000)
+    """At most, of this run, pages included; null: no limit."""
+    cache_dir: str | None = None
+    """Directory in which found passages and pages are kept, for other runs too; null: none are."""
+    cache_days: float | None = positive(None)
+    """Age after which what is kept is asked for anew; null: never."""
+
+
+@dataclass(frozen=True)
 class SearchConfig:
+    backend: str = "local"
+    """local (BM25 in a corpus), serper, bing, brightdata, retriever, or package.module:Class or path/to/file.py:Class
+    of a SearchBackend (docs/extending.md)."""
+    backend_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class, such as {zone: serp_api1}."""
     corpus: str | None = None
-    """Parquet or JSONL file with the columns id, text (and optionally title)."""
+    """local: parquet or JSONL file with the columns id, text (and optionally title)."""
     top_k: int = at_least_one(3)
     """Passages that a search returns."""
     show_ranks: bool = True
     """Write [1], [2], … before the passages."""
+    show_sources: bool = False
+    """Write each passage's URL, or its id in the corpus, before it: read_page takes it."""
+    service: SearchServiceConfig = field(default_factory=SearchServiceConfig)
+    """The servers of the other backends."""
+
+
+@dataclass(frozen=True)
+class ReadPageConfig:
+    """The tool read_page: a page of the web, or a document of the corpus, as tools.search.backend has it."""
+
+    max_characters: int = at_least_one(8000)
+    """A longer page is cut off, and says so."""
+    max_bytes: int = at_least_one(2_000_000)
+    """What is read of a page at most, before HTML becomes text."""
+    max_redirects: int = not_negative(5, maximum=100)
+    """Redirections that are followed, each checked like the first address."""
+    allowed_hosts: list[str] = field(default_factory=list)
+    """Hosts whose pages, and those of whose subdomains, may be read; empty: every public one."""
+    allow_private_addresses: bool = False
+    """Read pages of hosts with private, loopback or link-local addresses too: of everything that this machine reaches,
+    services without a password and a cloud's metadata included."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +106,22 @@ class ToolsConfig:
     code_interpreter: CodeInterpreterConfig = field(default_factory=CodeInterpreterConfig)
     """The Python sandbox."""
     search: SearchConfig = field(default_factory=SearchConfig)
-    """The search in a corpus."""
+    """The search, in a corpus or in the web."""
+    read_page: ReadPageConfig = field(default_factory=ReadPageConfig)
+    """Reading what the search found."""
 
     def check(self) -> None:
-        """Raise ConfigError where a URL is none."""
+        """Raise ConfigError where a URL or a host is none."""
+        for host in self.read_page.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"tools.read_page.allowed_hosts: {host!r} must be a host's name, as in wikipedia.org")
+        service = self.search.service.base_url
+        if service is not None:
+            parts = urlsplit(service)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"tools.search.service.base_url={service!r} must be a URL such as https://google.serper.dev"
+                )
         url = self.code_interpreter.url
         urls = [url] if isinstance(url, str) else url
         if url is not None and not (isinstance(urls, list) and urls and all(isinstance(each, str) for each in urls)):

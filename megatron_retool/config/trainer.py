@@ -113,7 +113,7 @@ class TrainerConfig:
     """What a run does that has reached its last step: export (the last checkpoint as a Hugging Face one, in export/),
     report (the curves as a page), summary (a table)."""
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    """console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio, or one's own: path/to/file.py:Class or
+    """console, jsonl, csv, tensorboard, wandb, mlflow, swanlab, trackio, or one's own: path/to/file.py:Class or
     package.module:Class."""
     logger_kwargs: dict[str, Any] = field(default_factory=dict)
     """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""

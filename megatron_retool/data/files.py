@@ -46,8 +46,16 @@ def read_table(path: str | Path) -> pa.Table:
 
 
 def _read_json_lines(path: Path) -> pa.Table:
-    content = path.read_bytes()
-    for row, line in enumerate(content.splitlines()):
+    return json_lines_table(path, path.read_bytes())
+
+
+def json_lines_table(path: str | Path, content: bytes, first: int = 0) -> pa.Table:
+    """The table of some lines of ``path``, of which the first one is row ``first``.
+
+    Raises:
+        DataError: a line is nested too deeply, or its text is no UTF-8.
+    """
+    for row, line in enumerate(content.splitlines(), first):
         # Arrow's parser crashes on deep nesting. Most lines have too few brackets to be looked at.
         if line.count(b"[") + line.count(b"{") >= MOST_LEVELS:
             try:
@@ -55,14 +63,19 @@ def _read_json_lines(path: Path) -> pa.Table:
             except ValueError as error:
                 raise DataError(f"{path}, row {row}: {error}: correct the row or leave it out") from error
     table = pyarrow.json.read_json(io.BytesIO(content))
-    for name in table.column_names:
-        for row, value in enumerate(_invalid(table[name])):
-            if value:
-                raise DataError(f"{path}, row {row}, column {name!r}: the text is no UTF-8: write the file as UTF-8")
+    check_values(path, table, first)
     return table
 
 
-def _invalid(column: pa.ChunkedArray) -> Iterator[bool]:
+def check_values(path: str | Path, table: pa.Table | pa.RecordBatch, first: int = 0) -> None:
+    """Raise DataError where text of ``table``, whose first row is row ``first`` of ``path``, is no UTF-8."""
+    for name in table.schema.names:
+        for row, value in enumerate(_invalid(table.column(name)), first):
+            if value:
+                raise DataError(f"{path}, row {row}, column {name!r}: the text is no UTF-8: write the file as UTF-8")
+
+
+def _invalid(column: pa.ChunkedArray | pa.Array) -> Iterator[bool]:
     """Whether each value is not what its type says; nothing where all are."""
     try:
         column.validate(full=True)

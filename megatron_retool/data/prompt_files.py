@@ -125,13 +125,13 @@ def _read_file(source: str, prompt_key: str, instruction: str) -> Iterator[_Stre
 
 
 def _verl_rows(source: str, table: pa.Table, prompt_key: str, instruction: str) -> Iterator[_Stretch]:
-    _check_prompt_type(source, table, prompt_key)
+    check_prompt_type(source, table.schema, prompt_key)
     first = 0
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
         column = batch.column(prompt_key)
-        keys = _prompt_keys(source, column, first, prompt_key)
+        keys = prompt_keys(source, column, first, prompt_key)
         answers = [
-            str(_ground_truth(source, first + place, reward_model))
+            str(ground_truth_of(source, first + place, reward_model))
             for place, reward_model in enumerate(batch.column("reward_model").to_pylist())
         ]
 
@@ -146,8 +146,9 @@ def _verl_rows(source: str, table: pa.Table, prompt_key: str, instruction: str) 
         first += batch.num_rows
 
 
-def _check_prompt_type(source: str, table: pa.Table, prompt_key: str) -> None:
-    kind = table.schema.field(prompt_key).type
+def check_prompt_type(source: str, schema: pa.Schema, prompt_key: str) -> None:
+    """Raise DataError where the column of prompts holds neither messages nor text."""
+    kind = schema.field(prompt_key).type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -162,8 +163,15 @@ def _check_prompt_type(source: str, table: pa.Table, prompt_key: str) -> None:
     )
 
 
-def _prompt_keys(source: str, column: pa.Array, first: int, prompt_key: str) -> list[str]:
-    """A text for each row that is equal where the prompts are equal."""
+def prompt_keys(source: str, column: pa.Array, first: int, prompt_key: str) -> list[str]:
+    """A text for each row that is equal where the prompts are equal.
+
+    Args:
+        first: row of the source that ``column`` begins with.
+
+    Raises:
+        DataError: a prompt is missing or empty.
+    """
 
     def fail(places: np.ndarray, reason: str) -> None:
         if len(places):
@@ -192,7 +200,8 @@ def _prompt_keys(source: str, column: pa.Array, first: int, prompt_key: str) -> 
     return pc.binary_join(pa.ListArray.from_arrays(offsets, texts), "\x1e").to_pylist()
 
 
-def _ground_truth(source: str, number: int, reward_model: Any) -> Any:
+def ground_truth_of(source: str, number: int, reward_model: Any) -> Any:
+    """The truth in a cell of reward_model, a mapping or JSON text of one. Raises DataError where it has none."""
     reward_model = decode_json(reward_model, source, number, "reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError(f"{source}, row {number}, column 'reward_model': expected a mapping with ground_truth")
@@ -224,7 +233,7 @@ def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, in
         row=number,
         data_source=str(data_source),
         messages=_messages(source, number, row[prompt_key], prompt_key, instruction),
-        ground_truth=_ground_truth(source, number, row["reward_model"]),
+        ground_truth=ground_truth_of(source, number, row["reward_model"]),
         extra_info={key: value for key, value in extra.items() if value is not None},
     )
 

@@ -245,7 +245,15 @@ def _tools(values: VerlValues, path: Any) -> Settings:
                 )
         elif name.endswith(SEARCH_TOOL):
             found[key].append("search")
-            values.decide("tools.search looks in a file of passages in place of a server: set tools.search.corpus")
+            server = settings.get("retrieval_service_url")
+            if isinstance(server, str) and server:
+                found["tools.search.backend"] = "retriever"
+                found["tools.search.service.base_url"] = server.rstrip("/").removesuffix("/retrieve")
+                for theirs, ours in (("topk", "top_k"), ("timeout", "service.timeout_seconds")):
+                    if isinstance(settings.get(theirs), (int, float)):
+                        found[f"tools.search.{ours}"] = settings[theirs]
+            else:
+                values.decide("tools.search looks in a file of passages: set tools.search.corpus, or another backend")
         else:
             values.decide(f"the tool {entry.get('class_name')} is written for verl: {own}")
     return found

@@ -7,6 +7,7 @@ and answers are the same on every rank.  Runs under torchrun as well as under Ra
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -288,7 +289,12 @@ class Learner:
     # --- learning -------------------------------------------------------------------------------------------------
 
     def update(
-        self, mini_batch: TrajectoryBatch, *, temperature: float = 1.0, sampling: SamplingSettings | None = None
+        self,
+        mini_batch: TrajectoryBatch,
+        *,
+        temperature: float = 1.0,
+        sampling: SamplingSettings | None = None,
+        kl_in_loss: float | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the policy loss of a mini-batch.
 
@@ -297,6 +303,8 @@ class Learner:
                 rejected), optionally importance_weights and ref_log_probs; values and returns where the loss needs
                 a critic.
             temperature, sampling: of the rollout, as for ``log_probs``.
+            kl_in_loss: coefficient of the KL in this step, where algorithm.kl_schedule changes it; None:
+                algorithm.kl_in_loss.
 
         Returns:
             actor/pg_loss, pg_clipfrac, pg_clipfrac_lower, ppo_kl, entropy, grad_norm, lr and the like;
@@ -307,6 +315,8 @@ class Learner:
             ValueError: the batch lacks a column, or its routed experts are not of this model.
         """
         objective = self.config.algorithm.objective
+        if kl_in_loss is not None:
+            objective = dataclasses.replace(objective, kl_in_loss=kl_in_loss)
         values = ("values", "returns") if Need.CRITIC in objective.loss.needs else ()
         columns = _columns(
             mini_batch,

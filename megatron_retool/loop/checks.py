@@ -176,10 +176,10 @@ def check_extensions(config: Config) -> None:
 
 
 def _with_tools_that_are_made(config: Config) -> Config:
-    """Without the search where its corpus is one that make-demo is going to write."""
+    """Without search and read_page where their corpus is one that make-demo is going to write."""
     corpus, demo = config.tools.search.corpus, config.demo
     if not (demo.enable and corpus and Path(demo.directory) in Path(corpus).parents and not Path(corpus).exists()):
         return config
-    made = [tool for tool in config.rollout.multi_turn.tools if tool != "search"]
+    made = [tool for tool in config.rollout.multi_turn.tools if tool not in ("search", "read_page")]
     multi_turn = dataclasses.replace(config.rollout.multi_turn, tools=made)
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, multi_turn=multi_turn))

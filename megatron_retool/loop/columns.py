@@ -116,15 +116,16 @@ def add_advantages(
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
     token_rewards, metrics = None, {}
     if config.algorithm.kl_in_reward:
+        coefficient = state.kl_in_reward
         token_rewards, measured = kl_reward(
             columns["old_log_probs"],
             columns["ref_log_probs"],
             loss_mask,
-            state.kl.coefficient,
+            coefficient,
             config.algorithm.kl_estimator,
             config.algorithm.kl_k3_limit,
         )
-        metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": state.kl.coefficient}
+        metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coefficient}
         state.kl = state.kl.updated(measured, len(batch))
     metrics |= reward_metrics(batch, None if token_rewards is None else token_rewards.numpy())
     inputs = AdvantageInputs(

@@ -33,7 +33,7 @@ def judge(values: Sequence[tuple[int, float]], mode: str, min_delta: float) -> V
     """
     Args:
         values: (step, value) in the order of the steps; at least one.
-        mode: max or min.
+        mode: ``early_stopping.mode``, max or min.
         min_delta: a value counts as better where it exceeds the best one by more than this.
     """
     sign = 1.0 if mode == "max" else -1.0

@@ -25,7 +25,7 @@ class TrainerState:
     """
     Attributes:
         step: the step under way, or the last completed one.
-        kl: coefficient of the KL in the reward.
+        kl: coefficient of the KL in the reward, where it is adapted.
         accuracies: mean accuracies of each prompt's latest groups by the prompt's uid, oldest first; kept for
             adaptive sampling alone.
         early_stopping: the validations so far, as far as they decide on the end of the run.
@@ -47,6 +47,11 @@ class TrainerState:
         return cls(
             config, 0, KLController(algorithm.kl_in_reward, algorithm.adaptive_kl_target, algorithm.adaptive_kl_horizon)
         )
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Coefficient of the KL in the reward in the present step: adapted, or as scheduled."""
+        return self.kl.coefficient if self.kl.target is not None else self.config.algorithm.scheduled_kl(self.step)
 
     def validation_due(self, *, last: bool) -> Validation | None:
         """The validation that follows the present step."""

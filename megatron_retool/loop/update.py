@@ -18,8 +18,13 @@ async def update_actor(
     """Teach the policy; nothing during the critic's warm-up, where there is one."""
     if run.critic is not None and step <= run.config.learner.critic.warmup_steps:
         return []
+    algorithm, sampling = run.config.algorithm, run.config.rollout.train
+    kl_in_loss = algorithm.scheduled_kl(step) if algorithm.kl_in_loss else 0.0
     with timer.phase(Phase.UPDATE_ACTOR):
-        return [await run.learner.update(part, sampling=run.config.rollout.train) for part in mini_batches]
+        updates = [await run.learner.update(part, sampling=sampling, kl_in_loss=kl_in_loss) for part in mini_batches]
+    if algorithm.kl_in_loss:
+        updates = [{**update, "actor/kl_coef": kl_in_loss} for update in updates]
+    return updates
 
 
 async def update_critic(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.data.prompts import read_validation_prompts
+from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.rewards.difficulty import difficulties
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
+from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
 BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate", "tool/success_rate", "code/")
 """How the names of ``monitor.metrics.rollout_metrics`` begin that a validation has too, as val-aux/<name>."""
@@ -19,7 +24,7 @@ ALL = "all"
 """The data source that stands for all of them."""
 
 _PREFIXES = ("val-core/", "val-aux/", "val-quick/")
-_SHOWN = 40
+_SHOWN = 60
 
 
 def is_validation_metric(name: str) -> bool:
@@ -83,7 +88,24 @@ def _names(n: int, sources: Iterable[str]) -> list[str]:
     """Of validations with n samples, told by evaluating made-up ones."""
     made_up = [EvaluationRecord(source, 0, 1.0, 1.0, "1", 2) for source in sources for _ in range(n)]
     names = list(evaluation_metrics(made_up, bootstrap_draws=1))
-    return names + [f"val-aux/{name}" for name in (*BEHAVIOUR, "reward/scored") if f"val-aux/{name}" not in names]
+    return list(dict.fromkeys([*names, *(f"val-aux/{name}" for name in _behaviour()), "val-aux/reward/scored"]))
+
+
+@functools.cache
+def _behaviour() -> tuple[str, ...]:
+    """What is said of how the model behaves, told by made-up responses that do everything; without tools' names."""
+    calls = [ToolCall("tool", '{"code": "1"}', status, 0.0, position=0) for status in ("error", "ok")]
+    token = np.zeros(1, np.int32)
+    rows = [
+        Trajectory(
+            token, token, np.ones(1, np.bool_), np.zeros(1, np.float32), np.zeros(1, np.int16), token, 0, index,
+            FinishReason.STOP, reward=float(index), reward_info={"acc": float(index)}, tool_calls=calls,
+        )
+        for index in (0, 1)
+    ]  # fmt: skip
+    return tuple(
+        name for name in rollout_metrics(rows) if name.startswith(BEHAVIOUR) and not name.startswith("tool/use_rate/")
+    )
 
 
 def _groups(config: Config) -> dict[str, list[str]] | None:
@@ -112,7 +134,7 @@ def _may_come(name: str, config: Config, groups: Mapping[str, Iterable[str]] | N
     if prefix == "val-core":
         return False
     quick = prefix == "val-quick"
-    if rest.startswith((*BEHAVIOUR, "reward/failures/")):
+    if rest.startswith(("tool/use_rate/", "reward/failures/")):
         return True
     n = config.rollout.quick_val.n if quick else config.rollout.val.n
     match = re.fullmatch(rf"(?P<source>.+)/(?P<name>[^/]+)/(?:mean|std)@{n}", rest)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_retool.monitor.code_purpose import Purpose, purpose_of
 from megatron_retool.trajectory import ToolCall, Trajectory
 
+T = TypeVar("T")
+
 _RIGHT = 0.5
 """Least accuracy of a response that counts as right."""
+MAX_CLASSIFIED = 1024
+"""Programs of a step whose purpose is told: about half a millisecond each, and a step may have many thousands."""
 
 
 def code_of(call: ToolCall) -> str | None:
@@ -65,12 +70,18 @@ def code_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     ]
     if positions:
         metrics["code/first_call_position"] = float(np.mean(positions))
-    purposes = Counter(purpose_of(code) for code, _ in calls)
-    metrics |= {f"code/purpose/{purpose.value}": purposes[purpose] / len(calls) for purpose in Purpose}
+    chosen_calls = evenly_chosen(calls, MAX_CLASSIFIED)
+    purposes = Counter(purpose_of(code) for code, _ in chosen_calls)
+    metrics |= {f"code/purpose/{purpose.value}": purposes[purpose] / len(chosen_calls) for purpose in Purpose}
     corrected = [found for t in trajectories if (found := _corrected(t)) is not None]
     if corrected:
         metrics["code/self_correction_rate"] = float(np.mean(corrected))
     return metrics
+
+
+def evenly_chosen(items: Sequence[T], count: int) -> list[T]:
+    """All, or ``count`` of them at equal distances, the first among them."""
+    return [items[place * len(items) // count] for place in range(count)] if len(items) > count else list(items)
 
 
 def _ran(call: ToolCall) -> bool:

@@ -29,6 +29,8 @@ _TRUTH_CALLS = _CHECKS | {"all", "any", "bool", "isinstance"}
 _ENUMERATIONS = frozenset(("product", "permutations", "combinations", "combinations_with_replacement"))
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _CHOICES = (ast.If, ast.IfExp, ast.Break)
+_BRANCHES = (ast.expr, ast.stmt, ast.comprehension, ast.keyword, ast.ExceptHandler, ast.withitem, ast.match_case)
+"""Nodes that may hold a program's parts; operators, names' contexts and the like hold none."""
 
 
 class Purpose(StrEnum):
@@ -73,7 +75,11 @@ class _Findings:
             node, in_loop = pending.pop()
             self._look_at(node, in_loop)
             in_loop = in_loop or isinstance(node, _LOOPS)
-            pending += [(child, in_loop) for child in ast.iter_child_nodes(node)]
+            for name in node._fields:
+                value = getattr(node, name, None)
+                for child in value if isinstance(value, list) else (value,):
+                    if isinstance(child, _BRANCHES):
+                        pending.append((child, in_loop))
 
     @property
     def purpose(self) -> Purpose:

@@ -179,7 +179,7 @@ def _draw(one: ProblemAccuracy, title: str, path: Path) -> None:
     else:
         axes.set_ylabel("problem")
     axes.set(title=title, xlabel="step")
-    canvas.colorbar(image, ax=axes, label="mean accuracy", pad=0.06)
+    canvas.colorbar(image, ax=axes, label="mean accuracy", pad=0.06, aspect=4 * height)
     canvas.tight_layout()
     canvas.savefig(path)
     plt.close(canvas)

@@ -194,7 +194,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
 
     Otherwise resume_mode=auto, retention and export would take the abandoned checkpoints for the newest ones. These,
     rollouts and validations of later steps, export and report come to lie in a directory beside the run's, with a copy
-    of metrics.jsonl. Nothing is deleted.
+    of metrics.jsonl and metrics.csv. Nothing is deleted.
 
     Returns:
         That directory; None where the run has no later checkpoint.
@@ -215,7 +215,7 @@ def set_aside_later(config: Config, resume: Checkpoint | None) -> Path | None:
         place = target / path.relative_to(run_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, place)  # rollouts may lie on another file system
-    for path in map(run_dir.joinpath, ("metrics.jsonl", "config.yaml")):
+    for path in map(run_dir.joinpath, ("metrics.jsonl", "metrics.csv", "config.yaml")):
         if path.exists():
             shutil.copy2(path, target / path.name)
     return target

@@ -1,11 +1,11 @@
 """Entropy-guided branching (ARPO, arXiv:2507.19849, section 3.1): more samples where a tool's answer unsettles it.
 
-A group of M = rollout.train.n trajectories starts with N = initial_rollouts. The entropy of the first k tokens of a
-turn after a tool result, H_t, is compared with that of the trajectory's first k tokens, H_initial:
+A group of M = rollout.train.n trajectories starts with N = initial_rollouts. The entropies of the first k tokens of a
+turn after a tool result, H_t, are compared with those of the trajectory's first k tokens, H_initial:
 
-    dH_t = (H_t - H_initial) / log V,    P_t = alpha + beta * dH_t
+    P_t = alpha + beta * dH_t
 
-with alpha = branch_probability, beta = entropy_weight and V the vocabulary size. H sums over the k tokens. Two timings:
+with alpha = branch_probability and beta = entropy_weight; ``entropy_change`` has two forms of dH_t. Two timings:
 
 * ``after_tool_result``, the paper's: H_t is measured on the k tokens that follow the result; the node just before
   them is forked into Z = beam_size - 1 further trajectories where P_t > threshold (equation 3).
@@ -55,9 +55,22 @@ class Sample(Protocol):
 Start = Callable[[TrajectoryState], None]
 
 
-def entropy(top_log_probs: Sequence[Sequence[float]]) -> float:
-    """Sum over positions of -sum p log p over each position's most likely tokens, in nats."""
-    return -sum(math.exp(value) * value for position in top_log_probs for value in position if value > -math.inf)
+def entropies(top_log_probs: Sequence[Sequence[float]]) -> list[float]:
+    """-sum p log p over each position's most likely tokens, in nats."""
+    return [-sum(math.exp(value) * value for value in position if value > -math.inf) for position in top_log_probs]
+
+
+def entropy_change(now: Sequence[float], initial: Sequence[float], vocabulary_size: int, form: str) -> float:
+    """dH_t of the entropies H_t = ``now`` and H_initial = ``initial``, of up to k tokens each, in nats.
+
+    * ``paper``: sum_j (H_t[j] - H_initial[j]) / V over the tokens that both have. V being 1e5 and a token's entropy at
+      most 2.3 nats (``TOP_LOG_PROBS`` tokens), it says hardly more than whether the entropy rose.
+    * ``authors_code``: (sum_j H_t[j] - sum_j H_initial[j]) / log V, each over all tokens that it has, so a turn that
+      ends after a few tokens counts as a certain one.
+    """
+    if form == "paper":
+        return sum(a - b for a, b in zip(now, initial, strict=False)) / vocabulary_size
+    return (sum(now) - sum(initial)) / math.log(vocabulary_size)
 
 
 class EntropyBranching:
@@ -74,10 +87,11 @@ class EntropyBranching:
         self.config = config
         self.budget = budget
         self.started = min(config.initial_rollouts, budget)
-        self._normalizer = math.log(vocabulary_size)
+        self._vocabulary_size = vocabulary_size
         self._random = random.Random(seed)
-        self._initial: dict[int, float] = {}
-        self._latest: dict[int, float] = {}
+        self._initial: dict[int, list[float]] = {}
+        self._latest: dict[int, list[float]] = {}
+        """Entropies of the tokens of a trajectory's first measured turn, and of its latest."""
         self._forked_in: dict[int, int] = {}
         """Turn at which a fork was made: its node has been decided on already."""
 
@@ -97,12 +111,12 @@ class EntropyBranching:
         measured = min(self.config.entropy_tokens, max_new_tokens)
         head = await sample(state, measured, deadline, top_log_probs=TOP_LOG_PROBS)
         if head.finish_reason != "abort":
-            value = entropy(head.top_log_probs or [])
-            if state.turn == 0:
-                self._initial[state.index] = value
-            self._latest[state.index] = value
+            measured_now = entropies(head.top_log_probs or [])
+            if state.turn == 0 or self.config.entropy_change == "authors_code":
+                self._initial.setdefault(state.index, measured_now)
+            self._latest[state.index] = measured_now
             if new_node and self.config.timing == "after_tool_result":
-                self._fork_above_threshold(state, value, start)
+                self._fork_above_threshold(state, measured_now, start)
         if head.finish_reason != "length" or measured == max_new_tokens:
             return head
         tail = await sample(state, max_new_tokens - measured, deadline, after=head)
@@ -129,22 +143,23 @@ class EntropyBranching:
         self._initial, self._latest = dict(state["initial"]), dict(state["latest"])
         self._forked_in = dict(state["forked_in"])
 
-    def _fork_above_threshold(self, state: TrajectoryState, value: float, start: Start) -> None:
-        if self._probability(state, value) > self.config.threshold:
+    def _fork_above_threshold(self, state: TrajectoryState, now: Sequence[float], start: Start) -> None:
+        if self._probability(state, now) > self.config.threshold:
             for _ in range(self.config.beam_size - 1):
                 self._fork(state, start)
 
     def _fork_by_chance(self, state: TrajectoryState, start: Start) -> None:
-        value = self._latest.get(state.index)
-        if value is None:
+        now = self._latest.get(state.index)
+        if now is None:
             return
-        probability = self._probability(state, value)
+        probability = self._probability(state, now)
         for _ in range(self.config.beam_size - 1):
             if self._random.random() < probability:
                 self._fork(state, start)
 
-    def _probability(self, state: TrajectoryState, value: float) -> float:
-        change = (value - self._initial.get(state.index, value)) / self._normalizer
+    def _probability(self, state: TrajectoryState, now: Sequence[float]) -> float:
+        initial = self._initial.get(state.index, now)
+        change = entropy_change(now, initial, self._vocabulary_size, self.config.entropy_change)
         return self.config.branch_probability + self.config.entropy_weight * change
 
     def _fork(self, state: TrajectoryState, start: Start) -> None:
@@ -153,9 +168,11 @@ class EntropyBranching:
         index, self.started = self.started, self.started + 1
         fork = state.fork(index, seed=None if state.seed is None else state.seed + index)
         fork.reward_info[BRANCH_KEY] = {"parent": state.index, "shared_tokens": len(state.response_ids)}
-        for known in (self._initial, self._latest):
-            if state.index in known:
-                known[index] = known[state.index]
+        # In the authors' code a fork has no past: what it samples first is what it is compared with.
+        if self.config.entropy_change == "paper":
+            for known in (self._initial, self._latest):
+                if state.index in known:
+                    known[index] = known[state.index]
         self._forked_in[index] = state.turn
         start(fork)
 

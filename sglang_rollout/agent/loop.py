@@ -317,6 +317,8 @@ class AgentLoop:
             or len(state.tool_calls) + len(calls) > self.config.max_tool_calls
         ):
             state.finish_reason = FinishReason.TOOL_LIMIT
+            if self.config.at_tool_limit == "append_eos" and not ended and self.remaining(state) > 0:
+                state.append_unsampled([self.glue.end_of_turn_id])
         elif self.remaining(state) <= 0:
             state.finish_reason = FinishReason.LENGTH
         else:

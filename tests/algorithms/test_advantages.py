@@ -113,7 +113,7 @@ def padded_gae(rewards, values, mask, gamma, lam):
     return advantages, (advantages + values) * mask
 
 
-@pytest.mark.parametrize("placement", ["last_token", "spread"])
+@pytest.mark.parametrize("placement", ["last_token", "spread", "linear_decay"])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0)])
 def test_gae_equals_the_padded_recursion(placement, gamma, lam):
     ids, mask = batch(seed=5)
@@ -124,10 +124,15 @@ def test_gae_equals_the_padded_recursion(placement, gamma, lam):
         sampled = torch.nonzero(pad(mask, LENGTHS, False)[row]).squeeze(1)
         if placement == "last_token":
             placed[row, sampled[-1:]] += reward
+        elif placement == "linear_decay":
+            last = max(len(sampled) - 1, 1)
+            weights = torch.tensor([1 - 0.75 * place / last for place in range(len(sampled))])
+            placed[row, sampled] += reward * weights / weights.sum()
         else:
             placed[row, sampled] += reward / max(len(sampled), 1)
     expected, expected_returns = padded_gae(placed, pad(values, LENGTHS), pad(mask, LENGTHS, False), gamma, lam)
     config = {"gamma": gamma, "gae_lambda": lam, "gae_whiten": False, "gae_reward": placement}
+    config |= {"gae_reward_last_share": 0.25}
     advantages, returns = run("gae", batch=(ids, mask), values=values, token_rewards=token_rewards, config=config)
     torch.testing.assert_close(advantages, unpad(expected, LENGTHS))
     torch.testing.assert_close(returns, unpad(expected_returns, LENGTHS))
@@ -144,11 +149,45 @@ def test_gae_equals_the_padded_recursion(placement, gamma, lam):
 
 def test_spread_rewards_add_up_to_the_reward():
     ids, mask = batch()
-    for placement in ("last_token", "spread"):
+    for placement in ("last_token", "spread", "linear_decay"):
         placed = place_rewards(REWARDS, mask, ids, placement)
         for row in range(6):
             expected = REWARDS[row].item() if mask[ids == row].any() else 0.0
             assert placed[ids == row].sum().item() == pytest.approx(expected)
+
+
+def test_linear_decay_by_hand():
+    """Five tokens of which a tool wrote the third, and a response of a single sampled token."""
+    mask = torch.tensor([True, True, False, True, True, True])
+    ids = torch.tensor([0, 0, 0, 0, 0, 1])
+    rewards = torch.tensor([6.0, -2.0])
+    assert place_rewards(rewards, mask, ids, "linear_decay").tolist() == pytest.approx([3.0, 2.0, 0.0, 1.0, 0.0, -2.0])
+    half = place_rewards(rewards, mask, ids, "linear_decay", last_share=0.5)
+    assert half.tolist() == pytest.approx([2.0, 5 / 3, 0.0, 4 / 3, 1.0, -2.0])
+    same = place_rewards(rewards, mask, ids, "linear_decay", last_share=1.0)
+    torch.testing.assert_close(same, place_rewards(rewards, mask, ids, "spread"))
+    with pytest.raises(ValueError, match="none of last_token, spread and linear_decay"):
+        place_rewards(rewards, mask, ids, "exponential")
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    seed=st.integers(0, 10),
+    last_share=st.floats(0, 10, width=32),
+)
+def test_shares_of_a_linear_decay(lengths, seed, last_share):
+    ids, mask = ragged(lengths, seed=seed)
+    placed = place_rewards(torch.ones(len(lengths)), mask, ids, "linear_decay", last_share=last_share)
+    assert torch.count_nonzero(placed[~mask]) == 0
+    for row in range(len(lengths)):
+        shares = placed[mask & (ids == row)]
+        if len(shares) == 0:
+            continue
+        assert shares.sum().item() == pytest.approx(1.0)
+        assert shares[-1].item() == pytest.approx(shares[0].item() * (last_share if len(shares) > 1 else 1), abs=1e-9)
+        steps = shares.diff()
+        assert bool((steps * (last_share - 1) >= -1e-12).all()), "falls below 1, grows above"
+        torch.testing.assert_close(steps, steps[:1].expand(len(steps)), atol=1e-12, rtol=1e-9)
 
 
 def test_reinforce_plus_plus_whitens_rewards_to_go_over_the_batch():

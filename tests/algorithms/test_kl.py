@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_retool.algorithms.kl import KL_ESTIMATORS, KLController, kl_penalty, kl_reward
+from megatron_retool.algorithms.kl_schedule import kl_coefficient
 
 
 def test_k1_and_k3_are_unbiased_by_exact_enumeration():
@@ -67,6 +68,29 @@ def test_controller_moves_towards_its_target():
     assert KLController(0.1).updated(5.0, 10**6).coefficient == 0.1
     with pytest.raises(ValueError, match="target > 0"):
         KLController(0.1, target=0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.2, 0.2, 0.2, 0.2, 0.2, 0.2]),
+        ("linear", [0.2, 0.16, 0.12, 0.08, 0.04, 0.04]),
+        ("cosine", [0.2, 0.2 - 0.16 * (1 - math.sqrt(0.5)) / 2, 0.12, 0.04 + 0.16 * (1 - math.sqrt(0.5)) / 2, 0.04,
+                    0.04]),
+    ],
+)  # fmt: skip
+def test_a_fixed_schedule_by_hand(schedule, expected):
+    found = [kl_coefficient(schedule, 0.2, 0.04, 4, step) for step in (1, 2, 3, 4, 5, 500)]
+    assert found == pytest.approx(expected)
+    assert kl_coefficient(schedule, 0.2, 0.04, 4, 0) == pytest.approx(0.2), "before the first step"
+
+
+def test_a_schedule_stays_between_its_ends_and_may_grow():
+    for schedule in ("linear", "cosine"):
+        values = [kl_coefficient(schedule, 0.01, 0.3, 7, step) for step in range(1, 20)]
+        assert values == sorted(values) and values[0] == 0.01 and values[-1] == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="'steep' is not one of constant, linear, cosine"):
+        kl_coefficient("steep", 0.1, 0.0, 1, 1)
 
 
 def test_unknown_estimator_is_refused():

@@ -41,8 +41,8 @@ class RecordingLearner:
     def values(self, batch: TrajectoryBatch) -> Any:
         return described(batch)
 
-    def update(self, batch: TrajectoryBatch, **_: Any) -> Any:
-        return described(batch)
+    def update(self, batch: TrajectoryBatch, *, sampling: Any, kl_in_loss: float | None = None) -> Any:
+        return {**described(batch), "kl_in_loss": kl_in_loss}
 
     def update_critic(self, batch: TrajectoryBatch) -> Any:
         return described(batch)
@@ -141,6 +141,18 @@ def test_each_rank_finds_the_rows_of_every_batch_and_they_are_put_once(group, mo
     assert sizes.count(rows.nbytes) == 1 and len(sizes) == 5
     without = pickle_of(replace(batch, routed_experts=None))
     assert max(size for size in sizes if size != rows.nbytes) < len(without) + 1000
+
+
+def test_ranks_are_told_the_steps_kl_coefficient():
+    class Group(LearnerGroup):
+        def __init__(self) -> None:
+            self._seconds = [0.0]
+
+        async def _on_all_ranks(self, method: Any, *arguments: Any) -> list[Any]:
+            return [method(Rank(0), *arguments)]
+
+    update = Group().update(make_batch(), sampling=SAMPLING, kl_in_loss=0.25)
+    assert asyncio.run(update)["kl_in_loss"] == 0.25
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -27,6 +27,7 @@ RUN_ELSEWHERE = {
     r"scripts/slurm/|^sbatch ": "tests/slurm has a cluster",
     r"setup\.sh --gpu": "it installs CUDA packages",
     r"-m experiments\.mismatch": "tests/end_to_end/test_mismatch_experiment.py runs the quick form",
+    r"^megatron-retool data ": "tests/data/test_prepare.py and test_construct.py: here is neither hub nor endpoint",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
 }
 STAYS = r"^tensorboard "

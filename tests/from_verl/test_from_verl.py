@@ -107,6 +107,31 @@ algorithm: {adv_estimator: gae, use_kl_in_reward: true, kl_penalty: abs, kl_ctrl
     assert algorithm.gae_lambda == 1.0 and "clearml has no counterpart" in printed
 
 
+def test_verls_search_server_is_asked_here_too(tmp_path):
+    (tmp_path / "tools.yaml").write_text(
+        """
+tools:
+  - class_name: verl.tools.search_tool.SearchTool
+    config: {retrieval_service_url: "http://10.0.0.5:8000/retrieve", topk: 5, timeout: 30, num_workers: 120}
+"""
+    )
+    (tmp_path / "verl.yaml").write_text(
+        """
+actor_rollout_ref:
+  model: {path: /m}
+  rollout: {n: 2, name: sglang, multi_turn: {enable: true, tool_config_path: tools.yaml}}
+data: {train_files: a.parquet, train_batch_size: 8}
+trainer: {n_gpus_per_node: 1, nnodes: 1}
+algorithm: {adv_estimator: grpo}
+"""
+    )
+    _, config, printed = from_verl(tmp_path / "verl.yaml", tmp_path)
+    search = config.tools.search
+    assert config.rollout.multi_turn.tools == ["search"], printed
+    assert (search.backend, search.service.base_url) == ("retriever", "http://10.0.0.5:8000")
+    assert (search.top_k, search.service.timeout_seconds) == (5, 30.0)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any, timeout: float = 400) -> Any:
-    """Call ``function(*args)`` in ``world_size`` fresh processes set up as torchrun would; rank 0's answer.
+    """Call ``function(*args)`` in ``world_size`` new processes set up as torchrun would; rank 0's answer.
 
     Raises:
         RuntimeError: with the traceback of a rank that failed.
@@ -23,7 +26,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *a
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, directory, args))
         for rank in range(world_size)
@@ -46,6 +49,22 @@ def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *a
     if not answer.exists():
         raise RuntimeError(f"no answer within {timeout} s; exit codes {[p.exitcode for p in processes]}")
     return torch.load(answer, weights_only=False)
+
+
+def _context() -> Any:
+    """Where there is no GPU, ranks are forked from one process of the session that has done the imports: they take
+    seconds and are the same in each. CUDA, which imports may open, does not survive a fork."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["megatron_retool.learner.learner", "tests.learner.ranks", "tests.learner.tiny_models"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Its socket is removed after the session's scratch directory is.
+        patch.setattr(tempfile, "tempdir", str(Path(tempfile.gettempdir()).parent))
+        forkserver.ensure_running()
+    return context
 
 
 def _rank(

@@ -176,6 +176,18 @@ def test_rejected_tokens_do_not_count(model_dir: Path) -> None:
     assert first["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-4)
 
 
+def test_a_step_may_have_a_kl_coefficient_of_its_own(model_dir: Path) -> None:
+    """The gradient with 0.2 for this step is that of a configuration with 0.2; with 0 there is no KL."""
+    batch = random_batch(LENGTHS)
+    batch = _mini_batch(batch).with_columns(ref_log_probs=np.full(batch.num_response_tokens, -3.0))
+    scheduled = _learner(model_dir, algorithm=AlgorithmConfig(kl_in_loss=0.7))
+    fixed = _learner(model_dir, algorithm=AlgorithmConfig(kl_in_loss=0.2))
+    first, expected = scheduled.update(batch, kl_in_loss=0.2), fixed.update(batch)
+    for name in ("actor/kl_loss", "actor/grad_norm"):
+        assert first[name] == pytest.approx(expected[name], rel=1e-5)
+    assert "actor/kl_loss" not in scheduled.update(batch, kl_in_loss=0.0)
+
+
 def test_bfloat16_is_near_float32(model_dir: Path) -> None:
     batch = random_batch(LENGTHS)
     exact = _learner(model_dir).log_probs(batch)["log_probs"]

@@ -15,6 +15,7 @@ from megatron_retool.loop.columns import (
     split_mini_batches,
 )
 from megatron_retool.loop.state import TrainerState
+from megatron_retool.loop.update import update_actor
 from megatron_retool.monitor.metrics import StepTimer, batch_metrics
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
@@ -99,6 +100,48 @@ def test_kl_in_reward_lowers_the_advantage_of_responses_far_from_the_reference()
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.6 / 6)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     assert state.kl.coefficient == pytest.approx(0.5 * (1 + 0.2 * 2 / 40))
+
+
+SCHEDULE = ["algorithm.kl_schedule=linear", "algorithm.kl_final=0.1", "algorithm.kl_schedule_steps=4"]
+
+
+def test_a_schedule_gives_each_step_its_kl_in_the_reward():
+    config = load_config(
+        None, ["algorithm.kl_in_reward=0.5", "algorithm.kl_estimator=k1", "algorithm.normalize_by_std=false", *SCHEDULE]
+    )
+    rows = [trajectory(0, i, reward=1.0) for i in range(2)]
+    batch = make_batch(*rows)
+    reference = batch.columns["old_log_probs"].copy()
+    reference[:2] -= 0.3
+    state = TrainerState.first(config)
+    for state.step, coefficient in ((1, 0.5), (3, 0.3), (9, 0.1)):
+        found, metrics = add_advantages(batch.with_columns(ref_log_probs=reference), rows, state)
+        advantages = found.columns["advantages"].reshape(2, 4)[:, MASK]
+        np.testing.assert_allclose(advantages, [[-0.3 * coefficient] * 3, [0.3 * coefficient] * 3], atol=1e-6)
+        assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient)
+    resumed = TrainerState.first(config)
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.kl_in_reward == state.kl_in_reward
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, []])
+def test_a_schedule_gives_each_step_its_kl_in_the_loss(schedule):
+    asked = []
+
+    class Learner:
+        async def update(self, batch, *, sampling, kl_in_loss):
+            asked.append(kl_in_loss)
+            return {"actor/lr": 1.0}
+
+    config = load_config(None, ["algorithm.kl_in_loss=0.5", *schedule])
+    run = SimpleNamespace(config=config, learner=Learner(), critic=None)
+    for step in (1, 3, 9):
+        updates = asyncio.run(update_actor(run, [make_batch(*four())] * 2, step, StepTimer()))
+        assert [update["actor/kl_coef"] for update in updates] == asked[-2:]
+    assert asked == pytest.approx([0.5, 0.5, 0.3, 0.3, 0.1, 0.1] if schedule else [0.5] * 6)
+    asyncio.run(update_actor(SimpleNamespace(config=load_config(None, []), learner=Learner(), critic=None), [None], 1,
+                             StepTimer()))  # fmt: skip
+    assert asked[-1] == 0.0
 
 
 @pytest.mark.parametrize("declared", [True, False])

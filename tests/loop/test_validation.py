@@ -157,7 +157,7 @@ QUICKLY = ("trainer.quick_test_freq=2", "rollout.quick_val.n=2")
     "val-core/math-ai/aime25/acc/maj@16/mean",
     "val-aux/all/reward/best@30/mean", "val-aux/num_turns/mean", "val-aux/tool/use_rate/search",
     "val-aux/qa/f1/mean@30", "val-aux/aime/acc/problems_1-5/mean@30", "val-quick/all/acc/mean@2",
-    "val-quick/qa/f1/std@2",
+    "val-quick/qa/f1/std@2", "val-aux/code/self_correction_rate", "val-quick/code/purpose/verification",
 ])  # fmt: skip
 def test_before_there_are_files_any_data_source_may_come(metric: str) -> None:
     asked_for(metric, *QUICKLY)
@@ -170,6 +170,7 @@ def refusals() -> Iterator[tuple[str, str]]:
     yield "val-aux/all/acc/mean@30", r"the nearest are .*val-core/all/acc/mean@30"
     yield "val-quick/all/acc/mean@30", r"the nearest are .*val-quick/all/acc/mean@2"
     yield "val-core/aime/f1/mean@30", "is no metric of this run's validations"
+    yield "val-aux/code/pas_rate", r"the nearest are val-aux/code/pass_rate"
     yield "actor/pg_loss", r"they have val-core/all/acc/mean@30, .*val-aux/num_turns/mean"
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megatron_retool.monitor.code_metrics import code_metrics, code_of, lines_of
+from megatron_retool.monitor.code_metrics import MAX_CLASSIFIED, code_metrics, code_of, evenly_chosen, lines_of
 from megatron_retool.monitor.metrics import rollout_metrics
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
@@ -97,6 +97,14 @@ def test_right_is_told_by_accuracy_and_without_one_by_the_reward():
     rows[2].reward, rows[2].tool_calls[0].status = -0.1, "error"
     metrics = code_metrics(rows)
     assert metrics["code/pass_rate/right"] == 1.0 and metrics["code/pass_rate/wrong"] == 0.5
+
+
+def test_purposes_of_a_large_step_are_those_of_calls_from_all_over_it():
+    assert evenly_chosen(range(10), 4) == [0, 2, 5, 7] and evenly_chosen(range(3), 4) == [0, 1, 2]
+    # The first half calculates, the second searches.
+    programs = [f"print({number})" for number in range(MAX_CLASSIFIED)] + [SEARCH] * MAX_CLASSIFIED
+    metrics = code_metrics([response(1, True, *map(call, programs))])
+    assert metrics["code/purpose/calculation"] == metrics["code/purpose/search"] == 0.5
 
 
 def test_lines():

@@ -1,5 +1,7 @@
 """Each service's own package writes to a directory of the test, without a network, and is read back."""
 
+import csv
+import errno
 import io
 import json
 import math
@@ -73,12 +75,77 @@ def test_what_a_logger_raises_ends_nothing(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[1] == {"step": 2, "a": 2.0, "monitor/write_errors": 1.0}
 
 
+def table(directory):
+    with (directory / "metrics.csv").open(newline="") as handle:
+        return list(csv.reader(handle))
+
+
+def test_the_csv_table_grows_columns_and_rows(tmp_path):
+    with MetricLogger(tmp_path, ["csv"], console=Console(file=io.StringIO())) as log:
+        log.log(0, {"val/acc": 0.1})
+        log.log(1, {"b": 1 / 3, "a, with a comma": math.nan})
+        log.log(2, {"b": -math.inf, "val/acc": 1})
+        assert log._write_errors.count == 0, log.console.file.getvalue()
+    assert table(tmp_path) == [
+        ["step", "val/acc", "b", "a, with a comma"],
+        ["0", "0.1", "", ""],
+        ["1", "", repr(1 / 3), "nan"],
+        ["2", "1.0", "-inf", ""],
+    ]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("torn", [b"3,0.5", b"3,0.5\n", b"3,0.5,7,8,9\n", b"\xff\xfe\n", b"3,0.5,7,8", b""])
+def test_a_resumed_run_repeats_rows_of_the_csv_table_once(tmp_path, torn):
+    with MetricLogger(tmp_path, ["csv"]) as log:
+        for step in range(3):
+            log.log(step, {"a": step, "b": 0})
+        log.log(2, {"a": 2, "b": 0, "c": 1})
+    with (tmp_path / "metrics.csv").open("ab") as handle:
+        handle.write(torn)  # the process died here
+    with MetricLogger(tmp_path, ["csv"], first_step=2) as log:
+        log.log(2, {"a": 20, "b": 0, "c": 1})
+        log.log(3, {"d": 1})
+    assert table(tmp_path) == [
+        ["step", "a", "b", "c", "d"],
+        ["0", "0.0", "0.0", "", ""],
+        ["1", "1.0", "0.0", "", ""],
+        ["2", "20.0", "0.0", "1.0", ""],
+        ["3", "", "", "", "1.0"],
+    ]
+
+
+def test_a_csv_table_of_someone_else_is_begun_anew(tmp_path):
+    (tmp_path / "metrics.csv").write_text("a;b\n1;2\n")
+    with MetricLogger(tmp_path, ["csv"], first_step=1) as log:
+        log.log(1, {"a": 1})
+    assert table(tmp_path) == [["step", "a"], ["1", "1.0"]]
+
+
+@pytest.mark.parametrize("columns", ["same", "new"])
+def test_rows_that_the_disk_had_no_room_for_come_with_the_next(tmp_path, monkeypatch, columns):
+    with MetricLogger(tmp_path, ["csv"], console=Console(file=io.StringIO())) as log:
+        log.log(1, {"a": 1})
+        before = table(tmp_path)
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            log.log(2, {"a": 2} if columns == "same" else {"b": 2})
+        assert table(tmp_path) == before and log._write_errors.count == 1
+        log.log(3, {"a": 3})
+    assert [row[0] for row in table(tmp_path)] == ["step", "1", "2", "3"]
+    assert table(tmp_path)[2] == (["2", "2.0"] if columns == "same" else ["2", "", "2.0"]) + [""]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (
             ["trainer.loggers=[tensorbored]"],
-            "unknown logger 'tensorbored'; known are console, jsonl, tensorboard, wandb",
+            "unknown logger 'tensorbored'; known are console, jsonl, csv, tensorboard, wandb",
         ),
         (["trainer.loggers=[gone.module:Logger]"], "there is no module gone"),
         ([f"trainer.loggers=['{OWN}']", f"trainer.logger_kwargs={{'{OWN}': {{colour: 1}}}}"], "colour"),

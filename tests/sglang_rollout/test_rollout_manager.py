@@ -128,8 +128,8 @@ def test_waiting_for_a_dead_engines_successor_is_not_the_trajectorys_time(tokeni
 
     groups = asyncio.run(scenario())
     assert_complete(groups)
-    waited = [trajectory.timing.waiting for group in groups for trajectory in group]
-    assert max(waited) > 1.2 and all(t.timing.generation < 1.0 for group in groups for t in group)
+    slowest = max((t.timing for group in groups for t in group), key=lambda timing: timing.waiting)
+    assert slowest.waiting > max(1.2, slowest.generation)
 
 
 def test_a_restart_that_fails_leaves_the_other_engine(tokenizer):

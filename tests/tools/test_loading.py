@@ -164,7 +164,11 @@ def test_entries_of_a_wrong_form(entry: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("target", "kwargs", "said"),
     [
-        ("calculator", {}, r"tools\[0\]='calculator' is not one of code_interpreter, search, and not of the form"),
+        (
+            "calculator",
+            {},
+            r"tools\[0\]='calculator' is not one of code_interpreter, search, read_page, and not of the form",
+        ),
         ("no.such.module:tool", {}, "there is no module no.such.module"),
         ("tools.tool:missing", {}, "tools.tool has no 'missing'"),
         (
@@ -174,7 +178,11 @@ def test_entries_of_a_wrong_form(entry: Any, said: str) -> None:
         ),
         ("{own}:lookup", {"k": 3}, r"tools\[0\].kwargs.k: lookup has no parameter of that name; its own are top_k"),
         ("{own}:lookup", {"query": "x"}, r"tools\[0\].kwargs.query: lookup has no parameter of that name"),
-        ("search", {"top": 3}, r"tools\[0\].kwargs.top is unknown; the settings are corpus, top_k, show_ranks"),
+        (
+            "search",
+            {"top": 3},
+            r"tools\[0\].kwargs.top is unknown; the settings are backend, backend_kwargs, corpus, top_k",
+        ),
         ("search", {"top_k": "many"}, r"tools\[0\].kwargs.top_k=many must be a whole number"),
         ("code_interpreter", {"error_style": "all"}, r"tools\[0\].kwargs.error_style=all must be one of traceback"),
         ("code_interpreter", {"url": "http://x"}, r"kwargs.url belongs to the servers: set tools.code_interpreter.url"),

@@ -19,7 +19,7 @@ LINGERING_SECONDS = 2.0
 """How long the rest of a refused body is read and dropped, so that its sender comes to read why."""
 BACKLOG = 256
 """Connections that may wait to be accepted, and may be accepted all at once."""
-_DESCRIPTORS_A_WORKER = 5
+_DESCRIPTORS_A_WORKER = 6
 _OTHER_DESCRIPTORS = 128
 _FEWEST_CONNECTIONS = 64
 

@@ -108,6 +108,7 @@ class CodeInterpreterClient:
         self,
         code: str,
         *,
+        language: str = "python",
         run_timeout: float = 10.0,
         stdin: str | bytes = b"",
         memory_limit_mb: int | None = None,
@@ -115,7 +116,7 @@ class CodeInterpreterClient:
         fetch_files: Sequence[str] = (),
         print_last_expression: bool | None = None,
     ) -> ExecutionResult:
-        """Run one snippet. The code's own failures are in the result.
+        """Run one snippet of Python, pytest or bash. The code's own failures are in the result.
 
         Raises:
             SandboxUnavailable: no answer from any server within ``give_up_seconds``.
@@ -123,6 +124,7 @@ class CodeInterpreterClient:
         return await self.execute(
             ExecutionRequest(
                 code=code,
+                language=language,
                 run_timeout=run_timeout,
                 memory_limit_mb=memory_limit_mb,
                 stdin=stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin,

@@ -17,6 +17,9 @@ from tools.code_interpreter import linux
 SANDBOX = "/sandbox"
 HOME = f"{SANDBOX}/home"
 """Working directory of the code; ``files`` of a request are relative to it."""
+OWN_DIRECTORIES = ("mnt", "tmp")
+"""Of the root, that a snippet has for itself where it sees a root of its own: parts of its workspace."""
+_PARTS = ("home", "shm", *OWN_DIRECTORIES)
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/alternatives")
@@ -61,8 +64,8 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
         directories: host directories that appear at their own path, read-only.
         scratch: an empty host directory to build the new root on.
 
-    The new root has /usr and its companions, five devices, /proc, and the empty mount point /sandbox. No other file
-    of the host can be named from it, and the old root is unmounted.
+    The new root has /usr and its companions, five devices, /proc, and the empty mount point /sandbox, into which /mnt
+    and /tmp lead. No other file of the host can be named from it, and the old root is unmounted.
     """
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", scratch, "tmpfs", linux.MS_NOSUID, "size=1m,mode=755")
@@ -84,13 +87,18 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
         os.symlink(target, f"{scratch}/dev/{name}")
     os.symlink("/proc/self/fd/2", f"{scratch}/dev/stderr")
     os.symlink(f"{SANDBOX}/shm", f"{scratch}/dev/shm")
-    if not os.path.exists(f"{scratch}/tmp"):  # else the interpreter itself lies below /tmp, which stays read-only
-        os.symlink(f"{SANDBOX}/tmp", f"{scratch}/tmp")
+    for name in OWN_DIRECTORIES:
+        if not os.path.exists(f"{scratch}/{name}"):  # else the interpreter itself lies below it, and it stays read-only
+            os.symlink(f"{SANDBOX}/{name}", f"{scratch}/{name}")
     for path in _SYSTEM_FILES:
         if os.path.isfile(path):
             shutil.copyfile(path, scratch + path)
     Path(f"{scratch}/etc/passwd").write_text(f"sandbox:x:65534:65534::{HOME}:/bin/sh\n")
     Path(f"{scratch}/etc/group").write_text("sandbox:x:65534:\n")
+    Path(f"{scratch}/etc/hosts").write_text("127.0.0.1 localhost sandbox\n")
+    # matplotlib asks fontconfig, which complains on stderr where it has no configuration.
+    os.mkdir(f"{scratch}/etc/fonts")
+    Path(f"{scratch}/etc/fonts/fonts.conf").write_text("<fontconfig><cachedir>/tmp</cachedir></fontconfig>\n")
     # A user namespace may mount a new /proc only while another complete one is in view, so one stays here.
     mount_proc(f"{scratch}/proc")
     os.chdir(scratch)
@@ -104,6 +112,11 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
 def temporary_directory() -> str:
     """Where a snippet in the read-only root may write temporary files."""
     return "/tmp" if os.path.islink("/tmp") else f"{SANDBOX}/tmp"
+
+
+def own_directories() -> list[str]:
+    """Which of OWN_DIRECTORIES a snippet in the read-only root has for itself, as absolute paths."""
+    return [f"/{name}" for name in OWN_DIRECTORIES if os.path.islink(f"/{name}")]
 
 
 def mount_proc(target: str = "/proc") -> None:
@@ -124,7 +137,7 @@ class MemoryWorkspace:
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[str]:
-        """Mount it, yield the directory that holds home/, tmp/ and shm/, and forget it all."""
+        """Mount it, yield the directory that holds home/, tmp/, mnt/ and shm/, and forget it all."""
         linux.mount("tmpfs", SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, self._options)
         try:
             _make_parts(SANDBOX, self._owner)
@@ -142,7 +155,7 @@ class DirectoryWorkspace:
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[str]:
-        """Create it, yield the directory that holds home/, tmp/ and shm/, and remove it all."""
+        """Create it, yield the directory that holds home/, tmp/, mnt/ and shm/, and remove it all."""
         directory = tempfile.mkdtemp(prefix="request-", dir=self._parent)
         try:
             os.chmod(directory, 0o711)
@@ -153,7 +166,7 @@ class DirectoryWorkspace:
 
 
 def _make_parts(directory: str, owner: int | None) -> None:
-    for name in ("home", "tmp", "shm"):
+    for name in _PARTS:
         path = f"{directory}/{name}"
         os.mkdir(path, 0o700)
         if owner is not None:
@@ -172,16 +185,22 @@ def remove_directory(directory: str) -> None:
 
 
 def open_regular_file(directory: str, path: str) -> int:
-    """Open ``path`` below ``directory`` for reading, following no symbolic link on the way.
+    """Open ``path`` of the workspace ``directory`` for reading, following no symbolic link on the way.
+
+    Args:
+        path: as the code names it: relative to its working directory, or below one of OWN_DIRECTORIES.
 
     Raises:
         OSError: no such file, a symbolic link, or something that is not a regular file.
     """
-    *parents, name = [part for part in path.split("/") if part not in ("", ".")]
-    current = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    *parents, name = [
+        part for part in (path if path.startswith("/") else f"home/{path}").split("/") if part not in ("", ".")
+    ]
+    # O_PATH: the right to enter is enough.
+    current = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parents:
-            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
             os.close(current)
             current = inner
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=current)

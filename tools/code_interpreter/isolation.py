@@ -142,7 +142,7 @@ def write_id_maps(inside: int, uid: int, gid: int) -> None:
 
 
 def bubblewrap_command(plan: IsolationPlan, directory: str, *, unshare_only: bool = False) -> list[str]:
-    """The ``bwrap`` invocation up to the program to run; ``directory`` holds home/ and tmp/."""
+    """The ``bwrap`` invocation up to the program to run; ``directory`` holds home/, tmp/ and mnt/."""
     command = [
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
         *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
@@ -151,9 +151,10 @@ def bubblewrap_command(plan: IsolationPlan, directory: str, *, unshare_only: boo
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
     if not unshare_only:
-        command += ["--bind", f"{directory}/home", filesystem.HOME, "--bind", f"{directory}/tmp", "/tmp"]
-        command += ["--chdir", filesystem.HOME]
-    # After /tmp, which may hold them.
+        command += ["--bind", f"{directory}/home", filesystem.HOME, "--chdir", filesystem.HOME]
+        for name in filesystem.OWN_DIRECTORIES:
+            command += ["--bind", f"{directory}/{name}", f"/{name}"]
+    # After /tmp and /mnt, which may hold them.
     for path in plan.python_directories:
         command += ["--ro-bind", path, path]
     return command

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
+import socket
 import struct
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
@@ -71,6 +73,15 @@ def prctl(option: int, argument: object = 0, second: object = 0) -> None:
 def sethostname(name: str) -> None:
     encoded = os.fsencode(name)
     check(_libc.sethostname(encoded, len(encoded)), "sethostname")
+
+
+def start_loopback() -> None:
+    """Make 127.0.0.1 of the current network namespace, which starts without, a place to send to."""
+    get_flags, set_flags, up = 0x8913, 0x8914, 1
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        interface = struct.pack("16sH14x", b"lo", 0)
+        flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, get_flags, interface))[1]
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
 
 
 def bind_read_only(source: str, target: str) -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -18,8 +17,11 @@ from pathlib import Path
 
 from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
-from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
+from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
+from tools.code_interpreter.protocol import CellResult, ExecutionRequest, ExecutionResult, Outcome
 from tools.code_interpreter.settings import SandboxSettings
+from tools.code_interpreter.snippet import CELLS
+from tools.code_interpreter.streams import Streams, read_all, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ _START_TIMEOUT_SECONDS = 180.0
 _ANSWER_GRACE_SECONDS = 20.0
 """How long after a snippet's time limit the worker's report may come."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT["MPLBACKEND"] = "Agg"  # matplotlib reads it when it is imported, which may be in the zygote
 
 
 class SandboxStartError(RuntimeError):
@@ -42,18 +45,6 @@ class _Worker:
     request_id: int = 0
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     """Descriptors of collected files that arrived for the current request."""
-
-
-@dataclasses.dataclass
-class _Streams:
-    request: int
-    stdin: int
-    stdout: int
-    stderr: int
-
-    def close(self) -> None:
-        for descriptor in dataclasses.astuple(self):
-            os.close(descriptor)
 
 
 class WorkerPool:
@@ -136,6 +127,11 @@ class WorkerPool:
             client: whose turn this request counts for in the queue.
         """
         arrived = time.monotonic()
+        own = tuple(f"{directory}/" for directory in self.isolation.get("own_directories", ()))
+        for path in (*request.files, *request.fetch_files):
+            if path.startswith("/") and not path.startswith(own):
+                message = f"{path!r:.200}: under this server's isolation a snippet has no such directory of its own"
+                return ExecutionResult(Outcome.INVALID_REQUEST, message=f"{message}; use a relative path"), 0.0
         try:
             worker = await self._acquire(client)
         except QueueFull as error:
@@ -252,7 +248,7 @@ class WorkerPool:
                 "collect": bool(request.fetch_files),
             }
             try:
-                socket.send_fds(worker.channel, [json.dumps(message).encode()], list(dataclasses.astuple(streams)))
+                socket.send_fds(worker.channel, [json.dumps(message).encode()], streams.descriptors())
             except OSError as error:
                 self._discard(worker, f"the worker died: {error}")
             try:
@@ -261,7 +257,7 @@ class WorkerPool:
                 self._discard(worker, "the worker did not answer")
                 answer = {"state": "failed", "error": "the worker did not answer", "seconds": timeout}
             files, worker.files = worker.files, {}
-            return self._result(answer, streams, files)
+            return self._result(request, answer, streams, files)
         finally:
             streams.close()
             for descriptor in files.values():
@@ -270,75 +266,62 @@ class WorkerPool:
             if self._workers.get(worker.index) is worker:
                 self._queue.put(worker)
 
-    def _open_streams(self, request: ExecutionRequest, memory: int) -> _Streams:
-        """In-memory files for all that crosses the sandbox's wall.
-
-        Input of any length is there at once, and output can neither fill a pipe nor wait for a reader: the kernel
-        refuses to let a stream grow beyond the file size limit.
-        """
+    def _open_streams(self, request: ExecutionRequest, memory: int) -> Streams:
         last = request.print_last_expression
-        header = json.dumps(
-            {
-                "code": request.code,
-                "print_last_expression": self.settings.print_last_expression if last is None else last,
-                "files": [[path, len(content)] for path, content in request.files.items()],
-                "fetch_files": list(request.fetch_files),
-                "limits": {
-                    "memory_bytes": memory,
-                    "max_processes": self.settings.max_processes,
-                    "file_bytes": self.settings.workspace_mb << 20,
-                },
-            }
-        ).encode()
-        opened: list[int] = []
-        try:
-            for name, parts in (
-                ("request", [struct.pack("!I", len(header)), header, *request.files.values()]),
-                ("stdin", [request.stdin]),
-                ("stdout", []),
-                ("stderr", []),
-            ):
-                writable = os.memfd_create(name)
-                opened.append(writable)
-                for part in parts:
-                    view = memoryview(part)
-                    while view:
-                        view = view[os.write(writable, view) :]
-                if name in ("request", "stdin"):
-                    opened[-1] = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
-                    os.close(writable)
-        except OSError:
-            for descriptor in opened:
-                os.close(descriptor)
-            raise
-        return _Streams(*opened)
+        header = {
+            "language": request.language,
+            "code": request.code,
+            "print_last_expression": self.settings.print_last_expression if last is None else last,
+            "cells": request.cells,
+            "cell_timeout": request.cell_timeout,
+            "record_bytes": MOST_DISPLAY_BYTES,
+            "files": [[path, len(content)] for path, content in request.files.items()],
+            "fetch_files": request.fetch_files,
+            "limits": {
+                "memory_bytes": memory,
+                "max_processes": self.settings.max_processes,
+                "file_bytes": self.settings.workspace_mb << 20,
+            },
+        }
+        return Streams.open(header, request.files, request.stdin, records=request.language == CELLS)
 
-    def _result(self, answer: dict, streams: _Streams, files: dict[str, int]) -> ExecutionResult:
+    def _result(
+        self, request: ExecutionRequest, answer: dict, streams: Streams, files: dict[str, int]
+    ) -> ExecutionResult:
         if answer["state"] in ("failed", "cancelled"):
             reason = answer.get("error") or "the client hung up"
             if answer["state"] == "failed":
-                said = _read_stream(streams.stderr, 1000)[0].strip()
+                said = read_text(streams.stderr, 1000)[0].strip()
                 reason += f": {said}" if said else ""
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=reason, seconds=answer.get("seconds", 0.0))
         settings = self.settings
         stream_limit = settings.workspace_mb << 20
-        stdout, stdout_size = _read_stream(streams.stdout, settings.max_output_bytes)
-        stderr, stderr_size = _read_stream(streams.stderr, settings.max_output_bytes)
+        cells: tuple[CellResult, ...] = ()
+        cell_timed_out, position, truncated = False, (0, 0), False
+        if streams.records is not None:
+            limit = settings.max_output_bytes
+            cells, position, truncated = read_cells(streams, len(request.cells), limit, answer["seconds"])
+            # It did not let itself be interrupted, and the process ended itself.
+            last = next((cell for cell in cells if cell.status == "unfinished"), None)
+            cell_timed_out = last is not None and 0 < request.cell_timeout <= last.seconds
+        stdout, stdout_left = read_text(streams.stdout, settings.max_output_bytes, position[0])
+        stderr, stderr_left = read_text(streams.stderr, settings.max_output_bytes, position[1])
+        sizes = {"stdout": stdout_left + position[0], "stderr": stderr_left + position[1]}
         messages = [
             f"{name} truncated: {size} bytes, {settings.max_output_bytes} kept"
-            for name, size in (("stdout", stdout_size), ("stderr", stderr_size))
+            for name, size in sizes.items()
             if size > settings.max_output_bytes
         ]
-        truncated = bool(messages)
+        truncated = truncated or bool(messages)
         code: int | None = os.waitstatus_to_exitcode(answer["wait_status"])
         flags = answer["flags"].encode()
-        if answer["state"] == "timeout":
+        if answer["state"] == "timeout" or cell_timed_out:
             outcome, code = Outcome.TIME_LIMIT_EXCEEDED, None
             messages.insert(0, "the time limit was exceeded")
         elif answer["memory_exceeded"] or snippet.MEMORY_ERROR in flags:
             outcome = Outcome.MEMORY_LIMIT_EXCEEDED
             messages.insert(0, "the memory limit was exceeded")
-        elif max(stdout_size, stderr_size) >= stream_limit:
+        elif max(sizes.values()) >= stream_limit:
             outcome = Outcome.OUTPUT_LIMIT_EXCEEDED
             messages.insert(0, f"a stream reached the limit of {stream_limit} bytes")
         elif snippet.COMPILE_ERROR in flags:
@@ -350,15 +333,14 @@ class WorkerPool:
                     messages.insert(0, f"ended by {signal.Signals(-code).name}")
         contents, budget = {}, settings.workspace_mb << 20
         for path, descriptor in files.items():
-            content = _read_all(descriptor, budget)
+            content = read_all(descriptor, budget)
             if content is None:
                 messages.append(f"file {path!r} left out: the files together are longer than {stream_limit} bytes")
                 continue
             budget -= len(content)
             contents[path] = content
-        return ExecutionResult(
-            outcome, stdout, stderr, code, answer["seconds"], "; ".join(messages), truncated, contents
-        )
+        message = "; ".join(messages)
+        return ExecutionResult(outcome, stdout, stderr, code, answer["seconds"], message, truncated, contents, cells)
 
     async def _receive_control(self) -> dict:
         assert self._control is not None
@@ -417,29 +399,3 @@ class WorkerPool:
                 self._warden.kill()
                 await self._warden.wait()
             self._warden = None
-
-
-def _read_stream(descriptor: int, limit: int) -> tuple[str, int]:
-    """A stream's text (its first and last half ``limit`` bytes if it is longer) and its size in bytes."""
-    size = os.fstat(descriptor).st_size
-    if size <= limit:
-        data = os.pread(descriptor, size, 0)
-        return data.decode("utf-8", "replace"), size
-    head, tail = limit - limit // 2, limit // 2
-    first = os.pread(descriptor, head, 0).decode("utf-8", "replace")
-    last = os.pread(descriptor, tail, size - tail).decode("utf-8", "replace")
-    return f"{first}\n... [{size - limit} bytes left out] ...\n{last}", size
-
-
-def _read_all(descriptor: int, limit: int) -> bytes | None:
-    """A file's content, or None where it is longer than ``limit`` bytes."""
-    size = os.fstat(descriptor).st_size
-    if size > limit:
-        return None
-    content = b""
-    while len(content) < size:
-        part = os.pread(descriptor, size - len(content), len(content))
-        if not part:
-            break
-        content += part
-    return content

@@ -1,16 +1,24 @@
-"""Requests and answers of POST /run_code: SandboxFusion's JSON, with a typed outcome added to every answer."""
+"""Requests and answers of POST /run_code: SandboxFusion's JSON, with a typed outcome added to every answer.
+
+Those of POST /run_jupyter, which is the same with several cells in place of one code, are in jupyter.py.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import enum
+import posixpath
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tools.code_interpreter.filesystem import OWN_DIRECTORIES
+from tools.code_interpreter.snippet import SOURCE_NAMES
+
 _MAX_FETCHED_FILES = 256
+_ABSOLUTE = tuple(f"/{name}/" for name in OWN_DIRECTORIES)
 
 
 class Outcome(enum.StrEnum):
@@ -29,7 +37,7 @@ class Outcome(enum.StrEnum):
     BUSY = "busy"
     """No worker became free in time; the code did not run. HTTP status 503."""
     INVALID_REQUEST = "invalid_request"
-    """The request names an unknown language or has a field of the wrong type. HTTP status 422."""
+    """The request names an unknown language or has a field of the wrong type or value. HTTP status 422."""
 
 
 class InvalidRequest(ValueError):
@@ -41,17 +49,23 @@ class ExecutionRequest:
     """One snippet and its limits."""
 
     code: str
+    language: str = "python"
+    """A key of snippet.SOURCE_NAMES, or snippet.CELLS."""
     run_timeout: float = 10.0
     """Wall-clock seconds."""
     memory_limit_mb: int | None = None
     """None: the server's limit."""
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Written below the working directory before the code runs."""
+    """Written before the code runs: relative paths below its working directory, absolute ones below /mnt or /tmp."""
     fetch_files: tuple[str, ...] = ()
     """Returned after the code ran, where they exist and are regular files."""
     print_last_expression: bool | None = None
-    """Whether the value of a final expression statement is printed; None: the server's default."""
+    """Whether the value of a final expression statement is printed; None: the server's default. For Python alone."""
+    cells: tuple[str, ...] = ()
+    """In place of ``code``, of a notebook (``language`` CELLS)."""
+    cell_timeout: float = 0.0
+    """Wall-clock seconds of each cell; 0: only ``run_timeout`` holds."""
 
     @classmethod
     def from_json(cls, body: Any) -> ExecutionRequest:
@@ -66,40 +80,34 @@ class ExecutionRequest:
         if not isinstance(code, str):
             raise InvalidRequest("code: a string is required")
         language = body.get("language", "python")
-        if language != "python":
-            raise InvalidRequest(f"language: {language!r:.60} is not supported; this server runs 'python' alone")
-        timeout = body.get("run_timeout", 10)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= sys.float_info.max:
-            raise InvalidRequest(f"run_timeout: {timeout!r:.60} is not a positive number of seconds")
-        memory = body.get("memory_limit_MB", -1)
-        if isinstance(memory, bool) or not isinstance(memory, int):
-            raise InvalidRequest(f"memory_limit_MB: {memory!r:.60} is not an integer")
+        if not isinstance(language, str) or language not in SOURCE_NAMES:
+            known = ", ".join(SOURCE_NAMES)
+            raise InvalidRequest(f"language: {language!r:.60} is not supported; this server runs {known}")
         stdin = body.get("stdin")
         if stdin is not None and not isinstance(stdin, str):
             raise InvalidRequest("stdin: must be a string or null")
-        fetch = body.get("fetch_files") or []
-        if not isinstance(fetch, list) or not all(isinstance(path, str) for path in fetch):
-            raise InvalidRequest("fetch_files: must be a list of strings")
-        if len(fetch) > _MAX_FETCHED_FILES:
-            raise InvalidRequest(f"fetch_files: {len(fetch)} files; at most {_MAX_FETCHED_FILES} are returned")
+        common = common_fields(body)
+        if language != "python":
+            for path in common["files"]:
+                if posixpath.normpath(path).split("/")[0] == SOURCE_NAMES[language]:
+                    raise InvalidRequest(f"files: {path!r:.60} is where the {language} code itself is written")
         last = body.get("print_last_expression")
         if last is not None and not isinstance(last, bool):
             raise InvalidRequest("print_last_expression: must be true, false or null")
         return cls(
             code=code,
-            run_timeout=float(timeout),
-            memory_limit_mb=memory if memory > 0 else None,
+            language=language,
+            run_timeout=seconds(body, "run_timeout", 10),
             stdin=(stdin or "").encode("utf-8", "surrogatepass"),
-            files=_decode_files(body.get("files") or {}),
-            fetch_files=tuple(dict.fromkeys(_check_path("fetch_files", path) for path in fetch)),
             print_last_expression=last,
+            **common,
         )
 
     def to_json(self) -> dict[str, Any]:
         """A body that this server and SandboxFusion's own understand."""
         body: dict[str, Any] = {
             "code": self.code,
-            "language": "python",
+            "language": self.language,
             "run_timeout": self.run_timeout,
             "compile_timeout": self.run_timeout,
             "memory_limit_MB": self.memory_limit_mb or -1,
@@ -110,6 +118,21 @@ class ExecutionRequest:
         if self.print_last_expression is not None:
             body["print_last_expression"] = self.print_last_expression
         return body
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell of a notebook."""
+
+    status: str
+    """ok, error, timeout, unfinished (the process ended in it) or not_run."""
+    seconds: float = 0.0
+    stdout: str = ""
+    stderr: str = ""
+    display: tuple[Mapping[str, Any], ...] = ()
+    """For each displayed object its data by media type; binary data as base64."""
+    error: tuple[Mapping[str, Any], ...] = ()
+    """Exceptions that nothing caught: ename, evalue, and the lines of the traceback."""
 
 
 @dataclass(frozen=True)
@@ -128,34 +151,49 @@ class ExecutionResult:
     truncated: bool = False
     """A stream was longer than an answer may be and lost its middle."""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    cells: tuple[CellResult, ...] = ()
+    """Of a notebook; ``stdout`` and ``stderr`` then are what was written outside of its cells."""
 
     @property
     def ok(self) -> bool:
         return self.outcome is Outcome.FINISHED and self.return_code == 0
 
-    def to_json(self) -> dict[str, Any]:
-        """SandboxFusion's answer, with ``outcome`` and ``truncated`` added."""
-        ran = self.outcome not in (Outcome.SANDBOX_ERROR, Outcome.BUSY, Outcome.INVALID_REQUEST)
-        run_result = None
-        if ran:
-            timed_out = self.outcome is Outcome.TIME_LIMIT_EXCEEDED
-            run_result = {
-                "status": "TimeLimitExceeded" if timed_out else "Finished",
-                "execution_time": self.seconds,
-                "return_code": self.return_code,
-                "stdout": self.stdout,
-                "stderr": self.stderr,
-            }
+    @property
+    def ran(self) -> bool:
+        return self.outcome not in (Outcome.SANDBOX_ERROR, Outcome.BUSY, Outcome.INVALID_REQUEST)
+
+    @property
+    def status(self) -> str:
+        """SandboxFusion's word."""
+        return "Success" if self.ok else "Failed" if self.ran else "SandboxError"
+
+    def command_result(self) -> dict[str, Any] | None:
+        """What SandboxFusion's ``run_result`` says; None where nothing ran."""
+        if not self.ran:
+            return None
+        timed_out = self.outcome is Outcome.TIME_LIMIT_EXCEEDED
         return {
-            "status": "Success" if self.ok else "Failed" if ran else "SandboxError",
+            "status": "TimeLimitExceeded" if timed_out else "Finished",
+            "execution_time": self.seconds,
+            "return_code": self.return_code,
+            "stdout": self.stdout,
+            "stderr": self.stderr,
+        }
+
+    def common_json(self) -> dict[str, Any]:
+        """The fields that the answers of all routes have."""
+        return {
+            "status": self.status,
             "message": self.message,
-            "compile_result": None,
-            "run_result": run_result,
             "executor_pod_name": None,
             "files": {path: base64.b64encode(content).decode() for path, content in self.files.items()},
             "outcome": self.outcome.value,
             "truncated": self.truncated,
         }
+
+    def to_json(self) -> dict[str, Any]:
+        """SandboxFusion's answer, with ``outcome`` and ``truncated`` added."""
+        return {**self.common_json(), "compile_result": None, "run_result": self.command_result()}
 
     @classmethod
     def from_json(cls, body: Any) -> ExecutionResult:
@@ -187,6 +225,40 @@ class ExecutionResult:
         )
 
 
+def seconds(body: Mapping[str, Any], name: str, default: float, *, zero: bool = False) -> float:
+    """The duration ``name`` of a request's body.
+
+    Raises:
+        InvalidRequest: it is no positive number (or zero, where ``zero`` allows it).
+    """
+    value = body.get(name, default)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= sys.float_info.max or (value == 0 and not zero):
+        raise InvalidRequest(f"{name}: {value!r:.60} is not a positive number of seconds")
+    return float(value)
+
+
+def common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """memory_limit_mb, files and fetch_files of an ``ExecutionRequest``, which the requests of all routes have.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    memory = body.get("memory_limit_MB", -1)
+    if isinstance(memory, bool) or not isinstance(memory, int):
+        raise InvalidRequest(f"memory_limit_MB: {memory!r:.60} is not an integer")
+    fetch = body.get("fetch_files") or []
+    if not isinstance(fetch, list) or not all(isinstance(path, str) for path in fetch):
+        raise InvalidRequest("fetch_files: must be a list of strings")
+    if len(fetch) > _MAX_FETCHED_FILES:
+        raise InvalidRequest(f"fetch_files: {len(fetch)} files; at most {_MAX_FETCHED_FILES} are returned")
+    return {
+        "memory_limit_mb": memory if memory > 0 else None,
+        "files": _decode_files(body.get("files") or {}),
+        "fetch_files": tuple(dict.fromkeys(_check_path("fetch_files", path) for path in fetch)),
+    }
+
+
 def _decode_files(files: Any) -> dict[str, bytes]:
     if not isinstance(files, dict):
         raise InvalidRequest("files: must be an object of path: base64 content")
@@ -205,12 +277,13 @@ def _decode_files(files: Any) -> dict[str, bytes]:
 def _check_path(name: str, path: str) -> str:
     parts = path.split("/")
     if (
-        path.startswith("/")
+        (path.startswith("/") and not path.startswith(_ABSOLUTE))
         or not parts[-1]
         or any(part == ".." or len(part.encode("utf-8", "replace")) > 255 for part in parts)
         or parts[-1] == "."
         or "\0" in path
         or len(path) > 1024
     ):
-        raise InvalidRequest(f"{name}: {path[:200]!r} is not a relative path inside the working directory")
+        below = " or ".join(_ABSOLUTE)
+        raise InvalidRequest(f"{name}: {path[:200]!r} is neither a path inside the working directory nor below {below}")
     return path

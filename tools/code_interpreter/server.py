@@ -2,9 +2,10 @@
 
     python -m tools.code_interpreter.server --workers 128 --port 8080
 
-POST /run_code runs a Python snippet in a fresh isolated process; GET /v1/ping answers "pong"; GET /health tells which
-isolation is in force; GET /metrics is for Prometheus. Where the environment has MEGATRON_RETOOL_SANDBOX_TOKEN, every
-request must show it ("Authorization: Bearer TOKEN"), or is refused with status 401.
+POST /run_code runs a snippet (Python, pytest or bash) in a fresh isolated process, POST /run_jupyter a notebook's
+cells; GET /v1/ping answers "pong"; GET /health tells which isolation is in force; GET /metrics is for Prometheus. Where
+the environment has MEGATRON_RETOOL_SANDBOX_TOKEN, every request must show it ("Authorization: Bearer TOKEN"), or is
+refused with status 401.
 
 A body of more than --max-body-mb is refused with status 413, one that does not come in --body-seconds with 408, and one
 for which --max-bodies-mb have no room left with 503. A connection without a request is closed after --idle-seconds, or
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import hmac
+import importlib.util
 import logging
 import os
 import resource
@@ -25,11 +27,13 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import prometheus_client
 from aiohttp import web
 
 from megatron_retool.untrusted import load_json
+from tools.code_interpreter import jupyter
 from tools.code_interpreter.admission import (
     BACKLOG,
     LINGERING_SECONDS,
@@ -93,6 +97,7 @@ class SandboxApplication:
         self._token = token
         self._metrics = Metrics(pool)
         self._started = time.monotonic()
+        self._has_ipython = importlib.util.find_spec("IPython") is not None
         settings = pool.settings
         self._bodies = BodyBudget(settings.max_body_mb * _MIB, settings.max_bodies_mb * _MIB)
         self.connections: Connections | None = None
@@ -100,6 +105,7 @@ class SandboxApplication:
     def build(self) -> web.Application:
         application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_token])
         application.router.add_post("/run_code", self.run_code)
+        application.router.add_post("/run_jupyter", self.run_jupyter)
         application.router.add_get("/v1/ping", self.ping)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics)
@@ -119,30 +125,56 @@ class SandboxApplication:
             return await handler(request)
 
     async def run_code(self, http_request: web.Request) -> web.Response:
+        return await self._answer(http_request, ExecutionRequest.from_json, ExecutionResult.to_json)
+
+    async def run_jupyter(self, http_request: web.Request) -> web.Response:
+        if not self._has_ipython:
+            message = "notebooks need IPython, which this server's Python does not have"
+            return web.json_response(jupyter.result_to_json(ExecutionResult(Outcome.SANDBOX_ERROR, message=message)))
+        return await self._answer(http_request, jupyter.request_from_json, jupyter.result_to_json)
+
+    async def _answer(
+        self,
+        http_request: web.Request,
+        from_json: Callable[[Any], ExecutionRequest],
+        to_json: Callable[[ExecutionResult], dict[str, Any]],
+    ) -> web.Response:
+        def refuse(status: int, message: str, outcome: Outcome = Outcome.INVALID_REQUEST) -> web.Response:
+            """An answer to a request whose body was not read."""
+            result = ExecutionResult(outcome, message=message)
+            self._metrics.record(result, 0.0)
+            headers = {"Retry-After": "1"} if outcome is Outcome.BUSY else {}
+            response = web.json_response(to_json(result), status=status, headers=headers)
+            response.force_close()
+            return response
+
         size, largest = self._bodies.size(http_request), self._bodies.largest
         if size > largest:
-            return self._refusal(413, f"the body has {size} bytes; at most {largest} are taken (--max-body-mb)")
+            return refuse(413, f"the body has {size} bytes; at most {largest} are taken (--max-body-mb)")
         with self._bodies.held(size) as free:
             if not free:
-                message = "too many bytes of other requests are held (--max-bodies-mb); try again"
-                return self._refusal(503, message, Outcome.BUSY)
+                return refuse(
+                    503, "too many bytes of other requests are held (--max-bodies-mb); try again", Outcome.BUSY
+                )
             try:
                 async with asyncio.timeout(self._pool.settings.body_seconds):
                     body = await http_request.read()
             except TimeoutError:
                 seconds = self._pool.settings.body_seconds
-                return self._refusal(408, f"the body did not come within {seconds:g} s (--body-seconds)")
+                return refuse(408, f"the body did not come within {seconds:g} s (--body-seconds)")
             except web.HTTPRequestEntityTooLarge:
-                return self._refusal(413, f"the body has more than {largest} bytes (--max-body-mb)")
-            result, waited = await self._run(http_request, body)
+                return refuse(413, f"the body has more than {largest} bytes (--max-body-mb)")
+            result, waited = await self._run(http_request, body, from_json)
         self._metrics.record(result, waited)
         headers = {"Retry-After": "1"} if result.outcome is Outcome.BUSY else {}
-        return web.json_response(result.to_json(), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
+        return web.json_response(to_json(result), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
 
-    async def _run(self, http_request: web.Request, body: bytes) -> tuple[ExecutionResult, float]:
+    async def _run(
+        self, http_request: web.Request, body: bytes, from_json: Callable[[Any], ExecutionRequest]
+    ) -> tuple[ExecutionResult, float]:
         """What comes of the request, and its wait for a worker in seconds."""
         try:
-            request = ExecutionRequest.from_json(load_json(body))
+            request = from_json(load_json(body))
         except ValueError as error:
             return ExecutionResult(Outcome.INVALID_REQUEST, message=str(error)), 0.0
         client = http_request.headers.get("X-Client-Id") or http_request.remote or ""
@@ -151,15 +183,6 @@ class SandboxApplication:
         except Exception as error:
             logger.exception("request failed")
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}"), 0.0
-
-    def _refusal(self, status: int, message: str, outcome: Outcome = Outcome.INVALID_REQUEST) -> web.Response:
-        """An answer to a request whose body was not read."""
-        result = ExecutionResult(outcome, message=message)
-        self._metrics.record(result, 0.0)
-        headers = {"Retry-After": "1"} if outcome is Outcome.BUSY else {}
-        response = web.json_response(result.to_json(), status=status, headers=headers)
-        response.force_close()
-        return response
 
     async def ping(self, _: web.Request) -> web.Response:
         return web.json_response("pong")
@@ -306,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse_arguments(arguments)
     parent = os.getppid() if parsed.die_with_parent else None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Each running request holds five descriptors and each client one; the usual soft limit is 1024.
+    # Each running request holds five or six descriptors and each client one; the usual soft limit is 1024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     settings = SandboxSettings(

@@ -1,17 +1,26 @@
-"""Runs one snippet in the process that was made for it. Standard library only: bubblewrap executes it as a script.
+"""Runs one snippet in the process that was made for it.
 
-The request comes in a file descriptor as a 4-byte big-endian header length, the header (JSON: code,
-print_last_expression, files as [path, size] pairs, fetch_files, limits), and the input files' bytes one after the
-other.  What happened beyond the exit status is told as single letters on the status descriptor: see the constants.
+Standard library only, as notebook.py: bubblewrap executes these two in a new interpreter.
+
+The request comes in a file descriptor as a 4-byte big-endian header length, the header (JSON: language, code,
+print_last_expression, cells, cell_timeout, record_bytes, files as [path, size] pairs, fetch_files, limits), and the
+input files' bytes one after the other.  What happened beyond the exit status is told as single letters on the status
+descriptor: see the constants.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import signal
 import struct
 import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from tools.code_interpreter import notebook
 
 STARTED = b"S"
 """The sandbox is set up; what fails from here on is the snippet's own doing."""
@@ -21,6 +30,12 @@ SETUP_FAILED = b"E"
 """Followed by a message."""
 
 FILE_NAME = "main.py"
+SOURCE_NAMES = {"python": FILE_NAME, "pytest": "test_main.py", "bash": "main.sh"}
+"""The languages of POST /run_code, and the name of the code's own file in the working directory."""
+CELLS = "jupyter"
+"""The language of POST /run_jupyter."""
+
+_BASH = "/bin/bash"
 
 
 def read_header(descriptor: int) -> tuple[dict, int]:
@@ -30,7 +45,7 @@ def read_header(descriptor: int) -> tuple[dict, int]:
 
 
 def write_files(descriptor: int, offset: int, files: list[list], directory: str) -> None:
-    """Write the input files below ``directory``; their paths were checked by the server."""
+    """Write the input files, relative paths below ``directory``; the server has checked them."""
     for path, size in files:
         target = os.path.join(directory, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -67,9 +82,11 @@ def set_limits(limits: dict, address_space_in_use: int) -> None:
 def environment(home: str, temporary: str) -> dict[str, str]:
     """All the environment that a snippet has."""
     return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
         "HOME": home,
         "TMPDIR": temporary,
+        "MPLCONFIGDIR": f"{temporary}/matplotlib",
+        "IPYTHONDIR": f"{temporary}/ipython",
         "LANG": "C.UTF-8",
         "PYTHONIOENCODING": "utf-8",
         "OMP_NUM_THREADS": "1",
@@ -78,36 +95,92 @@ def environment(home: str, temporary: str) -> dict[str, str]:
     }
 
 
-def run(code: str, print_last_expression: bool, status: int) -> int:
-    """Execute ``code`` as the main module, as ``python main.py`` would, and return the exit status."""
-    import atexit
-    import builtins
-    import linecache
-    import threading
-    import traceback
-    import types
+def run(header: dict, status: int, records: int) -> int:
+    """Run what the request asks for and return the exit status.
 
+    Args:
+        header: of the request.
+        status: descriptor for what happens beyond the exit status.
+        records: descriptor for what a notebook's cells do; −1 for other languages.
+    """
+    for descriptor in {status, records} - {-1}:
+        os.set_inheritable(descriptor, False)
+    language = header["language"]
+    if language == "bash":
+        _run_bash(header["code"], header["limits"])
+    _open_standard_streams()
+    sys.path.insert(0, os.getcwd())
+    if language == CELLS:
+        return notebook.run_cells(header["cells"], header["cell_timeout"], records, header["record_bytes"])
+    if language == "pytest":
+        return _run_guarded(lambda: _run_pytest(header["code"]), status)
+    return _run_guarded(lambda: _run_python(header["code"], header["print_last_expression"], status), status)
+
+
+def _run_bash(code: str, limits: dict) -> NoReturn:
+    name = SOURCE_NAMES["bash"]
+    # Python ignores these two, and what is ignored stays so.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    # The interpreter's own address space goes with it.
+    memory = min(limits["memory_bytes"], resource.getrlimit(resource.RLIMIT_AS)[1])
+    try:
+        _write_source(name, code)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        os.execv(_BASH, [_BASH, name])
+    except OSError as error:
+        os.write(2, f"{_BASH} {name}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _open_standard_streams() -> None:
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+
+
+def _run_pytest(code: str) -> NoReturn:
+    """As ``pytest test_main.py``."""
+    name = SOURCE_NAMES["pytest"]
+    _write_source(name, code)
+    sys.argv = ["pytest", name]
+    import pytest
+
+    raise SystemExit(int(pytest.main([name])))
+
+
+def _run_python(code: str, print_last_expression: bool, status: int) -> None:
+    """As ``python main.py``."""
+    import builtins
+    import linecache
+    import types
+
     sys.argv = [FILE_NAME]
-    sys.path.insert(0, os.getcwd())
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __file__=os.path.join(os.getcwd(), FILE_NAME))
     sys.modules["__main__"] = module
-    _write_source(code)
+    with contextlib.suppress(OSError):  # the request brought a main.py of its own
+        _write_source(FILE_NAME, code)
     linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
+    try:
+        programs = _compile(code, print_last_expression)
+    except Exception:
+        os.write(status, COMPILE_ERROR)
+        raise
+    for program in programs:
+        exec(program, module.__dict__)
+
+
+def _run_guarded(program: Callable[[], None], status: int) -> int:
+    """Call ``program`` as the interpreter calls a script, down to its end, and return the exit status."""
+    import atexit
+    import threading
+    import traceback
 
     exit_status = 0
     try:
-        try:
-            programs = _compile(code, print_last_expression)
-        except Exception:
-            os.write(status, COMPILE_ERROR)
-            raise
-        for program in programs:
-            exec(program, module.__dict__)
+        program()
     except SystemExit as error:
         if isinstance(error.code, int):
             exit_status = error.code & 0xFF
@@ -141,13 +214,10 @@ def run(code: str, print_last_expression: bool, status: int) -> int:
     return exit_status
 
 
-def _write_source(code: str) -> None:
-    """For multiprocessing's spawn and for code that opens ``__file__``."""
-    try:
-        with open(FILE_NAME, "x", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(code)
-    except OSError:  # the request brought a main.py of its own
-        pass
+def _write_source(name: str, code: str) -> None:
+    """For bash and pytest; of Python, for multiprocessing's spawn and for code that opens ``__file__``."""
+    with open(name, "x", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(code)
 
 
 def _compile(code: str, print_last_expression: bool) -> list:
@@ -163,9 +233,15 @@ def _compile(code: str, print_last_expression: bool) -> list:
     return [compile(part, FILE_NAME, mode, dont_inherit=True) for part, mode in ((tree, "exec"), (last, "single"))]
 
 
+def forget_own_modules() -> None:
+    """Leave the snippet none of the sandbox's modules; what runs holds on to them."""
+    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
+        del sys.modules[name]
+
+
 def main() -> None:
-    """``python -I snippet.py REQUEST_FD STATUS_FD``, inside bubblewrap."""
-    request, status = int(sys.argv[1]), int(sys.argv[2])
+    """``python -I -c … REQUEST_FD STATUS_FD RECORDS_FD``, inside bubblewrap."""
+    request, status, records = map(int, sys.argv[1:4])
     try:
         header, offset = read_header(request)
         os.environ.clear()
@@ -175,13 +251,9 @@ def main() -> None:
         set_limits(header["limits"], in_use)
         write_files(request, offset, header["files"], os.getcwd())
         os.close(request)
-        sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
+        forget_own_modules()
         os.write(status, STARTED)
     except BaseException as error:
         os.write(status, SETUP_FAILED + str(error).encode(errors="replace")[:1000])
         os._exit(125)
-    os._exit(run(header["code"], header["print_last_expression"], status))
-
-
-if __name__ == "__main__":
-    main()
+    os._exit(run(header, status, records))

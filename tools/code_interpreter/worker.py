@@ -5,8 +5,9 @@ the process made for the request.  So a worker's memory, which every later proce
 of earlier requests.
 
 Messages on the channel (SOCK_SEQPACKET, JSON). Server to worker: {"id", "timeout", "memory_bytes", "collect"} with the
-descriptors request, stdin, stdout, stderr; or {"cancel": id}.  Worker to server: {"id", "file", "size"} with a
-descriptor for each collected file, then {"id", "state", "wait_status", "seconds", "flags", "error", "memory_exceeded"}.
+descriptors request, stdin, stdout, stderr and, for a notebook, records; or {"cancel": id}.  Worker to server:
+{"id", "file", "size"} with a descriptor for each collected file, then {"id", "state", "wait_status", "seconds",
+"flags", "error", "memory_exceeded"}.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ import tempfile
 import time
 from typing import NoReturn
 
-from tools.code_interpreter import filesystem, isolation, landlock, linux, seccomp, snippet
+from tools.code_interpreter import filesystem, isolation, landlock, linux, notebook, seccomp, snippet
 from tools.code_interpreter.child_signal import ChildSignal
 from tools.code_interpreter.plan import IsolationPlan
 
 MESSAGE_BYTES = 1 << 16
+_MOST_DESCRIPTORS = 5
 _KILL_GRACE_SECONDS = 5.0
+_IN_BUBBLEWRAP = f"{filesystem.SANDBOX}/modules"
+"""Where the modules lie that a new interpreter needs."""
+_START = (
+    f"import sys; sys.path.insert(0, {_IN_BUBBLEWRAP!r}); "
+    "from tools.code_interpreter.snippet import main; sys.path.pop(0); main()"
+)
 
 
 class Worker:
@@ -63,6 +71,8 @@ class Worker:
         if plan.kind == "namespaces":
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
             linux.sethostname("sandbox")
+            with contextlib.suppress(OSError):  # the snippet then cannot talk to itself, which is no danger
+                linux.start_loopback()
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
             self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
@@ -79,7 +89,7 @@ class Worker:
         """Answer requests until the server closes the channel."""
         while True:
             try:
-                message, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 4)
+                message, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, _MOST_DESCRIPTORS)
             except ConnectionError:
                 os._exit(0)
             if not message:
@@ -195,14 +205,15 @@ class Worker:
 
     def _become_snippet(self, request: dict, descriptors: list[int], status: int, directory: str) -> NoReturn:
         self._children.forget()
-        request_fd, *streams = descriptors
+        request_fd, *streams = descriptors[:4]
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
-        kept = sorted((2, request_fd, status))
+        records = descriptors[4] if len(descriptors) > 4 else -1
+        kept = sorted({2, request_fd, status, max(records, 2)})
         for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
             os.closerange(low + 1, high)
         if not self._forks:
-            self._execute_bubblewrap(request_fd, status, directory)
+            self._execute_bubblewrap((request_fd, status, records), directory)
 
         os.setsid()  # kill(0, …) reaches the whole process group, across pid namespaces
         header, offset = snippet.read_header(request_fd)
@@ -231,9 +242,9 @@ class Worker:
         if self._plan.seccomp:
             shares_uid = self._plan.kind == "rlimits" and self._uid is None
             seccomp.install(seccomp.build_filter(self._families, os.getpid() if shares_uid else None))
-        _forget_sandbox_modules()
+        _leave_nothing_of_the_sandbox()
         os.write(status, snippet.STARTED)
-        os._exit(snippet.run(header["code"], header["print_last_expression"], status))
+        os._exit(snippet.run(header, status, records))
 
     def _drop_privileges(self) -> None:
         if self._plan.keep_read_search:
@@ -257,21 +268,23 @@ class Worker:
             os.setresgid(self._uid, self._uid, self._uid)
             os.setresuid(self._uid, self._uid, self._uid)
 
-    def _execute_bubblewrap(self, request_fd: int, status: int, directory: str) -> NoReturn:
+    def _execute_bubblewrap(self, descriptors: tuple[int, int, int], directory: str) -> NoReturn:
         self._become_user()
         linux.die_with_parent(signal.SIGKILL)
         command = isolation.bubblewrap_command(self._plan, directory)
-        command += ["--ro-bind", os.path.abspath(snippet.__file__), f"{filesystem.SANDBOX}/snippet.py"]
+        for module in (snippet, notebook):
+            inside = f"{_IN_BUBBLEWRAP}/{module.__name__.replace('.', '/')}.py"
+            command += ["--ro-bind", os.path.abspath(str(module.__file__)), inside]
         command += ["--remount-ro", "/"]
         if self._plan.seccomp:
             filter_fd = os.memfd_create("seccomp", 0)
             os.write(filter_fd, seccomp.build_filter(self._families))
             os.lseek(filter_fd, 0, os.SEEK_SET)
             command += ["--seccomp", str(filter_fd)]
-        os.set_inheritable(request_fd, True)
-        os.set_inheritable(status, True)
-        command += [sys.executable, "-I", "-X", "utf8", f"{filesystem.SANDBOX}/snippet.py"]
-        command += [str(request_fd), str(status)]
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, True)
+        command += [sys.executable, "-I", "-X", "utf8", "-c", _START, *map(str, descriptors)]
         os.execvpe("bwrap", command, {"PATH": isolation.SEARCH_PATH})
 
     def _collect(self, request_id: int, request_fd: int, directory: str) -> None:
@@ -285,7 +298,7 @@ class Worker:
             self._become_user()
             for path in header["fetch_files"]:
                 try:
-                    file = filesystem.open_regular_file(f"{directory}/home", path)
+                    file = filesystem.open_regular_file(directory, path)
                 except OSError:
                     continue
                 message = {"id": request_id, "file": path, "size": os.fstat(file).st_size}
@@ -313,9 +326,8 @@ def kill_children() -> None:
                 os.waitpid(child, 0)
 
 
-def _forget_sandbox_modules() -> None:
-    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
-        del sys.modules[name]
+def _leave_nothing_of_the_sandbox() -> None:
+    snippet.forget_own_modules()
     random_module = getattr(sys.modules.get("numpy"), "random", None)
     if random_module is not None:
         random_module.seed()  # random reseeds itself after a fork, NumPy's global generator does not

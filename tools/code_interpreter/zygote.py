@@ -71,11 +71,13 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
             import_modules(_STANDARD_LIBRARY)
         if plan.cgroups is not None:
             plan.cgroups.open()
+        own_directories = [f"/{name}" for name in filesystem.OWN_DIRECTORIES] if plan.kind == "bubblewrap" else []
         if plan.kind == "namespaces":
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET)
             root = f"{plan.scratch}/root"
             os.mkdir(root)
             filesystem.enter_read_only_root(plan.python_directories, root)
+            own_directories = filesystem.own_directories()
         usage = _memory_in_use()
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
@@ -85,6 +87,7 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
     gc.disable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers and whatever they leave
     ready = {**plan.describe(), "preimported": imported, "import_seconds": round(time.monotonic() - started, 3)}
+    ready["own_directories"] = own_directories
     ready["warnings"] = [*plan.warnings, *(f"cannot import {text}" for text in failed)]
     control.send(json.dumps({"ready": ready}).encode())
     while True:

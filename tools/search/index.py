@@ -42,6 +42,9 @@ class BM25Index:
         if not passages:
             raise CorpusError("the corpus has no passages")
         self._passages = list(passages)
+        self._by_id: dict[str, list[Passage]] = {}
+        for passage in self._passages:
+            self._by_id.setdefault(passage.id, []).append(passage)
         tokens = self._tokenize([f"{passage.title}\n{passage.text}" for passage in self._passages])
         # The NumPy backend: compiling the other one would take longer than most corpora take to search.
         self._index = bm25s.BM25(backend="numpy")
@@ -55,6 +58,10 @@ class BM25Index:
             CorpusError: the file is missing, is neither, or a row has no text.
         """
         return cls(read_passages(path))
+
+    def document(self, identity: str) -> list[Passage]:
+        """The passages of that id in the corpus's order; none where it is unknown."""
+        return self._by_id.get(identity, [])
 
     def __len__(self) -> int:
         return len(self._passages)

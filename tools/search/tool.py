@@ -1,19 +1,19 @@
-"""Search over a local corpus as a tool: a query in, the best passages out."""
+"""Search as a tool, in a corpus or in the web: a query in, the best passages out."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_retool.config import ConfigError, SearchConfig
-from tools.search.index import BM25Index, CorpusError, Hit
+from megatron_retool.config import SearchConfig
+from tools.search.backends import SearchError, backend_of
+from tools.search.index import Hit
 from tools.tool import Tool, ToolResult
 
 
 class SearchTool(Tool):
-    """Returns the passages of a corpus that match a query best."""
+    """Returns the passages that match a query best, as tools.search.backend has them."""
 
     name = "search"
     schema: dict[str, Any] = {
@@ -30,24 +30,29 @@ class SearchTool(Tool):
     }
 
     def __init__(self, config: SearchConfig) -> None:
-        """Read and index the corpus.
+        """Make the backend: a corpus is read and indexed, nothing is connected.
 
         Raises:
-            ConfigError: the corpus is not named, or cannot be read.
+            ConfigError, ExtensionError: it cannot be made.
         """
-        if config.corpus is None:
-            raise ConfigError("tools.search.corpus is not set: name a .parquet or .jsonl file with a column 'text'")
-        try:
-            self._index = BM25Index.from_file(config.corpus)
-        except CorpusError as error:
-            raise ConfigError(f"tools.search.corpus: {error}") from error
         self._config = config
+        self._backend = backend_of(config)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         started = time.monotonic()
-        # In a thread: a search of a large corpus takes milliseconds in which no other trajectory would move.
-        hits = await asyncio.to_thread(self._index.search, arguments["query"], self._config.top_k)
-        return ToolResult("ok", describe(hits, self._config), time.monotonic() - started)
+        try:
+            hits = await self._backend.search(arguments["query"], self._config.top_k)
+        except SearchError as error:
+            status, text = ("timeout" if error.timed_out else "error"), f"Error: the search failed: {error}"
+        else:
+            status, text = "ok", describe(hits, self._config)
+        return ToolResult(status, text, time.monotonic() - started)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self._backend.take_metrics()
+
+    async def stop(self) -> None:
+        await self._backend.close()
 
 
 def describe(hits: Sequence[Hit], config: SearchConfig) -> str:
@@ -58,4 +63,6 @@ def describe(hits: Sequence[Hit], config: SearchConfig) -> str:
 def _render(number: int, hit: Hit, config: SearchConfig) -> str:
     passage = hit.passage
     text = f"{passage.title}\n{passage.text}" if passage.title else passage.text
+    if config.show_sources and passage.id:
+        text = f"({passage.id}) {text}"
     return f"[{number}] {text}" if config.show_ranks else text

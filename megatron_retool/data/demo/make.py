@@ -20,8 +20,9 @@ from megatron_retool.data.demo.facts import FactSearch, fact_families, make_fact
 from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.tokenizer import build_tokenizer, check_vocabulary_size
-from megatron_retool.data.demo.traces import DemoTools, Message, prompt_messages, snippet, trace
+from megatron_retool.data.demo.traces import DemoTools, prompt_messages, snippet, trace
 from megatron_retool.data.files import write_parquet
+from megatron_retool.data.tagged_traces import Message
 from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
@@ -108,8 +109,10 @@ def _manifest(config: Config) -> dict[str, Any]:
     if not config.demo.num_experts:
         # What was made before there were mixtures of experts is not made again.
         del demo["num_experts"], demo["num_experts_per_tok"], demo["moe_intermediate_size"]
-    search = dataclasses.asdict(config.tools.search)
-    del search["corpus"]
+    shown = config.tools.search
+    search: dict[str, Any] = {"top_k": shown.top_k, "show_ranks": shown.show_ranks}
+    if shown.show_sources:
+        search["show_sources"] = True
     return {
         "format_version": FORMAT_VERSION,
         "seed": config.trainer.seed,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_retool.data.demo.facts import value_in
 from megatron_retool.data.demo.problems import FactProblem, Problem, Snippets
 from megatron_retool.data.demo.tool_output import ToolOutput
+from megatron_retool.data.tagged_traces import Message, tool_call, tool_result
 from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
@@ -53,28 +53,17 @@ AFTER_SEARCH_MIX = TraceMix(guess=0.20, correct=0.40, wrong=0.20)
 RETRY_SHARE = 0.4
 """Share of the traces with a failing call that then make the right one; the others fall back on a guess."""
 
-Message = dict[str, Any]
-
 
 def prompt_messages(question: str) -> list[Message]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
 
 
 def code_call(code: str, content: str = "Let me run code.") -> Message:
-    return _tool_call(CodeInterpreterTool.name, {"code": code}, content)
+    return tool_call(CodeInterpreterTool.name, {"code": code}, content)
 
 
 def search_call(query: str, content: str = "Let me search.") -> Message:
-    return _tool_call(SearchTool.name, {"query": query}, content)
-
-
-def _tool_call(name: str, arguments: dict[str, str], content: str) -> Message:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
-
-
-def tool_result(output: str) -> Message:
-    return {"role": "tool", "content": output}
+    return tool_call(SearchTool.name, {"query": query}, content)
 
 
 def final_answer(answer: object, lead: str = "The answer is") -> Message:

@@ -91,6 +91,7 @@ loggers: Registry[Callable[[LoggedRun], Logger]] = Registry(
     "trainer.loggers",
     takes=("run",),
     built_in={
+        "csv": "megatron_retool.monitor.loggers.csv_file:CsvLogger",
         "tensorboard": "megatron_retool.monitor.loggers.tensorboard:TensorBoardLogger",
         "wandb": "megatron_retool.monitor.loggers.wandb:WandbLogger",
         "mlflow": "megatron_retool.monitor.loggers.mlflow:MlflowLogger",

@@ -10,7 +10,7 @@ import torch
 from megatron_retool.algorithms.advantages import share_branch_advantages
 from megatron_retool.config import BranchingConfig
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
-from sglang_rollout.agent.branching import BRANCH_KEY, EntropyBranching, entropy, shared_token_ids
+from sglang_rollout.agent.branching import BRANCH_KEY, EntropyBranching, entropies, entropy_change, shared_token_ids
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 
@@ -20,8 +20,40 @@ def uniform(count: int) -> list[float]:
 
 
 def test_entropy_of_the_most_likely_tokens():
-    assert entropy([uniform(4), uniform(2)]) == pytest.approx(math.log(4) + math.log(2))
-    assert entropy([[0.0, -math.inf]]) == 0.0
+    assert entropies([uniform(4), uniform(2)]) == pytest.approx([math.log(4), math.log(2)])
+    assert entropies([[0.0, -math.inf]]) == [0.0]
+
+
+def test_the_change_of_the_entropy_by_hand():
+    """V = 100, so log V = 4.605. Three tokens at the start, two after the tool's result."""
+    initial, now = [0.5, 1.0, 0.25], [1.5, 1.25]
+    assert entropy_change(now, initial, 100, "paper") == pytest.approx((1.0 + 0.25) / 100)
+    assert entropy_change(now, initial, 100, "authors_code") == pytest.approx((2.75 - 1.75) / 4.605170186)
+    # A turn that ends early: the text compares what there is, the code counts the missing tokens as certain.
+    assert entropy_change([0.6], [0.5, 0.5], 100, "paper") > 0 > entropy_change([0.6], [0.5, 0.5], 100, "authors_code")
+
+
+@pytest.mark.parametrize(("form", "divisor"), [("paper", 100), ("authors_code", math.log(100))])
+def test_the_threshold_is_the_probability_of_the_form(form, divisor):
+    """Five tokens of log 2 nats, then five of log 4: the sums differ by 5 log 2."""
+    probability = 0.25 + 0.5 * 5 * math.log(2) / divisor
+    for margin, forks in ((-1e-6, 2), (1e-6, 0)):
+        branching = make(
+            branch_probability=0.25, entropy_weight=0.5, threshold=probability + margin, entropy_change=form
+        )
+        state = TrajectoryState([1], 0, 0)
+        turn(branching, state, per_token=math.log(2))
+        assert len(turn(branching, state, per_token=math.log(4))[0]) == forks
+
+
+def test_what_a_fork_is_compared_with():
+    """The parent began with log 2 a token, the fork's own first turn has log 4, and its second log 3."""
+    for form, forks in (("paper", 2), ("authors_code", 0)):
+        branching, state = make(budget=20, entropy_change=form), TrajectoryState([1], 0, 0)
+        turn(branching, state, math.log(2))
+        fork = turn(branching, state, math.log(4))[0][0]
+        turn(branching, fork, math.log(4))
+        assert len(turn(branching, fork, math.log(3))[0]) == forks
 
 
 class Engine:
@@ -80,7 +112,7 @@ def test_a_fork_does_not_fork_again_at_its_own_node_but_does_later():
     turn(branching, state, math.log(2))
     fork = turn(branching, state, math.log(4))[0][0]
     assert turn(branching, fork, math.log(4))[0] == []
-    assert len(turn(branching, fork, math.log(4))[0]) == 2
+    assert len(turn(branching, fork, math.log(8))[0]) == 2
 
 
 def test_the_authors_timing_looks_at_the_turn_before_the_result():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -126,6 +127,49 @@ def test_call_limit_counts_calls_not_turns(tokenizer):
     state = run(make_loop(tokenizer, tools, max_tool_calls=3), engine)
     assert state.finish_reason is FinishReason.TOOL_LIMIT
     assert len(state.tool_calls) == len(tools.calls) == 2
+
+
+class StopsAtTag(ScriptedEngine):
+    """Ends turns at a closing tag, as an engine does with a stop string."""
+
+    async def __call__(self, state, max_new_tokens, deadline):
+        result = await super().__call__(state, max_new_tokens, deadline)
+        return dataclasses.replace(result, matched_stop="</python>") if result.finish_reason == "stop" else result
+
+
+PYTHON = "<python>print(6*7)</python>"
+
+
+@pytest.mark.parametrize("limit", [{"max_tool_calls": 1}, {"max_assistant_turns": 2}])
+def test_a_tag_format_may_end_with_eos_at_the_limit(tokenizer, limit):
+    def ended(at_tool_limit):
+        loop = make_loop(tokenizer, format="arpo", at_tool_limit=at_tool_limit, **limit)
+        return run(loop, StopsAtTag(tokenizer, [PYTHON, PYTHON])).to_trajectory()
+
+    plain, with_eos = ended("stop"), ended("append_eos")
+    assert plain.finish_reason is with_eos.finish_reason is FinishReason.TOOL_LIMIT
+    assert len(plain.tool_calls) == len(with_eos.tool_calls) == 1
+    assert tokenizer.decode(plain.response_ids.tolist()).endswith("</python>")
+    # The policy did not sample it: no loss, no log-prob, no turn, no weights.
+    assert with_eos.response_ids.tolist() == [*plain.response_ids.tolist(), tokenizer.eos_token_id]
+    assert with_eos.loss_mask.tolist() == [*plain.loss_mask.tolist(), False]
+    assert with_eos.rollout_log_probs.tolist() == [*plain.rollout_log_probs.tolist(), 0.0]
+    assert with_eos.turn_ids.tolist() == [*plain.turn_ids.tolist(), -1]
+    assert with_eos.weight_versions.tolist() == [*plain.weight_versions.tolist(), -1]
+    assert with_eos.num_turns == plain.num_turns == 3
+
+
+def test_eos_at_the_limit_is_never_written_twice_nor_beyond_the_length(tokenizer):
+    engine = ScriptedEngine(tokenizer, [CALL + CALL + END])
+    state = run(make_loop(tokenizer, max_tool_calls=1, at_tool_limit="append_eos"), engine)
+    assert state.finish_reason is FinishReason.TOOL_LIMIT and state.response_ids.count(tokenizer.eos_token_id) == 1
+    length = len(tokenizer.encode(PYTHON, add_special_tokens=False))
+    for room in (0, 1):
+        loop = make_loop(
+            tokenizer, max_response_length=length + room, format="arpo", max_tool_calls=0, at_tool_limit="append_eos"
+        )
+        state = run(loop, StopsAtTag(tokenizer, [PYTHON]))
+        assert state.finish_reason is FinishReason.TOOL_LIMIT and len(state.response_ids) == length + room
 
 
 def test_an_answer_in_the_last_turn_is_a_stop(tokenizer):

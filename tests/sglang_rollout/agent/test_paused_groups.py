@@ -136,7 +136,7 @@ def test_damaged_routed_experts_are_named(tmp_path):
 def test_branching_decides_the_same_after_a_restart(tmp_path):
     config = BranchingConfig(enable=True, initial_rollouts=2, beam_size=3, timing="before_tool_result")
     branching = EntropyBranching(config, 8, 320, seed=5)
-    branching._initial, branching._latest = {0: 0.5, 1: 0.25}, {0: 1.5}
+    branching._initial, branching._latest = {0: [0.5], 1: [0.25]}, {0: [1.0, 0.5]}
     state = TrajectoryState([], 3, 0, seed=11, turn=1)
     forks: list[TrajectoryState] = []
     for _ in range(3):

@@ -43,11 +43,15 @@ class Sandbox:
         fields.setdefault("run_timeout", 15.0)
         return ExecutionResult.from_json(self.post(ExecutionRequest(code, **fields).to_json())[1])
 
-    def post(self, body: Any) -> tuple[int, Any]:
+    def notebook(self, *cells: str, **fields: Any) -> dict[str, Any]:
+        """The answer to a notebook, by POST /run_jupyter."""
+        return self.post({"cells": cells, "total_timeout": 200, **fields}, "/run_jupyter")[1]
+
+    def post(self, body: Any, route: str = "/run_code") -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.process.url}/run_code", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{self.process.url}{route}", data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=240) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())

@@ -226,7 +226,7 @@ def test_who_makes_room_for_whom():
 
 def test_connections_leave_descriptors_for_the_workers(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
-    assert most_connections(128, 8192) == 4096 - 128 - 256 - 640
+    assert most_connections(128, 8192) == 4096 - 128 - 256 - 768
     assert most_connections(128, 100) == 100
     assert most_connections(100_000, 8192) == 64
 

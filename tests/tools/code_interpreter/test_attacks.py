@@ -408,7 +408,9 @@ os.mkdir("plain"); open("plain/file.txt", "w").write("mine")
     assert result.ok and dict(result.files) == {"plain/file.txt": b"mine"}
 
 
-@pytest.mark.parametrize("path", ["../escape", "/etc/escape", "a/../../escape", "a/..", ".", "", "a/", "x\0y"])
+@pytest.mark.parametrize(
+    "path", ["../escape", "/etc/escape", "/mnt/../etc/escape", "/mnt", "a/../../escape", "a/..", ".", "", "a/", "x\0y"]
+)
 def test_path_traversal(attacked: Sandbox, path: str) -> None:
     for field in ({"files": {path: "YQ=="}}, {"fetch_files": [path]}):
         status, body = attacked.post({"code": "print(1)", "language": "python", **field})

@@ -16,10 +16,13 @@ paths = st.lists(names, min_size=1, max_size=3)
     st.builds(
         ExecutionRequest,
         code=st.text(),
+        language=st.sampled_from(["python", "pytest", "bash"]),
         run_timeout=st.floats(0.01, 1000),
         memory_limit_mb=st.none() | st.integers(1, 10**6),
         stdin=st.text().map(lambda text: text.encode("utf-8", "surrogatepass")),
-        files=st.dictionaries(paths.map("/".join), st.binary(max_size=50), max_size=3),
+        files=st.dictionaries(
+            paths.map("/".join) | paths.map(lambda parts: "/mnt/" + "/".join(parts)), st.binary(max_size=50), max_size=3
+        ),
         fetch_files=st.lists(paths.map("/".join), max_size=3, unique=True).map(tuple),
         print_last_expression=st.none() | st.booleans(),
     )
@@ -72,7 +75,7 @@ def test_what_is_no_answer(body: object) -> None:
         ExecutionResult.from_json(body)
 
 
-@given(st.text(max_size=20))
+@given(st.text(max_size=20) | st.text("./amnt", max_size=12).map("/mnt/".__add__))
 def test_no_accepted_path_leaves_the_directory(path: str) -> None:
     import os.path
 
@@ -80,4 +83,4 @@ def test_no_accepted_path_leaves_the_directory(path: str) -> None:
         ExecutionRequest.from_json({"code": "", "fetch_files": [path]})
     except InvalidRequest:
         return
-    assert os.path.normpath(os.path.join("/box", path)).startswith("/box/")
+    assert os.path.normpath(os.path.join("/box", path)).startswith(("/box/", "/mnt/", "/tmp/"))
