@@ -28,6 +28,9 @@ def shrink_demo(tree: DictConfig, steps: int) -> None:
     tree.data.train_batch_size = 4
     OmegaConf.update(tree, "rollout.val.n", 2)
     OmegaConf.update(tree, "learner.mini_batch_size", 16)
+    # On a busy machine code and responses take longer than the demo gives them, and a run would not repeat.
+    OmegaConf.update(tree, "rollout.multi_turn.max_wall_seconds", 600)
+    OmegaConf.update(tree, "tools.code_interpreter.run_timeout_seconds", 10.0)
     # After so little SFT most groups are all wrong; with the filter off every step trains on what there is.
     OmegaConf.update(tree, "algorithm.dynamic_sampling.enable", False)
 
