@@ -24,9 +24,8 @@ from megatron_retool.loop.resume import announce_resume, announce_start, content
 from megatron_retool.loop.rollout_files import store_step
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import peak_memory, update_actor, update_critic
-from megatron_retool.loop.validation import validate, validate_only, validate_quickly
+from megatron_retool.loop.validation import validate, validate_after, validate_only
 from megatron_retool.loop.validation_metrics import check_early_stopping
-from megatron_retool.loop.validation_schedule import Validation
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
@@ -143,18 +142,8 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected, batch)
-            last = step == run.total_steps
-            due = state.validation_due(last=last)
-            if due is Validation.QUICK:
-                with timer.phase(Phase.QUICK_VALIDATION):
-                    metrics |= await validate_quickly(run, step)
-                metrics |= state.early_stopping.record(step, metrics)
-                last = state.early_stopping.stops
-            if last or due is Validation.FULL:
-                with timer.phase(Phase.VALIDATION):
-                    metrics |= await validate(run, step, log)
-                metrics |= state.early_stopping.record(step, metrics)
-                last = last or state.early_stopping.stops
+            metrics |= await validate_after(run, state, log, timer)
+            last = step == run.total_steps or state.early_stopping.stops
             leaving = leave.is_set()
             complete = last or leaving or state.save_due() or checkpointer.overdue
             weights = state.save_weights_due() or checkpointer.weights_overdue

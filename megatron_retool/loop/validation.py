@@ -13,14 +13,37 @@ from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.samples import print_sample, question_of, sample_of
+from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
+from megatron_retool.loop.validation_schedule import Validation
 from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.monitor.metrics import StepTimer, rollout_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import Trajectory, write_trajectories
+
+
+async def validate_after(run: Deployment, state: TrainerState, log: MetricLogger, timer: StepTimer) -> dict[str, float]:
+    """The validation that follows the present step, if one does, taken note of for trainer.early_stopping.
+
+    A quick one by which the run ends is followed by a full one.
+    """
+    step = state.step
+    metrics: dict[str, float] = {}
+    due = state.validation_due(last=step == run.total_steps)
+    if due is Validation.QUICK:
+        with timer.phase(Phase.QUICK_VALIDATION):
+            metrics |= await validate_quickly(run, step)
+        metrics |= state.early_stopping.record(step, metrics)
+        if state.early_stopping.stops:
+            due = Validation.FULL
+    if due is Validation.FULL:
+        with timer.phase(Phase.VALIDATION):
+            metrics |= await validate(run, step, log)
+        metrics |= state.early_stopping.record(step, metrics)
+    return metrics
 
 
 async def validate(run: Deployment, step: int, log: MetricLogger | None = None) -> dict[str, float]:

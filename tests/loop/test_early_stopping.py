@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, EarlyStoppingConfig, load_config
 from megatron_retool.loop import train as train_loop
+from megatron_retool.loop import validation
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.early_stopping import EarlyStopping, judge
 from megatron_retool.loop.experience import Collected
@@ -167,8 +168,11 @@ def train(
     async def validate_quickly(run: Any, step: int) -> dict[str, float]:
         return {QUICK: 0.5 - abs(step - 6) / 10}
 
-    for stand_in in (learn, restore, validate, validate_quickly):
-        monkeypatch.setattr(train_loop, stand_in.__name__, stand_in)
+    for module, stand_in in (
+        (train_loop, learn), (train_loop, restore), (train_loop, validate), (validation, validate),
+        (validation, validate_quickly),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, stand_in.__name__, stand_in)
     monkeypatch.setattr(train_loop, "Experience", Drawn)
     finished = asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, leave))
     return finished, console.export_text()

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
+from megatron_retool.loop import validation
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.leave import LeaveRequest
@@ -64,10 +65,9 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     async def validate(run: Any, step: int, log: Any) -> dict[str, float]:
         return {}
 
-    for name, stand_in in (
-        ("Experience", Stored), ("learn", learn), ("restore", restore), ("validate", validate)
-    ):  # fmt: skip
+    for name, stand_in in (("Experience", Stored), ("learn", learn), ("restore", restore)):
         monkeypatch.setattr(train_loop, name, stand_in)
+    monkeypatch.setattr(validation, "validate", validate)
     console = Console(record=True, width=300)
     run = run_of(config, console, 3)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -18,6 +18,7 @@ import megatron_retool.monitor.event_file  # noqa: F401  (the same)
 from megatron_retool.config import Config, load_config
 from megatron_retool.loop import checkpointer as checkpointer_module
 from megatron_retool.loop import train as train_loop
+from megatron_retool.loop import validation as validation_module
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.experience import Collected
 from megatron_retool.loop.state import TrainerState
@@ -90,9 +91,10 @@ def train(config: Config) -> None:
         return {"val-quick/all/acc/mean@1": float(step)}
 
     checkpointer_module.link_weights = shutil.copytree
-    stand_ins = {"Experience": Drawn, **{each.__name__: each for each in (learn, restore, validate, validate_quickly)}}
-    for name, stand_in in stand_ins.items():
-        setattr(train_loop, name, stand_in)
+    validation_module.validate_quickly = validate_quickly
+    train_loop.Experience = Drawn
+    train_loop.learn, train_loop.restore = learn, restore
+    train_loop.validate = validation_module.validate = validate
     assert asyncio.run(train_loop.train_from_checkpoint(run, checkpointer, LeaveRequest()))
 
 
