@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
 from megatron_retool.config.schema import fitted, section_of, type_hints
-from megatron_retool.config.tree import Config, check_values, validate, with_engine_seed
+from megatron_retool.config.tree import Config, check_values, made_deterministic, validate
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -32,7 +32,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     config: Config = _built(Config(), settings)
     if "${" in repr(settings):
         config = _built(Config(), fitted(_resolved(dataclasses.asdict(config)), Config, root=Config))
-    config = with_engine_seed(config)
+    config = made_deterministic(config)
     validate(config)
     return config
 

@@ -36,6 +36,9 @@ class CodeInterpreterConfig:
     """A longer error is cut off; None: only max_output_characters holds."""
     max_output_characters: int = at_least_one(20000)
     """A longer result loses its middle, and says so."""
+    hide_addresses: bool = False
+    """<function f at 0x7f3a5c1b2e50> becomes <function f at 0x0> for the model: the number is another in every run.
+    trainer.deterministic sets it."""
     empty_output_text: str = ""
     """What the model sees when the code prints nothing."""
 

@@ -49,13 +49,19 @@ class Config:
         return Path(self.trainer.runs_dir) / self.trainer.experiment_name
 
 
-def with_engine_seed(config: Config) -> Config:
-    """``config`` with a seed for the engines, where trainer.deterministic asks for one and none is set."""
-    rollout = config.rollout
-    if not config.trainer.deterministic or rollout.engine.random_seed is not None:
+def made_deterministic(config: Config) -> Config:
+    """``config``, where trainer.deterministic asks for it with a seed for the engines and without addresses in results.
+
+    A seed that is set stays.
+    """
+    if not config.trainer.deterministic:
         return config
-    engine = dataclasses.replace(rollout.engine, random_seed=config.trainer.seed)
-    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, engine=engine))
+    rollout, tools = config.rollout, config.tools
+    if rollout.engine.random_seed is None:
+        engine = dataclasses.replace(rollout.engine, random_seed=config.trainer.seed)
+        rollout = dataclasses.replace(rollout, engine=engine)
+    interpreter = dataclasses.replace(tools.code_interpreter, hide_addresses=True)
+    return dataclasses.replace(config, rollout=rollout, tools=dataclasses.replace(tools, code_interpreter=interpreter))
 
 
 def validate(config: Config) -> None:

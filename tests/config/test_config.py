@@ -55,6 +55,7 @@ def test_a_deterministic_run_seeds_its_engines_and_leaves_nothing_to_timing():
     assert load_config(None, ["trainer.seed=5"]).rollout.engine.random_seed is None
     deterministic = ["trainer.seed=5", "trainer.deterministic=true"]
     assert load_config(None, deterministic).rollout.engine.random_seed == 5
+    assert load_config(None, deterministic).tools.code_interpreter.hide_addresses
     assert load_config(None, [*deterministic, "rollout.engine.random_seed=9"]).rollout.engine.random_seed == 9
     for override in (
         "rollout.staleness=1", "rollout.partial.enable=true", "rollout.branching.enable=true",

@@ -105,6 +105,12 @@ def test_limits_on_what_the_model_sees() -> None:
     config = dataclasses.replace(CONFIG, max_error_characters=20, max_output_characters=100, empty_output_text="(none)")
     failed = ExecutionResult(Outcome.FINISHED, "", "Traceback:\nNameError: name 'something' is not defined\n", 1)
     assert describe(failed, config) == "NameError: name 'som"
+    printed = ExecutionResult(Outcome.FINISHED, "<generator object <genexpr> at 0x7fc102391a80> 0x7fc1", "", 0)
+    assert describe(printed, config) == printed.stdout
+    assert (
+        describe(printed, dataclasses.replace(config, hide_addresses=True))
+        == "<generator object <genexpr> at 0x0> 0x7fc1"
+    )
     long = ExecutionResult(Outcome.FINISHED, "start" + "x" * 500 + "end", "", 0)
     text = describe(long, config)
     assert len(text) <= 100 and text.startswith("start") and text.endswith("end") and "left out" in text

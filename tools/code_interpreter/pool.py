@@ -19,8 +19,8 @@ from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
 from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
 from tools.code_interpreter.protocol import CellResult, ExecutionRequest, ExecutionResult, Outcome
-from tools.code_interpreter.settings import SandboxSettings
-from tools.code_interpreter.snippet import CELLS
+from tools.code_interpreter.settings import INTERPRETER_FLAGS, SandboxSettings
+from tools.code_interpreter.snippet import CELLS, HASH_SEED
 from tools.code_interpreter.streams import Streams, read_all, read_text
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,15 @@ _MESSAGE_BYTES = 1 << 16
 _START_TIMEOUT_SECONDS = 180.0
 _ANSWER_GRACE_SECONDS = 20.0
 """How long after a snippet's time limit the worker's report may come."""
-_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_ENVIRONMENT["MPLBACKEND"] = "Agg"  # matplotlib reads it when it is imported, which may be in the zygote
+_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # matplotlib reads it when it is imported, which may be in the zygote.
+    "MPLBACKEND": "Agg",
+    **HASH_SEED,
+}
 
 
 class SandboxStartError(RuntimeError):
@@ -90,7 +97,8 @@ class WorkerPool:
         """
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_reader, lifeline = os.pipe()
-        command = [sys.executable, "-I", str(Path(__file__).with_name("warden.py")), self.settings.to_json()]
+        warden = str(Path(__file__).with_name("warden.py"))
+        command = [sys.executable, *INTERPRETER_FLAGS, warden, self.settings.to_json()]
         command += [str(os.getpid()), str(theirs.fileno()), str(lifeline_reader)]
         self._warden = await asyncio.create_subprocess_exec(
             *command,

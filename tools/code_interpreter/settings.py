@@ -15,6 +15,10 @@ TOKEN_VARIABLE = "MEGATRON_RETOOL_SANDBOX_TOKEN"
 """Environment variable with the token that every request to a server must show; unset or empty: none is needed."""
 
 
+INTERPRETER_FLAGS = ("-s", "-P")
+"""As -I, which would also leave PYTHONHASHSEED out; the environment has nothing but our own variables."""
+
+
 @dataclass(frozen=True)
 class SandboxSettings:
     """Limits and choices of one server, the same for all its workers."""

@@ -79,6 +79,10 @@ def set_limits(limits: dict, address_space_in_use: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""In the environment of every interpreter that runs snippets: a set of texts has the same order in each run."""
+
+
 def environment(home: str, temporary: str) -> dict[str, str]:
     """All the environment that a snippet has."""
     return {
@@ -92,6 +96,7 @@ def environment(home: str, temporary: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MPLBACKEND": "Agg",
+        **HASH_SEED,
     }
 
 
@@ -240,7 +245,7 @@ def forget_own_modules() -> None:
 
 
 def main() -> None:
-    """``python -I -c … REQUEST_FD STATUS_FD RECORDS_FD``, inside bubblewrap."""
+    """``python -s -P -c … REQUEST_FD STATUS_FD RECORDS_FD``, inside bubblewrap."""
     request, status, records = map(int, sys.argv[1:4])
     try:
         header, offset = read_header(request)

@@ -16,6 +16,7 @@ from tools.tool import Tool, ToolResult, shorten_middle
 logger = logging.getLogger(__name__)
 
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Exit|Interrupt|Iteration|Group)\b")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 
 
 class CodeInterpreterTool(Tool):
@@ -86,6 +87,8 @@ def describe(result: ExecutionResult, config: CodeInterpreterConfig) -> str:
     if config.max_error_characters is not None:
         error = error[: config.max_error_characters]
     text = "\n".join(part for part in (result.stdout.strip("\n").rstrip(), error) if part)
+    if config.hide_addresses:
+        text = _ADDRESS.sub("at 0x0", text)
     return shorten_middle(text, config.max_output_characters) or config.empty_output_text
 
 

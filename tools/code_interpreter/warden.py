@@ -1,6 +1,6 @@
 """Stands between the server and the zygote: chooses the isolation, and cleans up however the others end.
 
-    python -I warden.py SETTINGS_JSON SERVER_PID CONTROL_FD LIFELINE_FD
+    python -s -P warden.py SETTINGS_JSON SERVER_PID CONTROL_FD LIFELINE_FD
 
 The server starts it with an empty environment, so that no snippet inherits a secret.  The zygote is pid 1 of a pid
 namespace where the host allows one: when the warden ends it, the kernel ends every worker and snippet with it.  The

@@ -29,6 +29,7 @@ from typing import NoReturn
 from tools.code_interpreter import filesystem, isolation, landlock, linux, notebook, seccomp, snippet
 from tools.code_interpreter.child_signal import ChildSignal
 from tools.code_interpreter.plan import IsolationPlan
+from tools.code_interpreter.settings import INTERPRETER_FLAGS
 
 MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 5
@@ -275,6 +276,8 @@ class Worker:
         for module in (snippet, notebook):
             inside = f"{_IN_BUBBLEWRAP}/{module.__name__.replace('.', '/')}.py"
             command += ["--ro-bind", os.path.abspath(str(module.__file__)), inside]
+        for name, value in snippet.HASH_SEED.items():
+            command += ["--setenv", name, value]
         command += ["--remount-ro", "/"]
         if self._plan.seccomp:
             filter_fd = os.memfd_create("seccomp", 0)
@@ -284,7 +287,7 @@ class Worker:
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.set_inheritable(descriptor, True)
-        command += [sys.executable, "-I", "-X", "utf8", "-c", _START, *map(str, descriptors)]
+        command += [sys.executable, *INTERPRETER_FLAGS, "-X", "utf8", "-c", _START, *map(str, descriptors)]
         os.execvpe("bwrap", command, {"PATH": isolation.SEARCH_PATH})
 
     def _collect(self, request_id: int, request_fd: int, directory: str) -> None:

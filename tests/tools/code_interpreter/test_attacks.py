@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -35,6 +37,13 @@ def command_lines() -> dict[int, str]:
 
 
 # ------------------------------------------------------------------------------------------------ using things up
+
+
+def test_a_set_has_one_order_in_every_server(attacked: Sandbox) -> None:
+    code = "print(*{str(i) for i in range(20)}, hash('a'))"
+    plain = [sys.executable, "-c", code]
+    expected = subprocess.run(plain, env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True)
+    assert attacked.run(code).stdout == expected.stdout
 
 
 def test_infinite_loop(attacked: Sandbox) -> None:
@@ -254,6 +263,8 @@ def test_loopback_network(attacked: Sandbox) -> None:
         unix.listen()
         code = f"""
 import socket
+import subprocess
+import sys
 for family, address in ((socket.AF_INET, ("127.0.0.1", {tcp.getsockname()[1]})), (socket.AF_UNIX, {abstract!r})):
     try:
         with socket.socket(family) as s:
