@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.tools.code_interpreter.conftest import Sandbox, start
@@ -59,15 +61,19 @@ def test_files_do_not_take_the_place_of_the_code(sandbox: Sandbox, language: str
 
 
 def test_files_below_mnt_and_tmp(sandbox: Sandbox) -> None:
-    code = "data = open('/mnt/in/a').read()\nopen('/mnt/b', 'w').write(data + '!')\nopen('/tmp/c', 'w').write('c')"
-    paths = ("/mnt/b", "/tmp/c", "/mnt/none")
-    if sandbox.isolation == "rlimits":
-        result = sandbox.run(code, fetch_files=paths)
-        assert result.outcome is Outcome.INVALID_REQUEST and "/mnt/b" in result.message
-        return
-    result = sandbox.run(code, files={"/mnt/in/a": b"text"}, fetch_files=paths)
-    assert result.ok and dict(result.files) == {"/mnt/b": b"text!", "/tmp/c": b"c"}, result
-    assert sandbox.run("import os; print(os.listdir('/mnt'), os.listdir('/tmp'))").stdout == "[] []\n"
+    own = sandbox.health["own_directories"]
+    # Where the server's Python itself lies below one, that one stays the host's.
+    below = {name for name in ("/mnt", "/tmp") if sys.prefix.startswith(f"{name}/")}
+    assert set(own) == (set() if sandbox.isolation == "rlimits" else {"/mnt", "/tmp"} - below)
+    for directory in ("/mnt", "/tmp"):
+        code = f"open('{directory}/b', 'w').write(open('{directory}/in/a').read() + '!')"
+        paths = (f"{directory}/b", f"{directory}/none")
+        result = sandbox.run(code, files={f"{directory}/in/a": b"text"}, fetch_files=paths)
+        if directory not in own:
+            assert result.outcome is Outcome.INVALID_REQUEST and f"{directory}/in/a" in result.message
+            continue
+        assert result.ok and dict(result.files) == {f"{directory}/b": b"text!"}, result
+        assert sandbox.run(f"import os; print(os.listdir('{directory}'))").stdout == "[]\n"
 
 
 def test_server_in_a_snippet(sandbox: Sandbox) -> None:
