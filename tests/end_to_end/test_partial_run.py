@@ -28,6 +28,7 @@ def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: F
         "learner.world_size=1",
         "trainer.total_steps=6",
         "trainer.keep_checkpoints=0",
+        "trainer.deterministic=false",
         "rollout.partial.enable=true",
         "rollout.partial.over_sampling_factor=1.5",
         "rollout.partial.max_age=6",

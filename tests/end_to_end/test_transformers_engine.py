@@ -16,6 +16,7 @@ def test_a_few_steps_with_transformers_as_engine(demo_run: FinishedRun):
     run_dir = demo_run.run_dir.with_name("reference")
     code, output = demo_run.command_line.run(
         "train",
+        "trainer.deterministic=false",
         "rollout.engine.backend=transformers",
         "trainer.experiment_name=reference",
         f"demo.directory={demo_run.run_dir / 'data'}",
