@@ -231,6 +231,15 @@ class Registry(Generic[T]):
         return given
 
 
+def check_methods(label: str, made: object, protocol: type, *names: str) -> None:
+    """Raise ExtensionError, its message begun with ``label``, where ``made`` lacks a method of ``protocol``."""
+    for name in names:
+        if not callable(getattr(made, name, None)):
+            raise ExtensionError(
+                f"{label}: {type(made).__name__} has no method {name}: see {protocol.__name__} in {protocol.__module__}"
+            )
+
+
 def load_object(key: str, target: str, known: Collection[str] = ()) -> Any:
     """What ``package.module:object`` or ``path/to/file.py:object`` names.
 

@@ -12,7 +12,7 @@ function in ``algorithms/`` speaks this layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -144,6 +144,16 @@ class Trajectory:
         """Messages after the prompt: assistant turns plus tool results, as verl counts them."""
         assistant = int(self.turn_ids.max()) + 1 if len(self.turn_ids) else 0
         return assistant + len(self.tool_calls)
+
+    @property
+    def accuracy(self) -> float:
+        """Of a scored trajectory: see ``accuracy_of``."""
+        return accuracy_of(self.reward, self.reward_info)
+
+
+def accuracy_of(reward: float, reward_info: Mapping[str, Any]) -> float:
+    """The reward function's acc in [0, 1]; without one, whether the reward is positive."""
+    return float(reward_info.get("acc", reward > 0))
 
 
 @dataclass

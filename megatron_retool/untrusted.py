@@ -60,3 +60,12 @@ def check_levels(value: Any) -> None:
         if not level:
             return
     raise ValueError("nested too deeply")
+
+
+def retry_after_seconds(header: str | None, longest: float) -> float:
+    """The seconds of a server's Retry-After, at most ``longest``; 0 where there is none, or a date."""
+    try:
+        seconds = float(header or 0.0)
+    except ValueError:
+        return 0.0
+    return min(seconds, longest) if seconds > 0.0 else 0.0

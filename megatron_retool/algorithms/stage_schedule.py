@@ -48,3 +48,8 @@ def stage_value(stages: Sequence[Stage], step: int) -> int:
 def is_due(stages: Sequence[Stage], step: int) -> bool:
     """Is ``step`` (from 1) a step of a schedule of frequencies, e.g. of validations? Counted from step 0."""
     return step > 0 and step % stage_value(stages, step) == 0
+
+
+def is_multiple(step: int, frequency: int) -> bool:
+    """Is ``step`` (from 1) one of those that come every ``frequency`` steps? None is where ``frequency`` is 0."""
+    return frequency > 0 and step % frequency == 0

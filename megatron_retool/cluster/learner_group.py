@@ -183,7 +183,7 @@ class LearnerWorker:
     def begin_profile(self, step: int) -> None:
         """Record what this rank does until ``end_profile``, where trainer.profiler names it."""
         profiler = self.config.trainer.profiler
-        if profiler.ranks and self.rank not in profiler.ranks:
+        if not profiler.records(self.rank):
             return
         from megatron_retool.learner.profiler import StepRecorder
 

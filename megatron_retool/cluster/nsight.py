@@ -19,7 +19,7 @@ def nsight_environment(config: Config, role: str, rank: int, environment: Mappin
     profile/<role>_rank<rank>_<pid>.nsys-rep of the run.
     """
     profiler = config.trainer.profiler
-    if profiler.tool != "nsys" or (profiler.ranks and rank not in profiler.ranks):
+    if profiler.tool != "nsys" or not profiler.records(rank):
         return {}
     directory = config.run_dir.absolute() / "profile"
     directory.mkdir(parents=True, exist_ok=True)

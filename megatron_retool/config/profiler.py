@@ -41,6 +41,10 @@ class ProfilerConfig:
     )
     """nsys: further options of `nsys profile`, without their dashes."""
 
+    def records(self, rank: int) -> bool:
+        """Whether ``rank`` is one of ``ranks``."""
+        return not self.ranks or rank in self.ranks
+
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
         if self.tool == "none":

@@ -117,7 +117,6 @@ class TrainerConfig:
     package.module:Class."""
     logger_kwargs: dict[str, Any] = field(default_factory=dict)
     """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
-
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """What the learner's processes do within chosen steps."""
 

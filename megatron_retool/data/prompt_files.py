@@ -241,11 +241,11 @@ def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, in
 def _messages(source: str, number: int, prompt: Any, prompt_key: str, instruction: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         if not prompt.lstrip().startswith("[{"):
-            return _question(prompt, instruction)
+            return question_messages(prompt, instruction)
         try:
             prompt = load_json(prompt)
         except ValueError:
-            return _question(prompt, instruction)
+            return question_messages(prompt, instruction)
         check_text(prompt, source, number, prompt_key)
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -257,7 +257,8 @@ def _messages(source: str, number: int, prompt: Any, prompt_key: str, instructio
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
-def _question(question: str, instruction: str) -> list[dict[str, Any]]:
+def question_messages(question: str, instruction: str) -> list[dict[str, Any]]:
+    """A bare question as a prompt's messages, with ``instruction`` below it."""
     return [{"role": "user", "content": f"{question.strip()}\n\n{instruction}" if instruction else question.strip()}]
 
 
@@ -286,7 +287,7 @@ def _competition_rows(
         }
         answer = _exact(answer, source, number, by_lower["answer"])
         truth = str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
-        messages = _question(question, instruction)
+        messages = question_messages(question, instruction)
         prompts.append(RawPrompt(source, number, name, messages, truth, {"index": number, **extra}))
     yield (
         [prompt.messages[-1]["content"] for prompt in prompts],
@@ -332,7 +333,7 @@ def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
             file=source,
             row=index,
             data_source=f"reasoning_gym/{task}",
-            messages=_question(str(entry["question"]), instruction),
+            messages=question_messages(str(entry["question"]), instruction),
             ground_truth=str(entry["answer"]),
             # The verifier scores an answer against the whole entry.
             extra_info={

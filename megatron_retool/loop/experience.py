@@ -121,7 +121,7 @@ async def collect_groups(
         },
         prompt_state=run.prompts.state_dict([group.group_id for group in paused]),
         paused=paused,
-        accuracies=[(str(g[0].extra_info.get("uid")), sum(map(accuracy, g)) / len(g)) for g in groups],
+        accuracies=[(str(g[0].extra_info.get("uid")), sum(t.accuracy for t in g) / len(g)) for g in groups],
     )
 
 
@@ -187,11 +187,6 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
 
 def filter_step(groups: list[list[Trajectory]], metric: str) -> GroupFilter:
     rows = [trajectory for group in groups for trajectory in group]
-    accuracies = [accuracy(t) for t in rows]
+    accuracies = [t.accuracy for t in rows]
     values = accuracies if metric == "acc" else [t.reward for t in rows]
     return filter_groups([t.group_id for t in rows], values, accuracies)
-
-
-def accuracy(trajectory: Trajectory) -> float:
-    """The reward function's acc in [0, 1]; without one, whether the reward is positive."""
-    return float(trajectory.reward_info.get("acc", trajectory.reward > 0))

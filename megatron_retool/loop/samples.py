@@ -70,7 +70,7 @@ def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
         question=question,
         truth=str(trajectory.extra_info.get("ground_truth", "not in the data")),
         prediction=None if prediction is None else str(prediction),
-        accuracy=float(info.get("acc", trajectory.reward > 0)),
+        accuracy=trajectory.accuracy,
         reward=float(trajectory.reward),
         end=None if ended_by_itself else trajectory.finish_reason.value,
         turns=trajectory.num_turns,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_retool.algorithms.dynamic_sampling import samples_for_prompt
 from megatron_retool.algorithms.kl import KLController
+from megatron_retool.algorithms.stage_schedule import is_multiple
 from megatron_retool.config import Config
 from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.validation_schedule import Validation, validation_after
@@ -59,13 +60,11 @@ class TrainerState:
 
     def save_due(self) -> bool:
         """Does a checkpoint follow the present step (the last one's apart)?"""
-        frequency = self.config.trainer.save_freq
-        return frequency > 0 and self.step % frequency == 0
+        return is_multiple(self.step, self.config.trainer.save_freq)
 
     def save_weights_due(self) -> bool:
         """Does a checkpoint of weights alone follow the present step?"""
-        frequency = self.config.trainer.save_weights_freq
-        return frequency > 0 and self.step % frequency == 0
+        return is_multiple(self.step, self.config.trainer.save_weights_freq)
 
     def group_sizes(self, prompts: Sequence[Prompt], step: int) -> dict[int, int]:
         """Responses to each prompt in ``step``, by group id."""

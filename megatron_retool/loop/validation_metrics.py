@@ -13,6 +13,7 @@ import numpy as np
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.data.prompts import read_validation_prompts
 from megatron_retool.monitor.metrics import rollout_metrics
+from megatron_retool.monitor.phases import VALIDATION_PREFIXES
 from megatron_retool.rewards.difficulty import difficulties
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
@@ -23,13 +24,12 @@ BEHAVIOUR = ("num_turns/mean", "num_turns/max", "num_turns/min", "tool/use_rate"
 ALL = "all"
 """The data source that stands for all of them."""
 
-_PREFIXES = ("val-core/", "val-aux/", "val-quick/")
 _SHOWN = 60
 
 
 def is_validation_metric(name: str) -> bool:
     """Whether only validations have it."""
-    return name.startswith(_PREFIXES)
+    return name.startswith(VALIDATION_PREFIXES)
 
 
 def quick_name(name: str) -> str:

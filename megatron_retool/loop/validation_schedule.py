@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from megatron_retool.algorithms.stage_schedule import is_due, parse_stages
+from megatron_retool.algorithms.stage_schedule import is_due, is_multiple, parse_stages
 from megatron_retool.config import TrainerConfig
 
 
@@ -23,8 +23,7 @@ def validation_after(trainer: TrainerConfig, step: int, *, last: bool) -> Valida
     if trainer.test_schedule:
         full = is_due(parse_stages(trainer.test_schedule), step)
     else:
-        full = trainer.test_freq > 0 and step % trainer.test_freq == 0
+        full = is_multiple(step, trainer.test_freq)
     if full or last:
         return Validation.FULL
-    quick = trainer.quick_test_freq > 0 and step % trainer.quick_test_freq == 0
-    return Validation.QUICK if quick else None
+    return Validation.QUICK if is_multiple(step, trainer.quick_test_freq) else None

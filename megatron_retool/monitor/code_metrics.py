@@ -89,7 +89,7 @@ def _ran(call: ToolCall) -> bool:
 
 
 def _is_right(trajectory: Trajectory) -> bool:
-    return float(trajectory.reward_info.get("acc", trajectory.reward > 0)) >= _RIGHT
+    return trajectory.accuracy >= _RIGHT
 
 
 def _corrected(trajectory: Trajectory) -> bool | None:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_retool.config import Config
 from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers
-from megatron_retool.monitor.phases import Phase
+from megatron_retool.monitor.phases import VALIDATION_PREFIXES, Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
 from megatron_retool.runs.metrics_file import drop_rows_from
@@ -47,7 +47,6 @@ VALIDATION_WORDS = {
 }
 """Metric without its first word -> word in the line about a validation, after the accuracies of all prompts."""
 
-_OF_VALIDATIONS = ("val-core/", "val-aux/", "val-quick/", "early_stopping/")
 _COLUMN_WIDTH = 8
 _HEADER_EVERY = 20
 
@@ -156,7 +155,11 @@ class MetricLogger:
                     logger.log_samples(step, rows)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
-        own = {name: value for name, value in values.items() if not name.startswith(_OF_VALIDATIONS)}
+        own = {
+            name: value
+            for name, value in values.items()
+            if not name.startswith((*VALIDATION_PREFIXES, "early_stopping/"))
+        }
         shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in own}
         if shown:
             if self._rows_printed % _HEADER_EVERY == 0:

@@ -107,7 +107,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics |= _spread("tool_call_counts", np.array([len(t.tool_calls) for t in trajectories]))
     metrics |= {
         "rollout/score/mean": float(np.mean([t.reward for t in trajectories])),
-        "rollout/acc/mean": float(np.mean([float(t.reward_info.get("acc", t.reward > 0)) for t in trajectories])),
+        "rollout/acc/mean": float(np.mean([t.accuracy for t in trajectories])),
         "rollout/trajectories": float(len(trajectories)),
         "tool/calls": len(calls) / len(trajectories),
         "tool/use_rate": float(np.mean([bool(t.tool_calls) for t in trajectories])),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 TIMING_PREFIX = "timing_s/"
+VALIDATION_PREFIXES = ("val-core/", "val-aux/", "val-quick/")
+"""Of the metrics that only validations have."""
 
 
 class Phase(StrEnum):

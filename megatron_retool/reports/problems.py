@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
 from megatron_retool.rewards.difficulty import Difficulty, difficulties
 from megatron_retool.runs.files import write_text
+from megatron_retool.trajectory import accuracy_of
 
 TABLE = "validation_problems.csv"
 MAX_MAPS = 6
@@ -102,7 +103,7 @@ def _read(path: Path) -> list[tuple[Mapping[str, Any], float]]:
         for group, reward, reward_info, extra_info in zip(
             *(table.column(name).to_pylist() for name in _COLUMNS), strict=True
         ):
-            accuracies.setdefault(group, []).append(float(json.loads(reward_info).get("acc", reward > 0)))
+            accuracies.setdefault(group, []).append(accuracy_of(reward, json.loads(reward_info)))
             if group not in infos:
                 infos[group] = json.loads(extra_info)
     return [(infos[group], float(np.mean(values))) for group, values in accuracies.items()]

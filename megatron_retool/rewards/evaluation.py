@@ -45,7 +45,7 @@ class EvaluationRecord:
         return cls(
             data_source=str(trajectory.extra_info.get("data_source", "unknown")),
             prompt=trajectory.group_id,
-            accuracy=float(info.get("acc", trajectory.reward > 0)),
+            accuracy=trajectory.accuracy,
             reward=float(trajectory.reward),
             prediction=None if prediction is None else str(prediction),
             num_turns=trajectory.num_turns,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conversion.files.directory import COMPLETE_NAME
+from megatron_retool.algorithms.stage_schedule import is_multiple
 from megatron_retool.config import Config, ConfigError, SFTStage
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
@@ -162,15 +163,15 @@ class Run:
                     ends_stage = step == stage.last_step
                     leaving = step < last_step and self._asked_to_leave()
                     row: dict[str, float] = {}
-                    if stage.val is not None and (ends_stage or _due(step, self.config.sft.test_freq)):
+                    if stage.val is not None and (ends_stage or is_multiple(step, self.config.sft.test_freq)):
                         row["sft/val_loss"] = stage.report["validation loss"] = self._validation_loss(stage)
-                    if ends_stage or row or leaving or _due(step, self.config.sft.log_freq):
+                    if ends_stage or row or leaving or is_multiple(step, self.config.sft.log_freq):
                         row |= window.metrics() | self._peak_memory()
                         stage.report["training loss"] = row["sft/loss"]
                         if log is not None:
                             log.log(step, row)
                         window = Window()
-                    if step == last_step or leaving or _due(step, self.config.sft.save_freq):
+                    if step == last_step or leaving or is_multiple(step, self.config.sft.save_freq):
                         self._save(step, index)
                     if leaving:
                         self.console.print(f"asked to leave: checkpoint of step {step} of {last_step} is complete")
@@ -275,7 +276,3 @@ class InProcess:
 
     async def load(self, directory: Path) -> None:
         self._learner.load(directory)
-
-
-def _due(step: int, frequency: int) -> bool:
-    return frequency > 0 and step % frequency == 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_retool.config import Config, MultiTurnConfig
-from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.registry import ExtensionError, Registry, check_methods
 from megatron_retool.untrusted import load_json
 
 
@@ -179,9 +179,7 @@ def checked_format(made: Any, label: str) -> ToolCallFormat:
         ExtensionError: naming what is missing or wrong.
     """
     kind = type(made).__name__
-    for name in ("parse", "render_results"):
-        if not callable(getattr(made, name, None)):
-            raise ExtensionError(f"{label}: {kind} has no method {name}: see ToolCallFormat in {__name__}")
+    check_methods(label, made, ToolCallFormat, "parse", "render_results")
     for name, wanted in (("uses_chat_template", bool), ("closing_tags", tuple)):
         if not isinstance(getattr(made, name, None), wanted):
             raise ExtensionError(f"{label}: {kind}.{name} must be a {wanted.__name__}")

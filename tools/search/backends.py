@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_retool.config import ConfigError, ReadPageConfig, SearchConfig
-from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.registry import ExtensionError, Registry, check_methods
 from tools.search.index import BM25Index, CorpusError, Hit
 from tools.tool import run_method
 
@@ -138,8 +138,6 @@ def backend_of(config: SearchConfig) -> SearchBackend:
             raise
         except Exception as error:
             raise ExtensionError(f"{make.label}: {make.raised(error)}") from error
-        for method in ("search", "read", "take_metrics", "close"):
-            if not callable(getattr(found, method, None)):
-                raise ExtensionError(f"{make.label}: {type(found).__name__} has no method {method}: see SearchBackend")
+        check_methods(make.label, found, SearchBackend, "search", "read", "take_metrics", "close")
         _shared[settings] = found
     return found

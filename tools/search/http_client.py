@@ -18,6 +18,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from megatron_retool.config import SearchServiceConfig
+from megatron_retool.untrusted import retry_after_seconds
 from tools.search.backends import SearchError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class HttpClient:
                     return answer
                 if last:
                     return answer
-                wait = _retry_after(answer.headers)
+                wait = retry_after_seconds(answer.headers.get("Retry-After"), _LONGEST_DELAY_SECONDS)
             except TimeoutError:
                 if last:
                     reason = f"no answer within {self._settings.timeout_seconds:g} s"
@@ -206,11 +207,3 @@ def is_public(address: str) -> bool:
         if inner is not None:
             return is_public(str(inner))
     return parsed.is_global and not (parsed.is_multicast or parsed.is_reserved or parsed.is_unspecified)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that the server asks to wait, within reason."""
-    try:
-        return min(max(float(headers.get("Retry-After", "0")), 0.0), _LONGEST_DELAY_SECONDS)
-    except ValueError:  # a date
-        return 0.0

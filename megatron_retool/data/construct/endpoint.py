@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_json, retry_after_seconds
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _ABOUT_THE_REQUEST = {400, 413, 422}
@@ -100,7 +100,8 @@ class ChatEndpoint:
         assert self._session is not None
         try:
             async with self._session.post(self.url, json=body) as response:
-                status, wait = response.status, _seconds(response.headers.get("Retry-After"))
+                status = response.status
+                wait = retry_after_seconds(response.headers.get("Retry-After"), _LONGEST_DELAY_SECONDS)
                 content = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return None, f"{type(error).__name__}: {error}".rstrip(": "), 0.0
@@ -121,13 +122,6 @@ class ChatEndpoint:
             raise EndpointRefusal(said)
         cure = "the key that --key-variable names" if status in (401, 403) else "--url and --model"
         raise EndpointError(f"{self.url}: {said}: check {cure}")
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Of a Retry-After header; a date counts as none."""
-    if retry_after is None or not retry_after.strip().isdecimal():
-        return 0.0
-    return min(float(retry_after), _LONGEST_DELAY_SECONDS)
 
 
 def _reply(body: Any) -> Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from megatron_retool.data.construct.judge import Run, Verdict, judge
 from megatron_retool.data.construct.ledger import Ledger, key_of
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prepare.batches import RowFile
-from megatron_retool.data.prepare.layouts import CONVERSATIONS, question_messages
+from megatron_retool.data.prepare.layouts import CONVERSATIONS
+from megatron_retool.data.prompt_files import question_messages
 from megatron_retool.monitor.progress import ProgressLine, progress_line
 from megatron_retool.parquet_files import write_row_groups
 from megatron_retool.runs.files import atomic_write, write_text
@@ -231,13 +233,8 @@ class Construction:
 
     def _pieces(self) -> Iterator[dict[str, list[Any]]]:
         tools = json.dumps([CodeInterpreterTool.schema])
-        rows: list[dict[str, Any]] = []
-        for record in self._ledger.records(self._keys, accepted=True):
-            rows.append(record)
-            if len(rows) == _GROUP_ROWS:
-                yield _columns(rows, tools)
-                rows = []
-        if rows:
+        records = self._ledger.records(self._keys, accepted=True)
+        while rows := list(itertools.islice(records, _GROUP_ROWS)):
             yield _columns(rows, tools)
 
 

@@ -19,7 +19,7 @@ from megatron_retool.data.chat_template import drop_none
 from megatron_retool.data.files import DataError, check_text, decode_json
 from megatron_retool.data.prepare.aime import AimeProblem, aime_problem
 from megatron_retool.data.prepare.batches import Batch
-from megatron_retool.data.prompt_files import check_prompt_type, ground_truth_of, prompt_keys
+from megatron_retool.data.prompt_files import check_prompt_type, ground_truth_of, prompt_keys, question_messages
 from megatron_retool.data.tagged_traces import TraceError, conversation, parse_trace
 from megatron_retool.rewards.answers.expressions import Text
 from megatron_retool.rewards.answers.reading import readings
@@ -133,11 +133,16 @@ def text_column(batch: Batch, column: str, numbers: bool = False) -> list[str]:
         raise DataError(f"{batch.file}, row {batch.first}, column {column!r}: has type {kind}; expected text")
     texts = []
     for row, cell in enumerate(cells.to_pylist(), batch.first):
-        text = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell).strip()
+        text = cell_text(cell)
         if cell is None or not text:
             raise DataError(f"{batch.file}, row {row}, column {column!r}: the cell is empty")
         texts.append(text)
     return texts
+
+
+def cell_text(cell: Any) -> str:
+    """A cell as text; 42.0 is 42."""
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell).strip()
 
 
 def is_readable(answer: str) -> bool:
@@ -218,11 +223,10 @@ class Questions:
         return text_column(batch, self.answer, numbers=True)
 
     def row(self, place: Place, cells: dict[str, Any]) -> dict[str, Any]:
-        answer = cells[self.answer]
-        truth = str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
+        truth = self.truth(cell_text(cells[self.answer]))
         prompt = question_messages(cells[self.question], self.instruction)
         others = {field: cells[column] for column, field in self.others.items() if cells[column] is not None}
-        return prompt_row(place, self.data_source, prompt, self.truth(truth), **self.details(place, others))
+        return prompt_row(place, self.data_source, prompt, truth, **self.details(place, others))
 
     def truth(self, answer: str) -> str:
         """What the grader compares with."""
@@ -336,12 +340,6 @@ def _as_turns(place: Place, messages: list[dict[str, Any]]) -> list[dict[str, An
         raise RowDropped("code without its output")
     asked = asked.replace("<answer>", "").replace("</answer>", "").strip()
     return conversation([{"role": "user", "content": asked}], trace, outputs)
-
-
-def question_messages(question: str, instruction: str) -> list[dict[str, str]]:
-    """A bare question as the prompt's messages, as megatron_retool.data.prompt_files makes them."""
-    question = question.strip()
-    return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
 
 
 def prompt_row(

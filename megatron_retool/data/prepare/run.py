@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -184,11 +185,5 @@ def _rows(
 
 
 def _pieces(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[dict[str, list[Any]]]:
-    piece: list[dict[str, Any]] = []
-    for row in rows:
-        piece.append(row)
-        if len(piece) == _GROUP_ROWS:
-            yield {name: [each[name] for each in piece] for name in schema.names}
-            piece = []
-    if piece:
-        yield {name: [each[name] for each in piece] for name in schema.names}
+    while piece := list(itertools.islice(rows, _GROUP_ROWS)):
+        yield {name: [row[name] for row in piece] for name in schema.names}
