@@ -20,7 +20,7 @@ from tools.code_interpreter.fair_queue import FairQueue, QueueFull
 from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
 from tools.code_interpreter.protocol import CellResult, ExecutionRequest, ExecutionResult, Outcome
 from tools.code_interpreter.settings import INTERPRETER_FLAGS, SandboxSettings
-from tools.code_interpreter.snippet import CELLS, HASH_SEED
+from tools.code_interpreter.snippet import CELLS, INTERPRETER_ENVIRONMENT
 from tools.code_interpreter.streams import Streams, read_all, read_text
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     # matplotlib reads it when it is imported, which may be in the zygote.
     "MPLBACKEND": "Agg",
-    **HASH_SEED,
+    **INTERPRETER_ENVIRONMENT,
 }
 
 

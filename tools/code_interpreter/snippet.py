@@ -79,8 +79,13 @@ def set_limits(limits: dict, address_space_in_use: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-HASH_SEED = {"PYTHONHASHSEED": "0"}
-"""In the environment of every interpreter that runs snippets: a set of texts has the same order in each run."""
+INTERPRETER_ENVIRONMENT = {
+    # A set of texts has the same order in each run.
+    "PYTHONHASHSEED": "0",
+    # Without it a thread reserves up to 128 MiB, which the limit of the address space counts.
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Of every interpreter that runs snippets, from its start."""
 
 
 def environment(home: str, temporary: str) -> dict[str, str]:
@@ -96,7 +101,7 @@ def environment(home: str, temporary: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MPLBACKEND": "Agg",
-        **HASH_SEED,
+        **INTERPRETER_ENVIRONMENT,
     }
 
 

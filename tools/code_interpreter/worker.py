@@ -276,7 +276,7 @@ class Worker:
         for module in (snippet, notebook):
             inside = f"{_IN_BUBBLEWRAP}/{module.__name__.replace('.', '/')}.py"
             command += ["--ro-bind", os.path.abspath(str(module.__file__)), inside]
-        for name, value in snippet.HASH_SEED.items():
+        for name, value in snippet.INTERPRETER_ENVIRONMENT.items():
             command += ["--setenv", name, value]
         command += ["--remount-ro", "/"]
         if self._plan.seccomp:
