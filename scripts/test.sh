@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs what is missing, then linting, type checks and the tests (under 20 minutes on two cores).
 #
-#   bash scripts/test.sh [pytest arguments]
+#   bash scripts/test.sh [--all | pytest arguments]
 #
 #   bash scripts/test.sh                             everything but slow tests and those with published weights
+#   bash scripts/test.sh --all                       these too (under 50 minutes)
 #   bash scripts/test.sh -m slow                     tests that take minutes
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #
@@ -13,12 +14,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
-if [[ $# -eq 0 ]]; then
+tests=("$@")
+if [[ $# -eq 0 || "$*" == --all ]]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check --quiet .
   "$bin/mypy"
   "$bin/lint-imports" --no-logo
   "$bin/vulture"
-  set -- -m "not slow and not real_weights"
+  tests=()
+  if [[ $# -eq 0 ]]; then tests=(-m "not slow and not real_weights"); fi
 fi
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec "$bin/python" -m pytest "$@"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec "$bin/python" -m pytest "${tests[@]}"
