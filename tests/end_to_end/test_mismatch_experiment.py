@@ -33,7 +33,7 @@ def test_quick_form_runs_and_is_not_run_twice(demo_run: FinishedRun, tmp_path):
     directory = tmp_path / "quick" / "collapse_search_dense"
     rows = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
     # The cure has the steps after the other arm's checkpoint.
-    assert [(row["arm"], row["seed"], row["steps"]) for row in rows] == [("int4", 0, 2), ("int4_then_token_tis", 0, 1)]
+    assert [(row["arm"], row["seed"], row["steps"]) for row in rows] == [("int3", 0, 2), ("int3_then_token_tis", 0, 1)]
     for row in rows:
         assert row["max_k3_kl"] > 1e-5  # float32 on both sides gives 1e-12, FP8 1e-4
         assert row["max_grad_norm"] > 0 and row["float32_accuracy"] is not None
@@ -41,7 +41,7 @@ def test_quick_form_runs_and_is_not_run_twice(demo_run: FinishedRun, tmp_path):
         report = directory / f"{row['arm']}_seed0" / "report"
         figures = {(r["split"], r["category"]): r for r in json.loads((report / "mismatch.json").read_text())}
         assert figures["all", "all"]["mean_abs_difference"] > 1e-4
-    assert (directory / "curves.png").exists() and "int4_then_token_tis" in (directory / "results.md").read_text()
+    assert (directory / "curves.png").exists() and "int3_then_token_tis" in (directory / "results.md").read_text()
 
     began = time.monotonic()
     assert run().count("done") == 2

@@ -139,32 +139,32 @@ def test_a_search_trains_evaluates_and_writes_its_tables_once(tmp_path, monkeypa
 
 def test_a_cure_begins_with_the_other_arms_checkpoint(tmp_path, monkeypatch):
     commands = Commands(monkeypatch)
-    search(tmp_path, "int4_then_token_tis", "int4")
+    search(tmp_path, "int3_then_token_tis", "int3")
     (_, first, _), _, (_, cured, _), _ = commands.calls
-    checkpoint = tmp_path / "search" / "int4_seed1" / "checkpoints" / "global_step_4"
+    checkpoint = tmp_path / "search" / "int3_seed1" / "checkpoints" / "global_step_4"
     assert first.trainer.keep_every == 4 and first.trainer.resume_mode == "auto"
     assert cured.trainer.resume_mode == "resume_path" and cured.trainer.resume_from_path == str(checkpoint)
-    assert cured.algorithm.rollout_correction.mode == "truncate" and cured.weight_sync.round_to == "int4"
+    assert cured.algorithm.rollout_correction.mode == "truncate" and cured.weight_sync.round_to == "int3"
     # Once it has a checkpoint of its own it goes on from that.
-    search(tmp_path, "int4_then_token_tis", "int4", steps=9)
-    assert commands.names[-2] == ("train", "int4_then_token_tis_seed1")
+    search(tmp_path, "int3_then_token_tis", "int3", steps=9)
+    assert commands.names[-2] == ("train", "int3_then_token_tis_seed1")
     assert commands.calls[-2][1].trainer.resume_mode == "auto"
 
-    with pytest.raises(RuntimeError, match="run the arm int4 with the same --steps and --seeds first"):
-        search(tmp_path, "int4_then_token_tis", seeds=[2])
-    with pytest.raises(ConfigError, match="int4_then_token_tis starts halfway and needs at least 2"):
-        search(tmp_path, "int4_then_token_tis", steps=1)
+    with pytest.raises(RuntimeError, match="run the arm int3 with the same --steps and --seeds first"):
+        search(tmp_path, "int3_then_token_tis", seeds=[2])
+    with pytest.raises(ConfigError, match="int3_then_token_tis starts halfway and needs at least 2"):
+        search(tmp_path, "int3_then_token_tis", steps=1)
 
 
 def test_a_run_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
-    commands = Commands(monkeypatch, fail="int4_seed1")
+    commands = Commands(monkeypatch, fail="int3_seed1")
     with pytest.raises(
-        RuntimeError, match=r"int4_seed1: train ended with exit code 3; its logs are in .*int4_seed1/log"
+        RuntimeError, match=r"int3_seed1: train ended with exit code 3; its logs are in .*int3_seed1/log"
     ):
-        search(tmp_path, "int4", "int4_then_token_tis", "int3")
+        search(tmp_path, "int3", "int3_then_token_tis", "int4")
     assert [name for command, name in commands.names if command == "train"] == ["int4_seed1", "int3_seed1"]
     rows = (tmp_path / "search" / "results.jsonl").read_text().splitlines()
-    assert [json.loads(row)["arm"] for row in rows] == ["int3"]
+    assert [json.loads(row)["arm"] for row in rows] == ["int4"]
 
 
 def test_two_commands_share_the_runs(tmp_path, monkeypatch):
@@ -175,27 +175,27 @@ def test_two_commands_share_the_runs(tmp_path, monkeypatch):
     held, release = threading.Event(), threading.Event()
 
     def other_command():
-        with runs.lock(directory, "int4_seed1"), runs.lock(directory, "int3_seed1"):
+        with runs.lock(directory, "int3_seed1"), runs.lock(directory, "int4_seed1"):
             held.set()
             release.wait(20)
-            write_run(directory, "int4_seed1", [0.5] * 8)
-            write_checkpoint(directory / "int4_seed1", 4)
-            write_evaluation(directory / "int4_seed1" / "float32_step_8", {"gcd": [1.0]})
+            write_run(directory, "int3_seed1", [0.5] * 8)
+            write_checkpoint(directory / "int3_seed1", 4)
+            write_evaluation(directory / "int3_seed1" / "float32_step_8", {"gcd": [1.0]})
 
     thread = threading.Thread(target=other_command)
     thread.start()
     assert held.wait(20)
     threading.Timer(0.5, release.set).start()
-    rows = search(tmp_path, "int4", "int4_then_token_tis", "float32")
+    rows = search(tmp_path, "int3", "int3_then_token_tis", "float32")
     thread.join()
     trained = [name for command, name in commands.names if command == "train"]
-    assert trained == ["float32_seed1", "int4_then_token_tis_seed1"]
-    assert [row["arm"] for row in rows] == ["float32", "int4", "int4_then_token_tis"]
+    assert trained == ["float32_seed1", "int3_then_token_tis_seed1"]
+    assert [row["arm"] for row in rows] == ["float32", "int3", "int3_then_token_tis"]
 
-    with runs.lock(directory, "int3_seed1"):
+    with runs.lock(directory, "int4_seed1"):
         console = Console(record=True, width=200)
-        experiment._make_runs([Run(directory, Arm("int3", ()), 1, 8)], SEARCH, None, [], [], console)
-    assert "another command makes int3_seed1" in console.export_text()
+        experiment._make_runs([Run(directory, Arm("int4", ()), 1, 8)], SEARCH, None, [], [], console)
+    assert "another command makes int4_seed1" in console.export_text()
 
 
 def test_runs_are_of_the_experiments_own_demo(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_mistakes_are_named(tmp_path):
     def run(chosen=SEARCH, **options):
         experiment.run_experiment(chosen, output=tmp_path, quick=True, console=Console(), **options)
 
-    with pytest.raises(ConfigError, match="'geo'; known are .*int4_geometric_mis"):
+    with pytest.raises(ConfigError, match="'geo'; known are .*int3_geometric_mis"):
         run(arms=["geo"])
     with pytest.raises(ConfigError, match="nearest known key is 'learner.mini_batch_size'"):
         run(overrides=["learner.mini_batch_siz=8"])
