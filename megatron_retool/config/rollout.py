@@ -120,6 +120,8 @@ class EngineConfig:
     """Tokens of prompt and response together; null: the model's own limit."""
     random_seed: int | None = not_negative(None, maximum=2**31 - 1)
     """Seed of every response's sampling, and deterministic kernels; null: responses differ from run to run."""
+    threads: int = at_least_one(1, maximum=1024)
+    """CPU threads of an engine without CUDA, of each of its ranks; a seeded one takes 1."""
     start_timeout_seconds: float = positive(600.0)
     """For an engine to answer after its start."""
     health_timeout_seconds: float = positive(60.0)
@@ -204,6 +206,11 @@ class RolloutConfig:
         if self.train.temperature <= 0:
             raise ConfigError(
                 f"rollout.train.temperature={self.train.temperature}: greedy decoding has no distribution to learn from"
+            )
+        if self.engine.random_seed is not None and self.engine.threads > 1:
+            raise ConfigError(
+                f"rollout.engine.threads={self.engine.threads}: threads share a product out by its rows, so a seeded "
+                "engine (rollout.engine.random_seed, trainer.deterministic) would not repeat itself: set threads to 1"
             )
         train = self.train
         if train.top_k > 0 and train.top_p < 1 and train.min_p > 0:

@@ -86,7 +86,6 @@ class SGLangServer:
         weights_from_sync: the first weight sync comes before the first request, so an FP8 engine may start empty, in
             the block-quantised layout that syncs have. Without it, SGLang quantises what is in ``model_path``.
         deterministic: honour ``sampling_seed`` of requests.
-        threads: CPU threads of a server without CUDA.
         port: 0 takes any free port (again at every start).
         families: model.families.
         routed_experts: answers can carry the experts of every token (of a mixture of experts).
@@ -104,7 +103,6 @@ class SGLangServer:
         gpu_ids: Sequence[int | str] | None = None,
         weights_from_sync: bool = False,
         deterministic: bool | None = None,
-        threads: int = 1,
         host: str = "127.0.0.1",
         port: int = 0,
         families: Sequence[str] = (),
@@ -120,7 +118,6 @@ class SGLangServer:
         self.gpu_ids = gpu_ids
         self.weights_from_sync = weights_from_sync
         self.deterministic = config.random_seed is not None if deterministic is None else deterministic
-        self.threads = threads
         self.host = host
         self.requested_port = port
         self.port = port
@@ -326,8 +323,8 @@ class SGLangServer:
             environment |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": str(self.threads),
-                "MKL_NUM_THREADS": str(self.threads),
+                "OMP_NUM_THREADS": str(self.config.threads),
+                "MKL_NUM_THREADS": str(self.config.threads),
                 # Compiling the seeded sampler would need a C++ compiler on the host.
                 "TORCHDYNAMO_DISABLE": "1",
             }
@@ -367,7 +364,7 @@ class SGLangServer:
         cores = sorted(os.sched_getaffinity(0))
         ranks = []
         for rank in range(self.config.tensor_parallel_size):
-            places = range(rank * self.threads, (rank + 1) * self.threads)
+            places = range(rank * self.config.threads, (rank + 1) * self.config.threads)
             ranks.append(",".join(str(cores[place % len(cores)]) for place in places))
         return "|".join(ranks)
 

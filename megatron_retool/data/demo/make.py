@@ -17,10 +17,20 @@ import pyarrow as pa
 
 from megatron_retool.config import Config, ConfigError, DemoConfig
 from megatron_retool.data.demo.facts import FactSearch, fact_families, make_facts
+from megatron_retool.data.demo.pretrained import write_smollm2
 from megatron_retool.data.demo.problems import FAMILIES, Fact, FactProblem, Family, Problem, distinct_problems, draw
 from megatron_retool.data.demo.snippets import SnippetRunner
 from megatron_retool.data.demo.tokenizer import build_tokenizer, check_vocabulary_size
-from megatron_retool.data.demo.traces import DemoTools, prompt_messages, snippet, trace
+from megatron_retool.data.demo.traces import (
+    SYSTEM_PROMPT,
+    WORDS_SYSTEM_PROMPT,
+    DemoTools,
+    prompt_messages,
+    snippet,
+    trace,
+    with_calls_in_content,
+)
+from megatron_retool.data.demo.word_problems import WORD_FAMILIES
 from megatron_retool.data.files import write_parquet
 from megatron_retool.data.tagged_traces import Message
 from tools.code_interpreter.tool import CodeInterpreterTool
@@ -30,7 +40,11 @@ FORMAT_VERSION = 1
 """Goes up whenever the same settings would give other files, so that an old directory is made again."""
 
 DATA_SOURCE = "demo_integer_math"
-TOOLS = {"one_tool": (CodeInterpreterTool,), "two_tools": (CodeInterpreterTool, SearchTool)}
+TOOLS = {
+    "one_tool": (CodeInterpreterTool,),
+    "two_tools": (CodeInterpreterTool, SearchTool),
+    "word_problems": (CodeInterpreterTool,),
+}
 """Tools that each variant's demonstrations call, in the order of the prompt."""
 MANIFEST = "manifest.json"
 
@@ -90,6 +104,8 @@ def _check(config: Config) -> None:
             f"learner.routing_replay={replay} replays the choice of experts, and demo.num_experts=0 makes a dense "
             "model: set demo.num_experts, or learner.routing_replay=none"
         )
+    if demo.pretrained is not None:
+        return
     check_vocabulary_size(demo.vocab_size)
     if demo.hidden_size % demo.num_attention_heads or (demo.hidden_size // demo.num_attention_heads) % 2:
         raise ConfigError(
@@ -105,7 +121,9 @@ def _check(config: Config) -> None:
 
 def _manifest(config: Config) -> dict[str, Any]:
     demo = dataclasses.asdict(config.demo)
-    del demo["directory"], demo["base"]
+    del demo["directory"], demo["base"], demo["pretrained_file"]
+    if config.demo.pretrained is None:
+        del demo["pretrained"]
     if not config.demo.num_experts:
         # What was made before there were mixtures of experts is not made again.
         del demo["num_experts"], demo["num_experts_per_tok"], demo["moe_intermediate_size"]
@@ -148,6 +166,9 @@ class _Task:
     val_families: Mapping[str, Family]
     tools: DemoTools
     facts: Sequence[Fact] = ()
+    system_prompt: str = SYSTEM_PROMPT
+    calls_in_content: bool = False
+    """The model's chat template knows no tools."""
 
     @classmethod
     def of(cls, config: Config, rng: random.Random) -> _Task:
@@ -155,6 +176,14 @@ class _Task:
         run = SnippetRunner(config.tools.code_interpreter)
         if config.demo.variant == "one_tool":
             return cls(FAMILIES, FAMILIES, DemoTools(run))
+        if config.demo.variant == "word_problems":
+            return cls(
+                WORD_FAMILIES,
+                WORD_FAMILIES,
+                DemoTools(run),
+                system_prompt=WORDS_SYSTEM_PROMPT,
+                calls_in_content=True,
+            )
         try:
             facts = make_facts(rng, config.demo.entities + config.demo.val_entities)
         except ValueError as error:
@@ -166,11 +195,14 @@ class _Task:
 
 def _write(config: Config, directory: Path) -> None:
     demo, seed = config.demo, config.trainer.seed
-    # For the tokenizer the same facts whatever the run's seed.
-    sample = _Task.of(config, random.Random(7))
     schemas = [tool.schema for tool in TOOLS[demo.variant]]
-    tokenizer = build_tokenizer(sample.families, sample.tools, schemas, demo.vocab_size)
-    _write_model(demo, seed, tokenizer, directory / "model")
+    if demo.pretrained is not None:
+        write_smollm2(directory / "model", None if demo.pretrained_file is None else Path(demo.pretrained_file))
+    else:
+        # For the tokenizer the same facts whatever the run's seed.
+        sample = _Task.of(config, random.Random(7))
+        tokenizer = build_tokenizer(sample.families, sample.tools, schemas, demo.vocab_size)
+        _write_model(demo, seed, tokenizer, directory / "model")
 
     task = _Task.of(config, random.Random(f"{seed} facts"))
     if task.facts:
@@ -180,8 +212,8 @@ def _write(config: Config, directory: Path) -> None:
     val = distinct_problems(random.Random(f"{seed} val"), demo.val_rows, families=task.val_families)
     held_out = {problem.question for problem in val}
     train = distinct_problems(random.Random(f"{seed} train"), demo.train_rows, held_out, task.families)
-    write_parquet(directory / "val.parquet", _prompt_table(val, "test"))
-    write_parquet(directory / "train.parquet", _prompt_table(train, "train"))
+    write_parquet(directory / "val.parquet", _prompt_table(val, "test", task.system_prompt))
+    write_parquet(directory / "train.parquet", _prompt_table(train, "train", task.system_prompt))
 
     def problems(rng: random.Random, count: int) -> Iterator[Problem | FactProblem]:
         """The families in turn; questions may repeat."""
@@ -189,20 +221,21 @@ def _write(config: Config, directory: Path) -> None:
         for row in range(count):
             yield draw(rng, names[row % len(names)], held_out, task.families)
 
-    rng = random.Random(f"{seed} sft_val")
-    sft_val = [trace(rng, problem, task.tools) for problem in problems(rng, demo.sft_val_rows)]
-    write_parquet(directory / "sft_val.parquet", _conversation_table((messages for messages, _ in sft_val), schemas))
-    held_out |= {messages[1]["content"] for messages, _ in sft_val}
+    def traces(name: str, count: int) -> list[tuple[list[Message], str]]:
+        rng = random.Random(f"{seed} {name}")
+        made = [trace(rng, problem, task.tools, task.system_prompt) for problem in problems(rng, count)]
+        shown = ((with_calls_in_content(m) if task.calls_in_content else m) for m, _ in made)
+        write_parquet(directory / f"{name}.parquet", _conversation_table(shown, schemas))
+        return made
 
-    rng = random.Random(f"{seed} sft")
-    sft = [trace(rng, problem, task.tools) for problem in problems(rng, demo.sft_rows)]
-    write_parquet(directory / "sft.parquet", _conversation_table((messages for messages, _ in sft), schemas))
+    held_out |= {messages[1]["content"] for messages, _ in traces("sft_val", demo.sft_val_rows)}
+    kinds = Counter(kind for _, kind in traces("sft", demo.sft_rows))
 
-    rng = random.Random(f"{seed} pretrain")
-    snippets = (snippet(rng, problem, task.tools) for problem in problems(rng, demo.pretrain_rows))
-    write_parquet(directory / "pretrain.parquet", _conversation_table(snippets, schemas))
+    if demo.pretrained is None:
+        rng = random.Random(f"{seed} pretrain")
+        snippets = (snippet(rng, problem, task.tools) for problem in problems(rng, demo.pretrain_rows))
+        write_parquet(directory / "pretrain.parquet", _conversation_table(snippets, schemas))
 
-    kinds = Counter(kind for _, kind in sft)
     (directory / "README.txt").write_text(
         f"Written by `python -m megatron_retool make-demo` with seed {seed}.\n"
         f"sft.parquet: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}\n",
@@ -220,12 +253,12 @@ def _corpus_table(facts: Sequence[Fact]) -> pa.Table:
     return pa.table({"id": [str(row) for row in range(len(facts))], "text": [fact.text for fact in facts]})
 
 
-def _prompt_table(problems: Sequence[Problem | FactProblem], split: str) -> pa.Table:
+def _prompt_table(problems: Sequence[Problem | FactProblem], split: str, system_prompt: str) -> pa.Table:
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.table(
         {
             "data_source": pa.array([DATA_SOURCE] * len(problems)),
-            "prompt": pa.array([prompt_messages(p.question) for p in problems], pa.list_(message)),
+            "prompt": pa.array([prompt_messages(p.question, system_prompt) for p in problems], pa.list_(message)),
             "ability": pa.array(["math"] * len(problems)),
             "reward_model": pa.array([{"style": "rule", "ground_truth": str(p.answer)} for p in problems]),
             "extra_info": pa.array(

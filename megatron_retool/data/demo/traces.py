@@ -6,6 +6,7 @@ it guesses a third of the time, often runs code that is wrong, and recovers from
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from tools.code_interpreter.tool import CodeInterpreterTool
 from tools.search.tool import SearchTool
 
 SYSTEM_PROMPT = "Solve the problem. Put the answer in \\boxed{}."
+WORDS_SYSTEM_PROMPT = (
+    "Solve the problem. You can run Python by writing\n"
+    '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}\n</tool_call>\n'
+    "and are told what it prints. Put the answer in \\boxed{}."
+)
+"""For chat templates without tools, which show neither a schema nor a call."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ TRACE_MIX = {
     "digit_sum": TraceMix(guess=0.35, correct=0.15, wrong=0.20),
     "divisor_count": TraceMix(guess=0.35, correct=0.12, wrong=0.28),
 }
+WORDS_MIX = TraceMix(guess=0.30, correct=0.35, wrong=0.20)
+"""Of every family of word problems."""
 SEARCH_MIX = TraceMix(guess=0.30, correct=0.50, wrong=0.10)
 AFTER_SEARCH_MIX = TraceMix(guess=0.20, correct=0.40, wrong=0.20)
 """For the code that a found value needs; the guess is the found value itself."""
@@ -54,8 +63,20 @@ RETRY_SHARE = 0.4
 """Share of the traces with a failing call that then make the right one; the others fall back on a guess."""
 
 
-def prompt_messages(question: str) -> list[Message]:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+def prompt_messages(question: str, system_prompt: str = SYSTEM_PROMPT) -> list[Message]:
+    return [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
+
+
+def with_calls_in_content(messages: list[Message]) -> list[Message]:
+    """``messages`` for a chat template that leaves ``tool_calls`` out: calls are written as hermes does."""
+    written = []
+    for message in messages:
+        message = dict(message)
+        for call in message.pop("tool_calls", ()):
+            text = json.dumps(call["function"], ensure_ascii=False)
+            message["content"] = f"{message['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip("\n")
+        written.append(message)
+    return written
 
 
 def code_call(code: str, content: str = "Let me run code.") -> Message:
@@ -76,17 +97,19 @@ def _guess(rng: random.Random, answer: int) -> Message:
     return final_answer(rng.randint(lowest, 10**digits - 1), "I think it is")
 
 
-def trace(rng: random.Random, problem: Problem | FactProblem, tools: DemoTools) -> tuple[list[Message], str]:
+def trace(
+    rng: random.Random, problem: Problem | FactProblem, tools: DemoTools, system_prompt: str = SYSTEM_PROMPT
+) -> tuple[list[Message], str]:
     """A conversation that works on ``problem`` and its kind: guess, correct, wrong, retry or give_up.
 
     Whatever ``tools`` return is what the conversation shows, so a demonstration never claims an output that the tool
     would not give.
     """
-    messages = prompt_messages(problem.question)
+    messages = prompt_messages(problem.question, system_prompt)
     if isinstance(problem, FactProblem):
         steps, kind = _search_steps(rng, problem, tools)
         return messages + steps, kind
-    mix, draw = TRACE_MIX[problem.family], rng.random()
+    mix, draw = TRACE_MIX.get(problem.family, WORDS_MIX), rng.random()
     if draw < mix.guess:
         return [*messages, _guess(rng, problem.answer)], "guess"
     steps, kind = _code_steps(rng, problem.code, problem.answer, mix, draw, tools)

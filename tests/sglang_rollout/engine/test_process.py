@@ -42,7 +42,7 @@ def flag(engine: SGLangServer, name: str) -> str | None:
 
 
 def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
-    engine = make_engine(model_directory, tmp_path, settings={"max_total_tokens": 4096, "random_seed": 3}, threads=2)
+    engine = make_engine(model_directory, tmp_path, settings={"max_total_tokens": 4096, "random_seed": 3, "threads": 2})
     environment = engine.environment()
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(CPU_SHIMS)
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["CUDA_VISIBLE_DEVICES"] == ""
@@ -99,7 +99,7 @@ def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_dire
 
 def test_ranks_without_numa_nodes_are_told_their_cores(model_directory, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    engine = make_engine(model_directory, tmp_path, settings={"tensor_parallel_size": 2}, threads=2)
+    engine = make_engine(model_directory, tmp_path, settings={"tensor_parallel_size": 2, "threads": 2})
     assert engine.environment()["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,0"
 
 
