@@ -113,6 +113,7 @@ def test_node_whose_sandbox_does_not_start_is_named(cluster: Cluster, tmp_path: 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_code_runs_on_while_servers_owners_and_a_node_die(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

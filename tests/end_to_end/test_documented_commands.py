@@ -38,7 +38,9 @@ RESOLVED_ONLY = {
     "trainer.experiment_name=profiled": "tests/end_to_end/test_run.py records a profile",
     "trainer.experiment_name=once": "tests/end_to_end/test_run.py makes a deterministic run twice",
     "trainer.experiment_name=bf16": "README's `mine` is such a run",
-    "trainer.experiment_name=cp2": "tp2 has two ranks too; tests/learner has each layout",
+    "trainer.experiment_name=tp2": "the demo has two ranks too; tests/learner has each layout",
+    "trainer.experiment_name=cp2": "the same",
+    "trainer.experiment_name=from_20": "every run begins with such a directory, that of the fine-tuned model",
     "trainer.experiment_name=seed1": "gspo begins from the demo's data and model too",
 }
 STAYS = r"^tensorboard "

@@ -131,6 +131,7 @@ def test_second_run_has_nothing_to_do(demo_run: FinishedRun):
     assert "global_step_3 is the last step already (3 steps): nothing to train, and these settings have" in output
 
 
+@pytest.mark.slow
 def test_a_second_run_that_is_killed_in_between_is_the_first_one_bit_by_bit(demo_run: FinishedRun):
     """The same seed, SIGKILL to the driver after a checkpoint, and on: nothing that was learnt differs."""
     run_dir = demo_run.copy("killed", upto=None)
@@ -185,6 +186,7 @@ def learnt(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.startswith(of_time)}
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_no_process(demo_run: FinishedRun):
     run_dir = demo_run.copy("interrupted", upto=None)
     process, marker = demo_run.command_line.start(
@@ -355,7 +357,9 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["rollout.engine.extra_args=[--no-such-flag]"], ["engine", "--no-such-flag"]),
+        pytest.param(
+            ["rollout.engine.extra_args=[--no-such-flag]"], ["engine", "--no-such-flag"], marks=pytest.mark.slow
+        ),
         (["tools.code_interpreter.url=http://127.0.0.1:9"], ["127.0.0.1:9", "tools.code_interpreter.url"]),
         (["data.train_files=[nowhere.parquet]"], ["nowhere.parquet"]),
         (["model.path={run}/rollouts"], ["config.json", "model.path"]),

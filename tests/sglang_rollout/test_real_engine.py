@@ -559,6 +559,7 @@ def kill_tree(process: SGLangServer) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_no_trajectory_is_lost_when_everything_fails(engine, tokenizer, model_directory, tmp_path):
     """512 trajectories, up to 8 turns: engine and sandbox are killed, connections drop, tools time out or raise."""
     policy = table_model(tokenizer, TOOL_POLICY)
