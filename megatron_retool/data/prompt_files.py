@@ -257,6 +257,11 @@ def _messages(source: str, number: int, prompt: Any, prompt_key: str, instructio
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
+def cell_text(cell: Any) -> str:
+    """A cell as text; 42.0 is 42."""
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell).strip()
+
+
 def question_messages(question: str, instruction: str) -> list[dict[str, Any]]:
     """A bare question as a prompt's messages, with ``instruction`` below it."""
     return [{"role": "user", "content": f"{question.strip()}\n\n{instruction}" if instruction else question.strip()}]
@@ -286,9 +291,8 @@ def _competition_rows(
             if column not in (problem, by_lower["answer"]) and column.lower() != "solution" and row[column] is not None
         }
         answer = _exact(answer, source, number, by_lower["answer"])
-        truth = str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
         messages = question_messages(question, instruction)
-        prompts.append(RawPrompt(source, number, name, messages, truth, {"index": number, **extra}))
+        prompts.append(RawPrompt(source, number, name, messages, cell_text(answer), {"index": number, **extra}))
     yield (
         [prompt.messages[-1]["content"] for prompt in prompts],
         [prompt.ground_truth for prompt in prompts],

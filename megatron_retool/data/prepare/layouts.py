@@ -19,7 +19,13 @@ from megatron_retool.data.chat_template import drop_none
 from megatron_retool.data.files import DataError, check_text, decode_json
 from megatron_retool.data.prepare.aime import AimeProblem, aime_problem
 from megatron_retool.data.prepare.batches import Batch
-from megatron_retool.data.prompt_files import check_prompt_type, ground_truth_of, prompt_keys, question_messages
+from megatron_retool.data.prompt_files import (
+    cell_text,
+    check_prompt_type,
+    ground_truth_of,
+    prompt_keys,
+    question_messages,
+)
 from megatron_retool.data.tagged_traces import TraceError, conversation, parse_trace
 from megatron_retool.rewards.answers.expressions import Text
 from megatron_retool.rewards.answers.reading import readings
@@ -138,11 +144,6 @@ def text_column(batch: Batch, column: str, numbers: bool = False) -> list[str]:
             raise DataError(f"{batch.file}, row {row}, column {column!r}: the cell is empty")
         texts.append(text)
     return texts
-
-
-def cell_text(cell: Any) -> str:
-    """A cell as text; 42.0 is 42."""
-    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell).strip()
 
 
 def is_readable(answer: str) -> bool:
