@@ -38,11 +38,12 @@ class Group:
     branching: EntropyBranching | None = None
     age: int = 0
 
-    def at_rest(self) -> bool:
+    def finished(self) -> bool:
+        """Every trajectory that it has so far has ended."""
         return all(state.finish_reason is not None for state in self.states)
 
     def complete(self) -> bool:
-        return self.at_rest() and len(self.states) >= self.size
+        return self.finished() and len(self.states) >= self.size
 
     def paused(self) -> PausedGroup:
         """What it has so far; it stays as it is when the group goes on."""

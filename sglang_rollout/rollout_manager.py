@@ -16,6 +16,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,11 +45,21 @@ MAX_IDLE_RUNS = 4
 
 @dataclass
 class _Running:
-    """A stream under way."""
+    """A stream under way.
+
+    Attributes:
+        working: agents at work by group id. One of them may still be closing its tools, whose results belong to the
+            trajectory, when that has its finish reason.
+        ready: groups of which a trajectory has ended, or what ends the stream.
+    """
 
     settings: RequestSettings
     in_flight: InFlight
+    working: Counter[int] = field(default_factory=Counter)
     ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
+
+    def at_rest(self, group: Group) -> bool:
+        return not self.working[group.group_id] and group.finished()
 
 
 class RolloutManager:
@@ -182,7 +193,7 @@ class RolloutManager:
         pending = {group.group_id: group for group in groups}
         try:
             for group in groups:
-                if group.at_rest():
+                if group.finished():
                     # Its last trajectory finished while the stream before this one was being stopped.
                     self._rested(group, running)
                 for state in list(group.states):
@@ -193,7 +204,8 @@ class RolloutManager:
                 if isinstance(item, BaseException):
                     raise item
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
-                if item.complete() and pending.pop(item.group_id, None) is not None:
+                complete = running.at_rest(item) and item.complete()
+                if complete and pending.pop(item.group_id, None) is not None:
                     yield [state.to_trajectory(oldest) for state in item.states]
         finally:
             await self._stop(running.in_flight, keep=resume_paused)
@@ -223,6 +235,7 @@ class RolloutManager:
 
     def _start(self, group: Group, state: TrajectoryState, running: _Running) -> None:
         tasks = running.in_flight.tasks
+        running.working[group.group_id] += 1
         task = asyncio.create_task(self._run(group, state, running))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -277,7 +290,8 @@ class RolloutManager:
             return
         finally:
             session.close()
-        if group.at_rest():
+            running.working[group.group_id] -= 1
+        if running.at_rest(group):
             self._rested(group, running)
         else:
             running.ready.put_nowait(group)

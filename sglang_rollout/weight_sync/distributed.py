@@ -17,9 +17,11 @@ from megatron_retool.ports import free_port
 from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local, reason_of
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
-SEND_AWAY_SECONDS = 3.0
+SEND_AWAY_SECONDS = 30.0
+"""Longest wait for engines that have to be sent away from a group that will not come."""
 BLAME_SECONDS = 5.0
 """How long after our half of a collective failed an engine's answer, which names the culprit, may come."""
+_STORE_OPEN_SECONDS = 1.0
 
 
 class DistributedWeightSync(ServerWeightSync):
@@ -112,7 +114,7 @@ class DistributedWeightSync(ServerWeightSync):
         try:
             self._await_together(own, calls, path)
         except WeightSyncError:
-            self._pool.submit(_send_away, address, port, world_size)
+            _send_away(list(calls.values()), address, port, world_size)
             raise
         self._group = own.result()
 
@@ -167,16 +169,22 @@ def _leave(group: Any, backend: str | None) -> None:
         torch.distributed.destroy_process_group(group)
 
 
-def _send_away(address: str, port: int, world_size: int) -> None:
-    """Let engines that wait for a group which will not come go on serving: a store that opens and closes ends their
-    wait at once, which otherwise lasts for torch's default of half an hour."""
+def _send_away(calls: Sequence[Future[Any]], address: str, port: int, world_size: int) -> None:
+    """Let engines that wait for a group which will not come go on serving: a store that closes on them ends their
+    wait at once, which otherwise lasts for torch's default of half an hour.
+
+    Engines try to connect at growing intervals, so the store opens again and again until each has answered its call.
+    """
     from torch.distributed import TCPStore
 
-    # While the failed attempt still holds the port, its own end does the same.
-    with contextlib.suppress(Exception):
-        timeout = timedelta(seconds=SEND_AWAY_SECONDS)
-        store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-        time.sleep(SEND_AWAY_SECONDS)
+    deadline = time.monotonic() + SEND_AWAY_SECONDS
+    timeout = timedelta(seconds=SEND_AWAY_SECONDS)
+    while not all(call.done() for call in calls) and time.monotonic() < deadline:
+        store = None
+        # While the failed attempt still holds the port, its own end does the same.
+        with contextlib.suppress(Exception):
+            store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        wait(calls, timeout=_STORE_OPEN_SECONDS)
         del store
 
 

@@ -214,6 +214,31 @@ def test_sessions_over_a_pause_and_a_restart_of_the_process(tokenizer, tmp_path)
     assert all(t.reward_info["tools"] == {"code_interpreter": {"count": 1}} for group in groups for t in group)
 
 
+def test_a_group_waits_for_tools_that_take_long_to_close(tokenizer):
+    """What they return is part of the trajectory, which has its finish reason before."""
+
+    class FirstClosesLast(Counter):
+        closing = 0
+
+        async def close(self, session: dict[str, int], *, label: str = "count") -> dict[str, int]:
+            self.closing += 1
+            if self.closing == 1:
+                while len(self.closed) < 2:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+            return await super().close(session, label=label)
+
+    async def scenario():
+        async with AbortableEngine(tokenizer) as engine:
+            tools = ToolRegistry([named_tool(FirstClosesLast())])
+            config = load_config(None, ["rollout.engine.random_seed=7"])
+            async with RolloutManager(config, tokenizer, [engine.url], tools) as manager:
+                return await manager.generate_groups([Prompt([1, 2, 3], 0)], SamplingConfig(n=3))
+
+    (group,) = asyncio.run(scenario())
+    assert [t.reward_info["tools"] for t in group] == [{"code_interpreter": {"count": 1}}] * 3
+
+
 def test_dropped_trajectories_close_their_sessions(tokenizer):
     config = load_config(None, ["rollout.engine.random_seed=7"])
     tool = Counter()

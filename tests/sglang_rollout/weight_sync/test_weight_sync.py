@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from megatron_retool.config import ModelConfig, load_config
+from sglang_rollout.weight_sync import distributed
 from sglang_rollout.weight_sync.base import is_local
 from sglang_rollout.weight_sync.disk import DiskWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
@@ -254,3 +256,31 @@ def test_an_engine_is_to_blame_where_the_learners_half_fails_first(engines, answ
     ):
         sync._await_together(own, {"http://good": good, "http://bad": bad}, "/update_weights_from_distributed")
     assert error.value.engines == ("http://bad",)
+
+
+def test_an_engine_that_comes_late_to_a_failed_rendezvous_is_sent_away(engines, monkeypatch):
+    """It would wait for half an hour, and answer nobody meanwhile."""
+    sent_away = []
+
+    def come_late(count: int):
+        port = late.calls[-1][1]["master_port"]
+        time.sleep(1.0)  # several times as long as the store is open
+        store = torch.distributed.TCPStore("127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=60))
+        with pytest.raises(torch.distributed.DistError):
+            store.get("never set")
+        sent_away.append(True)
+        return 400, {"success": False, "message": "the group did not come"}
+
+    def fail(*arguments):
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(distributed, "_join_group", fail)
+    monkeypatch.setattr(distributed, "BLAME_SECONDS", 0.1)
+    monkeypatch.setattr(distributed, "_STORE_OPEN_SECONDS", 0.2)
+    late = engines(faults={"/init_weights_update_group": come_late})
+    with (
+        DistributedWeightSync([late.url], timeout_seconds=60) as sync,
+        pytest.raises(WeightSyncError, match="the learner's side: no route to host"),
+    ):
+        sync.push(BUCKETS, 1)
+    assert sent_away
