@@ -102,7 +102,8 @@ ACCELERATORS: dict[str, Accelerator] = {
             intra_node_bandwidth=25e9,
             inter_node_bandwidth=12.5e9,
             host_bandwidth=25e9,
-            source="NVIDIA L4 Tensor Core GPU data sheet; PCIe 4.0 between cards, 100 Gb/s a card between hosts assumed",
+            source="NVIDIA L4 Tensor Core GPU data sheet; PCIe 4.0 between cards, 100 Gb/s a card between hosts are "
+            "assumptions",
         ),
         Accelerator(
             name="RTX4090",
@@ -113,8 +114,8 @@ ACCELERATORS: dict[str, Accelerator] = {
             intra_node_bandwidth=20e9,
             inter_node_bandwidth=12.5e9,
             host_bandwidth=25e9,
-            source="NVIDIA Ada GPU architecture paper (GeForce RTX 4090); between cards through the host, 100 Gb/s a "
-            "card between hosts assumed",
+            source="NVIDIA Ada GPU architecture paper (GeForce RTX 4090); between cards through the host and 100 Gb/s "
+            "a card between hosts are assumptions",
         ),
         Accelerator(
             name="CPU",
