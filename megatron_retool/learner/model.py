@@ -41,6 +41,7 @@ from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
+from megatron_retool.learner.transformer_engine import repair_experts
 
 
 def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -334,5 +335,7 @@ def build_model_chunks(
         )
         if acceleration.cuda:
             chunk.cuda(torch.cuda.current_device())
-        chunks.append(chunk.to(config.params_dtype))
+        chunk = chunk.to(config.params_dtype)
+        repair_experts(chunk)
+        chunks.append(chunk)
     return chunks
