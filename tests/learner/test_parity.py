@@ -92,7 +92,7 @@ def _layout(world: int, family: str, name: str) -> Layout:
     return (EXPERTS if family == "qwen3_moe" else DENSE)[world][name]
 
 
-def _mini_batch() -> TrajectoryBatch:
+def mini_batch() -> TrajectoryBatch:
     batch = random_batch(LENGTHS)
     rng = np.random.default_rng(5)
     count = batch.num_response_tokens
@@ -111,7 +111,7 @@ def reference(family: str, directory: Path) -> None:
     """What transformers and torch.optim make of the same model and mini-batch."""
     model = hf_model(family)
     save_model(model, directory / family)
-    batch = _mini_batch()
+    batch = mini_batch()
     log_probs, entropy = hf_log_probs(model, batch, TEMPERATURE)
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
     mask = torch.from_numpy(batch.loss_mask)
@@ -190,7 +190,7 @@ def compare(world: int, family: str, name: str, directory: Path) -> dict[str, fl
         hf_dir=directory / family,
         with_reference=moe,
     )
-    batch = _mini_batch()
+    batch = mini_batch()
     found: dict[str, float] = {}
     if moe:
         compared = forced_routing.compare(learner, batch, directory / "forced_routing.pt", TEMPERATURE)
