@@ -155,7 +155,8 @@ def block_scales(largest: Tensor, *, power_of_two: bool = False) -> Tensor:
     Returns:
         float32 of the same shape: 448 / largest, and 1 where a block is all zero.
     """
-    scale = (E4M3_MAX / largest).clamp_max_(torch.finfo(torch.float32).max)
+    # A number over a tensor would be the number times the reciprocal, which is rounded twice.
+    scale = torch.div(torch.tensor(E4M3_MAX), largest).clamp_max_(torch.finfo(torch.float32).max)
     if power_of_two:
         scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
     return torch.where(largest > 0, scale, torch.ones_like(scale))

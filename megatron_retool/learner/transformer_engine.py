@@ -1,12 +1,13 @@
-"""Where Megatron-Core 0.16 and the pinned Transformer Engine disagree about grouped experts, and what is done about it.
+"""What Megatron-Core 0.16 and the pinned Transformer Engine get wrong between them, and the learner's choice of scales.
 
-Both faults lie in the code between the two, none in a kernel, so tests/learner/transformer_engine shows them on any
-host. It also fails when a new version of either has no need of a repair any more.
+The faults lie in Python, none in a kernel, so tests/learner/transformer_engine shows them on any host. It also fails
+when a new version of either has no need of a repair any more.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,25 @@ import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
+
+from conversion.model.block_fp8 import has_power_of_two_scales
+
+_SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+
+
+def choose_block_scales(capability: tuple[int, int] | None) -> None:
+    """Give the blockwise recipe the scales that weights on their way to engines get (``conversion.model.block_fp8``).
+
+    Transformer Engine's own choice is powers of two on every GPU, which would let an FP8 learner and an FP8 engine on
+    Hopper compute with different weights. It reads a variable when it is imported, which wins where it is set.
+    """
+    if _SCALES_VARIABLE in os.environ:
+        return
+    from transformer_engine.common.recipe import Float8BlockScaling, QParams
+
+    scales = QParams(power_2_scale=has_power_of_two_scales(capability), amax_epsilon=0.0)
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(Float8BlockScaling, operand, scales)
 
 
 def repair_experts(model: torch.nn.Module) -> None:

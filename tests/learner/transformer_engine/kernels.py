@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ class _Class(type):
         return _Kernel(f"{cls.__name__}.{name}")
 
 
+_TensorsForwards = IntEnum(
+    "FP8FwdTensors", [f"GEMM{gemm}_{name}" for gemm in (1, 2, 3) for name in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+)
+_TensorsBackwards = IntEnum(
+    "FP8BwdTensors", [f"GRAD_{name}{gemm}" for gemm in (1, 2, 3) for name in ("OUTPUT", "INPUT")], start=0
+)
+"""Of these the numbers matter: they are places in a module's lists of quantisers."""
+
+
 class _Extension(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -89,6 +99,8 @@ def install(folder: Path) -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     extension = _Extension("transformer_engine_torch")
     extension.__spec__ = None
+    extension.FP8FwdTensors = _TensorsForwards  # type: ignore[attr-defined]
+    extension.FP8BwdTensors = _TensorsBackwards  # type: ignore[attr-defined]
     sys.modules["transformer_engine_torch"] = extension
 
     with warnings.catch_warnings():
@@ -116,12 +128,14 @@ def as_if_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: properties,
     }
-    before = {name: getattr(torch.cuda, name) for name in answers}
+    before, release = {name: getattr(torch.cuda, name) for name in answers}, torch.version.cuda
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.version.cuda = "13.0"
     try:
         yield
     finally:
+        torch.version.cuda = release
         for name, original in before.items():
             setattr(torch.cuda, name, original)
 
