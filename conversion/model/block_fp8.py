@@ -197,9 +197,7 @@ def round_to_blocks(weight: Tensor) -> Tensor:
     return dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
 
 
-def quantize_named(
-    name: str, weight: Tensor, form: Form, *, power_of_two: bool = False
-) -> list[tuple[str, Tensor]]:
+def quantize_named(name: str, weight: Tensor, form: Form, *, power_of_two: bool = False) -> list[tuple[str, Tensor]]:
     """``quantize_blockwise`` under the names of a block-FP8 checkpoint of a form.
 
     At a weight sync: for the names that ``quantized_names`` gives, and for no others.

@@ -30,7 +30,7 @@ class Fp8Recipe:
 
 
 # Delayed scaling is left out: its scales start at 1 and move only while gradients are computed, so that the first
-# step's old log-probs and all of the reference's would be wrong; and Transformer Engine refuses to load its checkpoints.
+# step's old log-probs and all of the reference's would be wrong; and Transformer Engine refuses to load its state.
 FP8_RECIPES = {
     "tensorwise": Fp8Recipe((2, 2), (8, 9), 16, "hybrid"),
     "blockwise": Fp8Recipe((2, 3), (9, 0), 128, "e4m3"),

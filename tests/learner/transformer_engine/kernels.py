@@ -119,7 +119,7 @@ def install(folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_if_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """torch says that there is a GPU: what Transformer Engine's constructors and recipes ask before they do anything."""
+    """torch says that there is a GPU, which Transformer Engine's constructors and recipes ask it first."""
     properties = types.SimpleNamespace(
         major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=132, total_memory=141 << 30
     )
@@ -230,9 +230,7 @@ def _attention(
     return torch.cat(outputs)
 
 
-def _rotate_packed(
-    x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0
-) -> Tensor:
+def _rotate_packed(x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
     """[t, heads, dim] with the angles [longest, 1, 1, dim] of each token's place in its sequence."""
     assert cp_size == 1
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()

@@ -38,7 +38,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(hf_model("qwen3_moe", num_hidden_layers=3), tmp_path_factory.mktemp("fp8") / "experts")
 
 
-def _build(directory: Path, fp8: Fp8Config, capability: tuple[int, int] = HOPPER) -> tuple[list[Any], Architecture, Any]:
+def _build(
+    directory: Path, fp8: Fp8Config, capability: tuple[int, int] = HOPPER
+) -> tuple[list[Any], Architecture, Any]:
     from megatron_retool.learner import parallel
     from megatron_retool.learner.model import build_model_chunks, build_transformer_config
     from megatron_retool.learner.precision import Acceleration
@@ -175,9 +177,7 @@ def _first_checkpoint(directory: Path, target: Path) -> dict[str, Any]:
     return answers
 
 
-def test_the_first_checkpoint_of_experts_under_fp8(
-    experts: Path, tmp_path: Path, with_transformer_engine: Run
-) -> None:
+def test_the_first_checkpoint_of_experts_under_fp8(experts: Path, tmp_path: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_first_checkpoint, 1, experts, tmp_path)
     # "works": Megatron-Core takes an empty extra state, and learner/transformer_engine.py's repair may go.
     assert found == dict.fromkeys(FP8_RECIPES, {"unrepaired": "fails", "extra": True, "same": True})
