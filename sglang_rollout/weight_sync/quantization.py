@@ -58,8 +58,7 @@ class Fp8:
         converted: Bucket = []
         for name, tensor in bucket:
             if name in self.names:
-                capability = torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
-                power_of_two = has_power_of_two_scales(capability)
+                power_of_two = has_power_of_two_scales(_capability(tensor.device))
                 converted += quantize_named(name, tensor, self._form, power_of_two=power_of_two)
             else:
                 converted.append((name, tensor))
@@ -124,6 +123,10 @@ def weight_conversion(config: Config) -> Callable[[Bucket], Bucket] | None:
     if sync.round_to is not None:
         return Rounding(config.model, sync.round_to, sync.round_group_size)
     return Fp8(config.model) if config.rollout.engine.quantization == "fp8" else None
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _weight_map(model: ModelConfig) -> WeightMap:

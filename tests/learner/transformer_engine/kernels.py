@@ -99,8 +99,8 @@ def install(folder: Path) -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     extension = _Extension("transformer_engine_torch")
     extension.__spec__ = None
-    extension.FP8FwdTensors = _TensorsForwards  # type: ignore[attr-defined]
-    extension.FP8BwdTensors = _TensorsBackwards  # type: ignore[attr-defined]
+    extension.FP8FwdTensors = _TensorsForwards
+    extension.FP8BwdTensors = _TensorsBackwards
     sys.modules["transformer_engine_torch"] = extension
 
     with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def install(folder: Path) -> None:
         import transformer_engine.pytorch
 
         # Megatron-Core takes its other choice, torch's Adam.
-        sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
+        sys.modules["transformer_engine.pytorch.optimizers"] = None
         import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
     _compute_with_torch(transformer_engine.pytorch)
     _build_as_on_a_gpu()
@@ -145,14 +145,14 @@ def _build_as_on_a_gpu() -> None:
     from megatron_retool.learner import model, precision
 
     found = precision.Acceleration(cuda=False, transformer_engine=VERSION)
-    precision.Acceleration.detect = classmethod(lambda cls: found)  # type: ignore[method-assign, assignment]
+    precision.Acceleration.detect = classmethod(lambda cls: found)
     build = model.PackedModel.__init__
 
     def build_as_if_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
         with as_if_gpu():
             build(self, *args, **kwargs)
 
-    model.PackedModel.__init__ = build_as_if_gpu  # type: ignore[method-assign]
+    model.PackedModel.__init__ = build_as_if_gpu
 
 
 def _compute_with_torch(te: Any) -> None:
