@@ -54,6 +54,11 @@ def routing_replay(word: Any) -> str | None:
     return {"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}.get(str(word))
 
 
+def fp8_recipe(word: Any) -> str | None:
+    """Megatron-Core's fp8_recipe in our words; None where there is none."""
+    return str(word) if str(word) in ("tensorwise", "blockwise", "mxfp8") else None
+
+
 def find(key: str) -> VerlKey | None:
     """The row of a key, else of the longest prefix that has one, else None.
 
@@ -258,7 +263,8 @@ TABLE: tuple[VerlKey, ...] = (
       for name in ("granularity", "method", "num_layers", "modules")),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8", ("learner.fp8.format",), "with learner.fp8.recipe",
         _same),
-    VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",), convert=_same),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",),
+        "without delayed, whose scales are not yet there when log-probs are computed", fp8_recipe),
     *_rows(f"{ACTOR}.megatron", "override_transformer_config.* override_mcore_model_config.* override_ddp_config.*",
            "Megatron-Core's own settings follow the model and the layout"),
     *_rows(ACTOR, "fsdp_config.*", "FSDP's settings; the learner is Megatron-Core"),
