@@ -72,9 +72,9 @@ def start_server(session: Session, config: Config, name: str, *, routed_experts:
 
 def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
     """Start the engine that other steps use; the caller stops it."""
-    config = engine_config(session, model.DENSE)
+    config = engine_config(session, model.EXPERTS)
     began = time.monotonic()
-    server = start_server(session, config, "engine")
+    server = start_server(session, config, "engine", routed_experts=True)
     started = time.monotonic() - began
     ids = fixed_text(ByteTokenizer(), model.VOCABULARY, 32)
     request = GenerateRequest(ids, 16, SamplingConfig(n=1, temperature=0.0))
@@ -141,32 +141,37 @@ def score_figures(config: Config, learner: Any, url: str) -> list[Figure]:
 
 
 def log_probs(session: Session) -> list[Figure]:
-    """The dense model as both have loaded it from its files."""
-    config = engine_config(session, model.DENSE)
+    """The model as both have loaded it from its files; each chooses its experts."""
+    config = engine_config(session, model.EXPERTS)
     learner = make_learner(config)
     return score_figures(config, learner, engine_url(session))
 
 
-def experts(session: Session) -> list[Figure]:
-    """Responses that an engine samples from a mixture of experts, read by the learner with the engine's experts."""
+def replay(session: Session) -> list[Figure]:
+    """Responses that the engine samples, read by the learner with the engine's experts."""
     config = engine_config(session, model.EXPERTS)
-    server = start_server(session, config, "engine_experts", routed_experts=True)
+    batch = asyncio.run(_sample(config, engine_url(session)))
+    found = make_learner(config).log_probs(batch)
+    mask = batch.loss_mask
+    ids = [0, *batch.response_ids[mask].tolist()]
+    comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], found["log_probs"][mask])
+    bound = default_bound(config)
+    return [
+        Figure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
+        Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
+        Figure("log-probs, largest difference", comparison.max, "nats"),
+        # Each response's last token was no input of the engine.
+        Figure("tokens without experts", found["metrics"]["routing_replay/missing_rows"], at_most=0.05),
+    ]
+
+
+def dense(session: Session) -> list[Figure]:
+    """An engine of its own, for what a mixture of experts has not: a dense MLP."""
+    session.need_gpus(1, "a second engine")
+    config = engine_config(session, model.DENSE)
+    server = start_server(session, config, "engine_dense")
     try:
-        batch = asyncio.run(_sample(config, server.base_url))
-        learner = make_learner(config)
-        found = learner.log_probs(batch)
-        mask = batch.loss_mask
-        ids = np.concatenate([[0], batch.response_ids[mask]])
-        comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], found["log_probs"][mask])
-        bound = default_bound(config)
-        metrics = {name: value for name, value in found["metrics"].items() if name.startswith("routing_replay/")}
-        return [
-            Figure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
-            Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
-            Figure("log-probs, largest difference", comparison.max, "nats"),
-            *(Figure(name, value) for name, value in sorted(metrics.items())),
-            *score_figures(config, learner, server.base_url),
-        ]
+        return score_figures(config, make_learner(config), server.base_url)
     finally:
         server.stop()
 

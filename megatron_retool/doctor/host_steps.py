@@ -25,7 +25,7 @@ _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;#]+)")
 
 
 def host(session: Session) -> list[Figure]:
-    """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a worker of Ray that is killed."""
+    """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a process that is killed."""
     gpus = bool(session.gpus)
     shared_memory = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     temporary = Path(tempfile.gettempdir())
@@ -86,8 +86,8 @@ def driver(session: Session) -> list[Figure]:
     if not session.gpus and not session.asked:
         if names or NVIDIA_DRIVER.exists():
             raise StepFailed(
-                f"the driver shows {len(names)} GPU(s), and torch {torch.__version__} (CUDA {torch.version.cuda}) finds "
-                "none: it is a build without CUDA, or one for a newer driver"
+                f"the driver shows {len(names)} GPU(s), and torch {torch.__version__} (CUDA {torch.version.cuda}) "
+                "finds none: it is a build without CUDA, or one for a newer driver"
             )
         raise Skipped("this host has no NVIDIA driver")
     figures = [Figure("GPUs of torch", torch.cuda.device_count(), at_least=session.asked or 1)]

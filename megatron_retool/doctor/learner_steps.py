@@ -94,7 +94,7 @@ def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds
     """The figures of ``found`` against ``reference``."""
     batch = model.mini_batch()
     mask = batch.loss_mask
-    ids = np.concatenate([[0], batch.response_ids[mask]])
+    ids = [0, *batch.response_ids[mask].tolist()]
     log_probs = LogProbComparison(ids, found["log_probs"][mask], reference["log_probs"][mask])
     ours, theirs = found["gradients"], reference["gradients"]
     errors = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-9)) for name in theirs}

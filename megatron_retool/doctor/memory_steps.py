@@ -34,7 +34,7 @@ def sleep_wake(session: Session) -> list[Figure]:
     asleep = _free(gpu)
     ask(url, wake)
     awake = _free(gpu)
-    config = engine_config(session, model.DENSE)
+    config = engine_config(session, model.EXPERTS)
     learner = make_learner(config)
     batch = model.mini_batch()
     log_probs = learner.log_probs(batch)["log_probs"]

@@ -71,7 +71,11 @@ def build(kind: str) -> Any:
     if kind == DENSE:
         model: Any = Qwen3ForCausalLM(Qwen3Config(**_COMMON))
     else:
-        sizes = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 128}
+        sizes: dict[str, Any] = {
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": 128,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **sizes, norm_topk_prob=True))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,7 +87,7 @@ def build(kind: str) -> Any:
 
 
 def mini_batch() -> TrajectoryBatch:
-    """Responses of unequal length with masked tokens, advantages, and weights of the loss: the same in every process."""
+    """Responses of unequal length with masked tokens, advantages and loss weights: the same in every process."""
     rng = np.random.default_rng(0)
     prompts, responses = (np.array(each, np.int32) for each in zip(*_LENGTHS, strict=True))
     total = int(responses.sum())

@@ -9,10 +9,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,21 +43,21 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
     """
     # Steps end without goodbye: what their libraries leave of semaphores is removed without a word about it.
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    passed: set[str] = set()
+    outcomes: dict[str, Outcome] = {}
     living: dict[str, BaseProcess] = {}
     names = {step.name for step in steps}
     try:
         for position, step in enumerate(steps):
-            missing = [name for name in step.needs if name in names and name not in passed]
+            missing = [name for name in step.needs if name in names and outcomes[name].verdict is not Verdict.PASS]
             if missing:
-                yield Outcome(step.name, Verdict.SKIPPED, reason=f"needs {', '.join(missing)}, which did not pass")
+                outcome = outcomes[step.name] = _without(step, outcomes[missing[0]])
+                yield outcome
             else:
                 started(step)
                 outcome, process = run_step(step, session)
                 if process is not None:
                     living[step.name] = process
-                if outcome.verdict is Verdict.PASS:
-                    passed.add(step.name)
+                outcomes[step.name] = outcome
                 yield outcome
             later = {name for each in steps[position + 1 :] for name in each.needs}
             for name in [name for name in living if name not in later]:
@@ -63,6 +65,11 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
     finally:
         for process in living.values():
             _end(process)
+
+
+def _without(step: Step, needed: Outcome) -> Outcome:
+    how = f"was skipped: {needed.reason}" if needed.verdict is Verdict.SKIPPED else "failed"
+    return Outcome(step.name, Verdict.SKIPPED, reason=f"needs {needed.step}, which {how}")
 
 
 def run_step(step: Step, session: Session) -> tuple[Outcome, BaseProcess | None]:
@@ -150,6 +157,13 @@ def _context(gpus: int) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    temporary = tempfile.tempdir
+    try:
+        # Its socket goes when Python ends, which is after the command's own temporary files have gone.
+        tempfile.tempdir = "/tmp"
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = temporary
     return context
 
 
@@ -174,7 +188,7 @@ def _in_process(step: Step, session: Session, answer: Path, log: Path) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         module, _, name = step.check.partition(":")
-        found = getattr(importlib.import_module(f"megatron_retool.doctor.{module}"), name)(session)
+        found = getattr(importlib.import_module(module), name)(session)
         figures, keep = found if step.stays else (found, None)
         outcome = Outcome.judged(step.name, figures, step.cure)
     except Skipped as skipped:

@@ -12,10 +12,10 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.config import load_config
-from megatron_retool.learner.learner import Learner
 from megatron_retool.doctor.model import mini_batch
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.session import Session
+from megatron_retool.learner.learner import Learner
 from megatron_retool.learner.precision import Acceleration
 from megatron_retool.trajectory import TrajectoryBatch
 

@@ -31,7 +31,7 @@ def distributed(session: Session) -> list[Figure]:
 
 def send(session: Session, method: str) -> list[Figure]:
     """Weights that the engine has not, by ``method``; then it has to compute what the learner does."""
-    config = engine_config(session, model.DENSE, f"weight_sync.method={method}", "weight_sync.bucket_bytes=4194304")
+    config = engine_config(session, model.EXPERTS, f"weight_sync.method={method}", "weight_sync.bucket_bytes=4194304")
     learner = make_learner(config)
     change(learner, VERSIONS[method])
     url = engine_url(session)

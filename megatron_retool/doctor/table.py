@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_retool.doctor.catalogue import Step
-from megatron_retool.doctor.outcome import Outcome, Verdict
+from megatron_retool.doctor.outcome import Figure, Outcome, Verdict
 
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIPPED: "yellow"}
-FIGURES_SHOWN = 3
-"""Of a step that passed, those with bounds first; the JSON file has all."""
+FIGURES_SHOWN = 2
+"""Of a step that passed, those nearest to their upper bounds; the JSON file has all."""
 
 
 def steps_table(steps: Sequence[Step]) -> Table:
@@ -49,5 +49,11 @@ def _found(outcome: Outcome) -> str:
         return outcome.reason
     if outcome.verdict is Verdict.FAIL:
         return f"{outcome.reason}\ncure: {outcome.cure}"
-    figures = sorted(outcome.figures, key=lambda figure: (figure.at_most is None) + (figure.at_least is None))
-    return "\n".join(str(figure) for figure in figures[:FIGURES_SHOWN])
+    return "\n".join(str(figure) for figure in sorted(outcome.figures, key=_room)[:FIGURES_SHOWN])
+
+
+def _room(figure: Figure) -> float:
+    """How far a figure is below its upper bound, as a share of it; those without one come last."""
+    if figure.at_most is None or isinstance(figure.value, str):
+        return 2.0 if figure.at_least is None else 1.5
+    return 1 - figure.value / figure.at_most if figure.at_most else 0.0

@@ -1,0 +1,78 @@
+"""Bounds let rounding through, and no wrong number: one weight that is another is beyond each of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_retool.doctor import kernel_steps, model
+from megatron_retool.doctor.learner_steps import BF16, FP8, FP32, TF32, compare
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return model.compute(model.build(model.DENSE), model.mini_batch(), model.DENSE)
+
+
+def held(found, reference, bounds) -> list[bool]:
+    return [figure.holds for figure in compare("dense", measured(found), reference, bounds)]
+
+
+def measured(found) -> dict:
+    """As a learner finds it: its loss follows from its log-probs."""
+    batch = model.mini_batch()
+    weighted = batch.columns["loss_weights"] * batch.columns["advantages"]
+    return found | {"loss": found.get("measured_loss", float(-weighted.sum()))}
+
+
+@pytest.mark.parametrize("name", ["layers.2.self_attn.v_proj.weight", "layers.0.mlp.up_proj.weight"])
+def test_one_tensor_of_other_weights_is_beyond_every_bound(reference, name):
+    wrong = model.build(model.DENSE)
+    with torch.no_grad():
+        parameter = dict(wrong.named_parameters())[f"model.{name}"]
+        parameter.copy_(parameter.flip(0))
+    found = model.compute(wrong, model.mini_batch(), model.DENSE)
+    for bounds in (FP32, TF32, BF16, FP8):
+        assert not all(held(found, reference, bounds)), bounds
+
+
+def test_one_gradient_that_was_not_summed_is_beyond_every_bound(reference):
+    gradients = dict(reference["gradients"])
+    gradients["model.layers.1.mlp.down_proj.weight"] = gradients["model.layers.1.mlp.down_proj.weight"] / 4
+    for bounds in (FP32, TF32, BF16, FP8):
+        assert held(reference | {"gradients": gradients}, reference, bounds) == [True, True, False]
+
+
+def test_no_number_is_within_no_bound(reference):
+    log_probs = reference["log_probs"].copy()
+    log_probs[model.mini_batch().loss_mask.argmax()] = math.nan
+    gradients = dict(reference["gradients"])
+    gradients["model.norm.weight"] = torch.full_like(gradients["model.norm.weight"], math.nan)
+    found = reference | {"log_probs": log_probs, "gradients": gradients, "measured_loss": math.nan}
+    assert held(found, reference, FP8) == [False, False, False]
+    assert all(held(reference, reference, FP32))
+
+
+def test_a_kernel_that_is_wrong_or_raises_does_not_hold():
+    found = kernel_steps.Comparison("cpu")
+    expected = torch.linspace(-2, 2, 64)
+    wrong = expected.clone()
+    wrong[3] += 0.1
+    found.check("right", lambda: expected.bfloat16(), lambda: expected, kernel_steps.BF16)
+    found.check("wrong", lambda: wrong, lambda: expected, kernel_steps.BF16)
+    found.check("raises", lambda: torch.ones(2) @ torch.ones(3), lambda: expected, kernel_steps.BF16)
+    assert [figure.holds for figure in found.figures] == [True, False, False]
+    assert "RuntimeError" in str(found.figures[2].value)
+
+
+def test_plain_attention_sees_its_own_sequence_alone():
+    found = kernel_steps.Comparison("cpu")
+    query, key, value = kernel_steps._packed(found, torch.float32)
+    before = kernel_steps.packed_attention(query, key, value)
+    edges = kernel_steps.boundaries()
+    value[edges[1] : edges[1] + 1] += 1
+    after = kernel_steps.packed_attention(query, key, value)
+    changed = (before != after).any(-1).any(-1)
+    assert not changed[: edges[1]].any() and changed[edges[1] : edges[2]].all() and not changed[edges[2] :].any()

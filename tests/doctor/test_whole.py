@@ -1,0 +1,81 @@
+"""The doctor on this host, as a user calls it; and its Slurm script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_retool.doctor.catalogue import STEPS
+from megatron_retool.doctor.outcome import Verdict
+from megatron_retool.doctor.report import Report
+
+ROOT = Path(__file__).parents[2]
+NEED_GPUS = {
+    "driver", "kernels_transformer_engine", "kernels_flash_attn", "kernels_apex", "learner_fp8_tensorwise",
+    "learner_fp8_blockwise", "learner_fp8_mxfp8", "engine_dense", "sleep_wake", "demo",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_step_that_a_cpu_host_allows_passes(tmp_path):
+    command = [sys.executable, "-m", "megatron_retool", "doctor", "--gpus", "0", "--output", str(tmp_path / "d.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = Report.read(tmp_path / "d.json")
+    assert [outcome.step for outcome in report.outcomes] == [step.name for step in STEPS]
+    skipped = {outcome.step for outcome in report.outcomes if outcome.verdict is Verdict.SKIPPED}
+    assert skipped == NEED_GPUS and not report.failed
+    assert all(outcome.reason for outcome in report.outcomes if outcome.step in skipped)
+    figures = {outcome.step: len(outcome.figures) for outcome in report.outcomes if outcome.step not in skipped}
+    assert min(figures.values()) > 0
+    assert str(ROOT) not in (tmp_path / "d.json").read_text() and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["d.json"]
+
+
+def test_the_exit_status_tells_of_a_failure_and_the_report_is_there(tmp_path):
+    """A GPU that is asked for and not there."""
+    command = [sys.executable, "-m", "megatron_retool", "doctor", "--gpus", "1", "--steps", "driver", "kernels_torch"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "d.json")], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "GPUs of torch: 0 (at least 1)" in " ".join(done.stdout.split()) and "cure:" in done.stdout
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert [step["verdict"] for step in found["steps"]] == ["fail", "pass"]
+
+
+def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):
+    programs = {
+        "scontrol": "echo node1; echo node2",
+        # The command behind srun's options, once for each task.
+        "srun": 'while [[ "$1" == --* ]]; do shift; done\nfor n in 0 1; do SLURM_PROCID=$n "$@"; done',
+        "venv/bin/python": f'echo "$@" >>{tmp_path}/calls',
+    }
+    for name, script in programs.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{script}\n")
+        program.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.defpath}",
+        "MEGATRON_RETOOL_ROOT": str(ROOT),
+        "MEGATRON_RETOOL_VENV": str(tmp_path / "venv"),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURM_JOB_ID": "7",
+    }
+    script = ROOT / "scripts" / "slurm" / "doctor.sbatch"
+    command = ["bash", str(script), str(tmp_path / "out" / "d.json"), "--gpus", "8"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"-m megatron_retool doctor --output {out}/d.json --gpus 8",
+        f"-m megatron_retool doctor --output {out}/d.1.json --gpus 8",
+    ]
