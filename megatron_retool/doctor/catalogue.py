@@ -13,8 +13,8 @@ class Step:
     Attributes:
         group: what of the stack it belongs to; the row of README's table.
         summary: what it proves.
-        check: what runs in its process, "module:function": takes a Session and returns figures; of a step that stays, also
-            what to ``stop()`` at its end.
+        check: what runs in its process, "module:function": takes a Session and returns figures; where the step
+            stays, also what to ``stop()`` at its end.
         cure: what to do where it fails for a reason that it does not know better.
         timeout_seconds: after which it counts as hanging and is ended.
         needs: steps that have to pass first.
@@ -284,7 +284,9 @@ class UnknownStep(ValueError):
 
 
 def select(names: Sequence[str] | None) -> list[Step]:
-    """The steps of these names or groups, with all that they need, in the doctor's order; None: all.
+    """The steps of these groups or names, with all that they need, in the doctor's order; None: all.
+
+    A name that is both is the group.
 
     Raises:
         UnknownStep: a name is neither a step's nor a group's.
@@ -299,7 +301,7 @@ def select(names: Sequence[str] | None) -> list[Step]:
         if name not in by_name and name not in groups:
             nearest = difflib.get_close_matches(name, [*by_name, *groups], n=1, cutoff=0.0)[0]
             raise UnknownStep(f"--steps {name}: no such step; the nearest is {nearest}, --list has all")
-        left += [name] if name in by_name else [step.name for step in STEPS if step.group == name]
+        left += [step.name for step in STEPS if step.group == name] if name in groups else [name]
     while left:
         name = left.pop()
         if name not in wanted:

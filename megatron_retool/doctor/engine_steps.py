@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.cluster.gpus import visible_devices
 from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixed_text
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.doctor import model
@@ -54,7 +56,8 @@ def start_server(session: Session, config: Config, name: str, *, routed_experts:
     Raises:
         StepFailed: it did not start, with the end of its log.
     """
-    gpus = [session.gpus - 1, *range(session.gpus - 1)] if session.gpus else None
+    places = [session.gpus - 1, *range(session.gpus - 1)]
+    gpus = visible_devices(places, os.environ.get("CUDA_VISIBLE_DEVICES")) if session.gpus else None
     server = SGLangServer(
         config.rollout.engine,
         model_path=config.model.path,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_retool.doctor import model
-from megatron_retool.doctor.learner_steps import compare, fp32_bounds, learner_config, measure, read_reference
+from megatron_retool.doctor.learner_steps import compare, finest_dtype, learner_config, measure, read_reference
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.ranks import run_ranks
 from megatron_retool.doctor.session import Session
@@ -53,15 +53,12 @@ def ep(session: Session) -> list[Figure]:
 def _layout(session: Session, kind: str, sizes: Callable[[int], list[str]]) -> list[Figure]:
     ranks = _ranks(session)
     names = [f"learner.{each}" for each in sizes(min(ranks, MOST_IN_A_GROUP))]
-    overrides = ["learner.dtype=float32", f"learner.world_size={ranks}", *names]
+    dtype, bounds = finest_dtype()
+    overrides = [f"learner.dtype={dtype}", f"learner.world_size={ranks}", *names]
     reference = read_reference(session, kind)
     config = learner_config(session, kind, *overrides)
-    found, bounds = run_ranks(session, _measured, ranks, config, reference)
-    return [Figure("ranks", ranks), *compare(kind, found, reference, bounds)]
-
-
-def _measured(config: Any, reference: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    return measure(config, model.mini_batch(), reference), fp32_bounds()
+    found = run_ranks(session, measure, ranks, config, model.mini_batch(), reference)
+    return [Figure("ranks", ranks), Figure("dtype", dtype), *compare(kind, found, reference, bounds)]
 
 
 def _ranks(session: Session) -> int:

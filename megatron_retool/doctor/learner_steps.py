@@ -37,7 +37,7 @@ class Bounds:
 
 FP32 = Bounds(1e-4, 1e-4, 1e-3)
 TF32 = Bounds(5e-3, 5e-3, 5e-2)
-"""Transformer Engine's float32 products round their factors to TF32's 10 bits."""
+"""Transformer Engine's float32 products round their factors to TF32's 10 bits (its GEMM asks cuBLAS for that)."""
 BF16 = Bounds(0.05, 0.02, 0.2)
 FP8 = Bounds(0.4, 0.1, 0.6)
 
@@ -112,12 +112,22 @@ def read_reference(session: Session, kind: str) -> dict[str, Any]:
     return found
 
 
-def fp32_bounds() -> Bounds:
-    return TF32 if Acceleration.detect().transformer_engine else FP32
+def finest_dtype() -> tuple[str, Bounds]:
+    """learner.dtype for steps in which everything has to agree, and its bounds.
+
+    Transformer Engine's packed attention has no context parallelism in float32.
+    """
+    return ("bfloat16", BF16) if Acceleration.detect().transformer_engine else ("float32", FP32)
 
 
 def fp32(session: Session) -> list[Figure]:
-    return _parity(session, fp32_bounds(), "learner.dtype=float32")
+    with_engine = Acceleration.detect().transformer_engine is not None
+    try:
+        return _parity(session, TF32 if with_engine else FP32, "learner.dtype=float32")
+    except ValueError as error:
+        if with_engine and "No dot product attention" in str(error):
+            raise Skipped(f"Transformer Engine has no packed attention in float32 here: {error}") from error
+        raise
 
 
 def bf16(session: Session) -> list[Figure]:

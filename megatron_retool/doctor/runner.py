@@ -42,6 +42,7 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
         started: told of each step before it runs.
     """
     # Steps end without goodbye: what their libraries leave of semaphores is removed without a word about it.
+    before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
     outcomes: dict[str, Outcome] = {}
     living: dict[str, BaseProcess] = {}
@@ -65,6 +66,9 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
     finally:
         for process in living.values():
             _end(process)
+        os.environ.pop("PYTHONWARNINGS")
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _without(step: Step, needed: Outcome) -> Outcome:

@@ -12,7 +12,15 @@ from megatron_retool.doctor.learner_steps import BF16, FP8, FP32, TF32, compare
 
 
 @pytest.fixture(scope="module")
-def reference():
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference(one_thread):
     return model.compute(model.build(model.DENSE), model.mini_batch(), model.DENSE)
 
 
@@ -27,11 +35,10 @@ def measured(found) -> dict:
     return found | {"loss": found.get("measured_loss", float(-weighted.sum()))}
 
 
-@pytest.mark.parametrize("name", ["layers.2.self_attn.v_proj.weight", "layers.0.mlp.up_proj.weight"])
-def test_one_tensor_of_other_weights_is_beyond_every_bound(reference, name):
+def test_one_tensor_of_other_weights_is_beyond_every_bound(reference):
     wrong = model.build(model.DENSE)
     with torch.no_grad():
-        parameter = dict(wrong.named_parameters())[f"model.{name}"]
+        parameter = dict(wrong.named_parameters())["model.layers.2.self_attn.v_proj.weight"]
         parameter.copy_(parameter.flip(0))
     found = model.compute(wrong, model.mini_batch(), model.DENSE)
     for bounds in (FP32, TF32, BF16, FP8):

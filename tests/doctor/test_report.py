@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def test_slurm_gets_the_script_with_the_options(tmp_path, monkeypatch):
     program = tmp_path / "sbatch"
     program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >{tmp_path}/given\nexit 4\n')
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     assert run.submit("--nodes=2 --partition='a b'", 8, ["layouts"], tmp_path / "d.json") == 4
     given = (tmp_path / "given").read_text().splitlines()
     assert given[:2] == ["--nodes=2", "--partition=a b"] and given[2].endswith("scripts/slurm/doctor.sbatch")
