@@ -27,6 +27,7 @@ from megatron_retool.doctor.outcome import Outcome, Skipped, StepFailed, Verdict
 from megatron_retool.doctor.session import Session
 from megatron_retool.process_tree import descendants
 from megatron_retool.runs.files import write_text
+from megatron_retool.scratch import current_scratch
 
 LOG_LINES = 8
 _POLL_SECONDS = 0.05
@@ -164,7 +165,8 @@ def _context(gpus: int) -> Any:
     temporary = tempfile.tempdir
     try:
         # Its socket goes when Python ends, which is after the command's own temporary files have gone.
-        tempfile.tempdir = "/tmp"
+        scratch = current_scratch()
+        tempfile.tempdir = str(scratch.parent) if scratch else temporary
         forkserver.ensure_running()
     finally:
         tempfile.tempdir = temporary

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_retool.doctor import kernel_steps, model
+from megatron_retool.cluster.log_prob_check import as_batch, fixed_text
+from megatron_retool.doctor import engine_steps, kernel_steps, model
 from megatron_retool.doctor.learner_steps import BF16, FP8, FP32, TF32, compare
+from megatron_retool.doctor.outcome import StepFailed
+from megatron_retool.doctor.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +87,37 @@ def test_plain_attention_sees_its_own_sequence_alone():
     after = kernel_steps.packed_attention(query, key, value)
     changed = (before != after).any(-1).any(-1)
     assert not changed[: edges[1]].any() and changed[edges[1] : edges[2]].all() and not changed[edges[2] :].any()
+
+
+def test_an_engine_of_other_weights_fails_with_the_diagnosis(reference, monkeypatch, tmp_path):
+    """Of the whole text, scored by the learner's model and by one with another tensor."""
+    session = Session(tmp_path, gpus=0)
+    right, wrong = model.build(model.DENSE), model.build(model.DENSE)
+    with torch.no_grad():
+        wrong.model.layers[1].self_attn.o_proj.weight.mul_(0.5)
+    right.config.save_pretrained(model.model_directory(session, model.DENSE))
+    config = engine_steps.engine_config(session, model.DENSE)
+    learner = ModelLearner(right)
+    text = as_batch(fixed_text(engine_steps.ByteTokenizer(), model.VOCABULARY, engine_steps.TEXT_TOKENS))
+
+    def served(engine):
+        monkeypatch.setattr(engine_steps, "ask", lambda url, question: ModelLearner(engine).score(text))
+        return engine_steps.score_figures(config, learner, "http://engine")
+
+    assert served(right)[0].holds and served(right)[0].at_most == 0.005
+    with pytest.raises(StepFailed, match="All of the text is concerned"):
+        served(wrong)
+
+
+class ModelLearner:
+    def __init__(self, hf_model) -> None:
+        self.model = hf_model
+
+    def score(self, batch):
+        ids = torch.from_numpy(np.concatenate([batch.prompt_ids, batch.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            log_probs = self.model(ids[None]).logits[0, :-1].log_softmax(-1)
+        return log_probs.gather(-1, ids[1:, None])[:, 0].numpy()
+
+    def log_probs(self, batch, *, sampling):
+        return {"log_probs": self.score(batch)}
