@@ -28,7 +28,9 @@ EXIT_STATUS = {1: "a step failed, or an error, which the last line says"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N", type=at_least(0), help="GPUs to use (default: all; 0: none)")
-    parser.add_argument("--steps", metavar="NAME", nargs="+", help="these steps or groups, with what they need")
+    parser.add_argument(
+        "--steps", dest="chosen", metavar="NAME", nargs="+", help="these steps or groups, with what they need"
+    )
     parser.add_argument("--list", action="store_true", help="the steps, and what each proves")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("doctor.json"), help="report (default: doctor.json)"
@@ -47,9 +49,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.doctor import run as doctor
 
     if options.list:
-        doctor.show_steps(options.steps, console)
+        doctor.show_steps(options.chosen, console)
         return 0
     if options.slurm is not None:
-        return doctor.submit(options.slurm, options.gpus, options.steps, options.output)
+        return doctor.submit(options.slurm, options.gpus, options.chosen, options.output)
     with interrupts():
-        return doctor.examine(options.gpus, options.steps, options.output, options.keep, console)
+        return doctor.examine(options.gpus, options.chosen, options.output, options.keep, console)

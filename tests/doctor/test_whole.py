@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_retool.doctor.catalogue import STEPS
 from megatron_retool.doctor.outcome import Verdict
 from megatron_retool.doctor.report import Report
+from megatron_retool.doctor.run import examine
 
 ROOT = Path(__file__).parents[2]
 NEED_GPUS = {
@@ -37,17 +40,19 @@ def test_every_step_that_a_cpu_host_allows_passes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d.json"]
 
 
-def test_the_exit_status_tells_of_a_failure_and_the_report_is_there(tmp_path):
+def test_the_exit_status_tells_of_a_failure_and_the_report_is_there(tmp_path, monkeypatch):
     """A GPU that is asked for and not there."""
-    command = [sys.executable, "-m", "megatron_retool", "doctor", "--gpus", "1", "--steps", "driver", "kernels_torch"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "d.json")], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "GPUs of torch: 0 (at least 1)" in " ".join(done.stdout.split()) and "cure:" in done.stdout
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    console = Console(file=io.StringIO(), width=200)
+    asked = ["driver", "kernels_torch"]
+    assert examine(1, asked, tmp_path / "d.json", tmp_path / "kept", console) == 1
+    text = console.file.getvalue()
+    assert "GPUs of torch: 0 (at least 1)" in text and "cure: nvidia-smi has to work" in text
     found = json.loads((tmp_path / "d.json").read_text())
-    assert [step["verdict"] for step in found["steps"]] == ["fail", "pass"]
+    assert [step["verdict"] for step in found["steps"]] == ["fail", "pass"] and found["verdict"] == "fail"
+    assert (tmp_path / "kept" / "driver.log").exists()
+    with pytest.raises(FileExistsError, match="--keep"):
+        examine(1, asked, tmp_path / "d.json", tmp_path / "kept", console)
 
 
 def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):
