@@ -91,6 +91,14 @@ class EngineGroup:
     async def start(self, model_path: str) -> None:
         self.urls = list(await asyncio.gather(*(resolved(worker.start.remote(model_path)) for worker in self.workers)))
 
+    def by_sender(self, urls: Sequence[str]) -> dict[int, list[str]]:
+        """``urls`` of engines by the learner rank that gives them their weights (``Placement.sender``)."""
+        senders: dict[int, list[str]] = {}
+        for url in urls:
+            rank = self._placement.sender(self.urls.index(url), self._config.weight_sync.method)
+            senders.setdefault(rank, []).append(url)
+        return senders
+
     async def restart(self, index: int, model_path: str) -> str:
         """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync).
 

@@ -24,7 +24,7 @@ SYNC_ATTEMPTS = 3
 class WeightSource(ScoringLearner, Protocol):
     """A learner group, as far as engines are concerned."""
 
-    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]: ...
+    async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]: ...
 
 
 class EngineWeights:
@@ -80,7 +80,8 @@ class EngineWeights:
             async with self._gpu_phases.syncing():
                 for left in reversed(range(SYNC_ATTEMPTS)):
                     try:
-                        metrics = await self._source().sync_weights(self._engines.urls, version)
+                        senders = self._engines.by_sender(self._engines.urls)
+                        metrics = await self._source().sync_weights(senders, version)
                         break
                     except WeightSyncError as error:
                         if not left:
@@ -122,7 +123,7 @@ class EngineWeights:
             try:
                 # Compared at the next sync: until then the learner may be changing its weights, or have no room.
                 async with self._sending, self._gpu_phases.sending_to_one():
-                    await self._source().sync_weights([new_url], self.version)
+                    await self._source().sync_weights(self._engines.by_sender([new_url]), self.version)
                 break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.

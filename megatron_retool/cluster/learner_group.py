@@ -34,6 +34,8 @@ from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
+from sglang_rollout.engine.base import SyncReport
+from sglang_rollout.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from megatron_retool.learner.learner import LogProbs
@@ -166,14 +168,21 @@ class LearnerWorker:
     def finish_save(self) -> str | None:
         return _failure_of(self.learner.finish_save)
 
-    def sync_weights(self, engines: list[str], version: int) -> dict[str, float] | None:
-        """Send the current weights to every engine; see sglang_rollout.weight_sync.push."""
+    def sync_weights(self, senders: dict[int, list[str]], version: int) -> SyncReport | WeightSyncError | None:
+        """Send the current weights to this rank's engines; see sglang_rollout.weight_sync.push.
+
+        Returns:
+            None: it has no engine. An error as an answer: another sender's engines may be at fault too.
+        """
         from sglang_rollout.weight_sync.push import push_weights
 
-        buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes))
+        own = senders.get(self.rank, [])
+        buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes, sorted(senders)))
         with self._phase(Phase.WEIGHT_SYNC):
             try:
-                return push_weights(buckets, engines, version, self.config) if self.rank == 0 else None
+                return push_weights(buckets, own, version, self.config) if own else None
+            except WeightSyncError as error:
+                return error
             finally:
                 # Every rank takes part in every gather, whatever became of the push: else the next call's would meet
                 # these.
@@ -340,9 +349,20 @@ class LearnerGroup:
     async def load(self, directory: Path) -> None:
         await self._on_all_ranks(LearnerWorker.load, str(directory.absolute()))
 
-    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
-        """Send the current weights to every engine, as ``version``; the seconds and bytes that it took."""
-        return _of_rank_0(await self._on_all_ranks(LearnerWorker.sync_weights, engines, version))
+    async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]:
+        """Send the current weights to every engine, as ``version``; the seconds and bytes that it took.
+
+        Args:
+            senders: base URLs of engines by the rank that they get their weights from.
+
+        Raises:
+            WeightSyncError: naming the engines at fault.
+        """
+        answers = await self._on_all_ranks(LearnerWorker.sync_weights, senders, version)
+        errors = [answer for answer in answers if isinstance(answer, WeightSyncError)]
+        if errors:
+            raise WeightSyncError("; ".join(map(str, errors)), [url for error in errors for url in error.engines])
+        return SyncReport.together([answer for answer in answers if isinstance(answer, SyncReport)]).metrics()
 
     async def begin_profile(self, step: int) -> None:
         """Let the chosen ranks record what follows as part of ``step``."""

@@ -61,11 +61,33 @@ class Placement:
     def engine_gpus(self, index: int, weight_sync_method: str) -> tuple[int, ...]:
         """What an engine sees, its own GPUs first.
 
-        CUDA IPC opens memory on the device where it lies, so with ``tensor`` that of the learner's rank 0 comes last.
+        CUDA IPC opens memory on the device where it lies, so with ``tensor`` the GPU of its sender comes last, where
+        that is not the engine's own.
         """
         own = self.gpus("engine", index)
-        sender = self.gpus("learner", 0) if weight_sync_method == "tensor" else ()
+        sender = self.gpus("learner", self.sender(index, "tensor")) if weight_sync_method == "tensor" else ()
         return (*own, *(gpu for gpu in sender if gpu not in own))
+
+    def sender(self, index: int, weight_sync_method: str) -> int:
+        """Learner rank that gives engine ``index`` its weights.
+
+        With ``tensor`` one that shares its first GPU, or else the first rank on its node; otherwise rank 0.
+
+        Raises:
+            ConfigError: ``tensor``, and the engine's node has no learner rank.
+        """
+        if weight_sync_method != "tensor":
+            return 0
+        engine = self._slot("engine", index)
+        near = [slot for slot in self.slots if slot.role == "learner" and slot.node == engine.node]
+        if not near:
+            raise ConfigError(
+                f"weight_sync.method=tensor shares memory inside a node: engine {index} would be on node "
+                f"{engine.node}, where no learner rank is. Set weight_sync.method="
+                + ("disk" if self.colocated else "distributed")
+            )
+        beside = [slot.rank for slot in near if slot.gpus and slot.gpus[0] in engine.gpus[:1]]
+        return min(beside or [slot.rank for slot in near])
 
     def _slot(self, role: str, rank: int) -> Slot:
         return next(slot for slot in self.slots if slot.role == role and slot.rank == rank)
@@ -147,18 +169,13 @@ def check_weight_sync(config: Config, placement: Placement) -> None:
     Raises:
         ConfigError: weight_sync.method cannot reach an engine where the plan puts it.
     """
-    method, colocated = config.weight_sync.method, placement.colocated
-    away = [slot for slot in placement.slots if slot.role == "engine" and slot.node != 0]
-    if method == "tensor" and away:
-        reaching = "disk" if colocated else "distributed"
-        raise ConfigError(
-            f"weight_sync.method=tensor shares memory inside a node: engine {away[0].rank} would be on node "
-            f"{away[0].node}, the learner's rank 0 on node 0. Set weight_sync.method={reaching}"
-        )
-    if method == "distributed" and colocated:
+    method = config.weight_sync.method
+    for index in range(config.rollout.engine.count):
+        placement.sender(index, method)
+    if method == "distributed" and placement.colocated:
         raise ConfigError(
             "weight_sync.method=distributed joins learner and engines by NCCL, which takes no two processes on one GPU "
-            "(cluster.placement=colocated): set weight_sync.method=" + ("disk" if away else "tensor")
+            "(cluster.placement=colocated): set weight_sync.method=tensor"
         )
 
 

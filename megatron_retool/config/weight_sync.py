@@ -10,7 +10,8 @@ from megatron_retool.config.base import at_least_one, choice, positive
 @dataclass(frozen=True)
 class WeightSyncConfig:
     method: str = choice("distributed", "tensor", "disk")
-    """distributed: NCCL or gloo broadcast. tensor: shared memory or CUDA IPC, on one node. disk: files in the run."""
+    """distributed: NCCL or gloo broadcast from rank 0. tensor: shared memory or CUDA IPC, each engine from a learner
+    rank of its node, colocated from the one on its first GPU. disk: files in the run."""
     bucket_bytes: int = at_least_one(512 * 2**20, maximum=2**40)
     """Size of the pieces in which weights travel."""
     verify: bool = False

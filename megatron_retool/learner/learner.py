@@ -447,9 +447,11 @@ class Learner:
         """FLOPs of a forward and backward pass over the batch, over all ranks together."""
         return flops.training_flops(self.architecture, batch.total_lengths, int(batch.loss_mask.sum()))
 
-    def export_weights(self, bucket_bytes: int = 512 * 2**20) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full tensors by Hugging Face name in buckets, on rank 0; every rank must drain the iterator."""
-        return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes)
+    def export_weights(
+        self, bucket_bytes: int = 512 * 2**20, receivers: Sequence[int] = (0,)
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator."""
+        return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes, receivers)
 
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""

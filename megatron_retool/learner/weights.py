@@ -1,12 +1,13 @@
 """Hugging Face weights into and out of a Megatron-Core model in any TP/PP/VPP/EP layout.
 
 Both directions walk ``conversion.model.weight_map``.  Loading reads, on every rank, the rows that the rank owns.
-Export assembles full tensors on global rank 0 bucket by bucket: every other rank sends its parts, and no rank ever
-holds more than one bucket beside its own shard.
+Export assembles full tensors bucket by bucket on the ranks that ask for them: for each of those every part comes from a
+rank that has it, one on its own node where there is one, and no rank ever holds more than one bucket beside its shard.
 """
 
 from __future__ import annotations
 
+import platform
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -141,16 +142,19 @@ def load_hf_weights(
 
 @torch.no_grad()
 def export_hf_weights(
-    model_chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int = 512 * 2**20
+    model_chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    bucket_bytes: int = 512 * 2**20,
+    receivers: Sequence[int] = (0,),
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Full tensors under their Hugging Face names, in buckets of about ``bucket_bytes`` bytes.
 
-    Every rank must drain the iterator, in step: each bucket is one exchange. Global rank 0 gets the tensors, in the
-    parameters' dtype and on their device; the others get empty lists. They may be views of the live parameters: use or
-    copy them before the next update. A tensor is yielded once; a tied output layer is not yielded. A parameter larger
-    than ``bucket_bytes`` makes a bucket of its own.
+    Every rank must drain the iterator, in step: each bucket is one exchange. ``receivers``, global ranks and the same
+    on every rank, get the tensors, in the parameters' dtype and on their device; the others get empty lists. They may
+    be views of the live parameters: use or copy them before the next update. A tensor is yielded once; a tied output
+    layer is not yielded. A parameter larger than ``bucket_bytes`` makes a bucket of its own.
     """
-    yield from _gather(model_chunks, architecture, bucket_bytes, _weight)
+    yield from _gather(model_chunks, architecture, bucket_bytes, _weight, receivers)
 
 
 @torch.no_grad()
@@ -165,7 +169,7 @@ def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: 
         _all_gather_gradient_shards(chunk)
     return {
         name: tensor.clone()  # the buffers are clipped and cleared in place
-        for bucket in _gather(model_chunks, architecture, 2**30, _gradient)
+        for bucket in _gather(model_chunks, architecture, 2**30, _gradient, receivers=(0,))
         for name, tensor in bucket
     }
 
@@ -198,6 +202,7 @@ def _all_gather_gradient_shards(chunk: torch.nn.Module) -> None:
 class _RankContents:
     """What one rank holds: enough for every rank to derive the same exchange plan."""
 
+    node: str
     place: TensorParallelPlace
     dtypes: dict[str, torch.dtype]
     padded_vocab_size: int | None
@@ -208,8 +213,8 @@ class _Part:
     mapping: Mapping
     tp_size: int
     tp_rank: int
-    source: int
-    """Global rank that sends the part."""
+    sources: dict[int, int]
+    """Global rank that each receiver has the part from; its own where it holds it."""
     dtype: torch.dtype
 
     @property
@@ -222,9 +227,11 @@ def _gather(
     architecture: Architecture,
     bucket_bytes: int,
     value: Callable[[torch.nn.Parameter], Tensor],
+    receivers: Sequence[int],
 ) -> Iterator[list[tuple[str, Tensor]]]:
     own = dict(global_parameters(model_chunks))
     contents = _RankContents(
+        _node(),
         TensorParallelPlace.current(),
         {name: value(parameter).dtype for name, parameter in own.items()},
         _padded_vocab_size(model_chunks, architecture),
@@ -233,12 +240,20 @@ def _gather(
     dist.all_gather_object(world, contents)
     weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
     device = next(iter(own.values())).device
-    for bucket in _buckets(_plan(weight_map, world), bucket_bytes):
+    for bucket in _buckets(_plan(weight_map, world, receivers), bucket_bytes):
         yield _exchange(bucket, own, value, device)
 
 
-def _plan(weight_map: WeightMap, world: Sequence[_RankContents]) -> Iterator[list[_Part]]:
+def _node() -> str:
+    return platform.node()
+
+
+def _plan(weight_map: WeightMap, world: Sequence[_RankContents], receivers: Sequence[int]) -> Iterator[list[_Part]]:
     """Every exported mapping's parts and the ranks that send them. A function of ``world``: same on all ranks."""
+
+    def source(receiver: int, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda rank: (rank != receiver, world[rank].node != world[receiver].node, rank))
+
     holders: dict[str, list[int]] = defaultdict(list)
     for rank, contents in enumerate(world):
         for name in contents.dtypes:
@@ -248,11 +263,18 @@ def _plan(weight_map: WeightMap, world: Sequence[_RankContents]) -> Iterator[lis
         if not ranks:
             raise WeightMapError(f"no rank holds {mapping.mcore_name}: the model was built for another architecture")
         tp_size = world[ranks[0]].place.of(mapping)[0] if mapping.tp_dim is not None else 1
-        # Ranks are in ascending order, so rank 0, which need not send, is preferred among replicas.
-        sources = {world[rank].place.of(mapping)[1]: rank for rank in reversed(ranks)}
+        replicas: dict[int, list[int]] = defaultdict(list)
+        for rank in ranks:
+            replicas[world[rank].place.of(mapping)[1] if tp_size > 1 else 0].append(rank)
         yield [
-            _Part(mapping, tp_size, tp_rank, source, world[source].dtypes[mapping.mcore_name])
-            for tp_rank, source in ((t, sources[t] if tp_size > 1 else ranks[0]) for t in range(tp_size))
+            _Part(
+                mapping,
+                tp_size,
+                tp_rank,
+                {receiver: source(receiver, replicas[tp_rank]) for receiver in receivers},
+                world[replicas[tp_rank][0]].dtypes[mapping.mcore_name],
+            )
+            for tp_rank in range(tp_size)
         ]
 
 
@@ -276,26 +298,30 @@ def _exchange(
     value: Callable[[torch.nn.Parameter], Tensor],
     device: torch.device,
 ) -> list[tuple[str, Tensor]]:
-    """One message from each sending rank (and dtype) to rank 0, which puts the full tensors together."""
+    """One message (for each dtype) from every sending rank to each receiver, which puts the full tensors together."""
     rank = dist.get_rank()
-    messages: dict[tuple[int, torch.dtype], list[_Part]] = defaultdict(list)
+    messages: dict[tuple[int, int, torch.dtype], list[_Part]] = defaultdict(list)
     for parts in bucket:
         for part in parts:
-            if part.source != 0 and rank in (0, part.source):
-                messages[part.source, part.dtype].append(part)
+            for receiver, source in part.sources.items():
+                if source != receiver and rank in (source, receiver):
+                    messages[source, receiver, part.dtype].append(part)
     operations, buffers = [], {}
-    for (source, dtype), parts in sorted(messages.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+    packed: dict[tuple[tuple[str, int], ...], Tensor] = {}
+    for (source, receiver, dtype), parts in sorted(messages.items(), key=lambda item: (*item[0][:2], str(item[0][2]))):
         if rank == source:
-            buffer = torch.cat([value(own[part.mapping.mcore_name]).reshape(-1) for part in parts])
-            operations.append(dist.P2POp(dist.isend, buffer, 0))
+            # Receivers without a replica near them get the same parts.
+            content = tuple((part.mapping.mcore_name, part.tp_rank) for part in parts)
+            if content not in packed:
+                packed[content] = torch.cat([value(own[part.mapping.mcore_name]).reshape(-1) for part in parts])
+            operations.append(dist.P2POp(dist.isend, packed[content], receiver))
         else:
             count = sum(torch.Size(part.shape).numel() for part in parts)
-            buffer = torch.empty(count, dtype=dtype, device=device)
-            operations.append(dist.P2POp(dist.irecv, buffer, source))
-        buffers[source, dtype] = buffer
+            buffers[source, dtype] = torch.empty(count, dtype=dtype, device=device)
+            operations.append(dist.P2POp(dist.irecv, buffers[source, dtype], source))
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
-    if rank != 0:
+    if rank not in bucket[0][0].sources:
         return []
 
     position: dict[tuple[int, torch.dtype], int] = defaultdict(int)
@@ -303,10 +329,11 @@ def _exchange(
     for parts in bucket:
         pieces = []
         for part in parts:
-            if part.source == 0:
+            source = part.sources[rank]
+            if source == rank:
                 pieces.append(value(own[part.mapping.mcore_name]))
                 continue
-            key, count = (part.source, part.dtype), torch.Size(part.shape).numel()
+            key, count = (source, part.dtype), torch.Size(part.shape).numel()
             pieces.append(buffers[key][position[key] : position[key] + count].view(part.shape))
             position[key] += count
         full = merge(parts[0].mapping, pieces)

@@ -278,24 +278,25 @@ def weight_sync_seconds(
 ) -> float:
     """From the learner's shards to every engine, in Hugging Face layout.
 
-    The export assembles bucket by bucket on rank 0, where all other shards arrive (nothing arrives where one rank has
-    everything).  Then "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model
-    once and every engine reads it.
+    The export assembles bucket by bucket where all other shards arrive (nothing arrives where one rank has everything):
+    on rank 0, or with "tensor" beside every engine at once, from the same node where that holds a whole model.  Then
+    "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model once and every
+    engine reads it.
     """
     size = parameter_count(architecture) * PARAMETER_BYTES[config.learner.dtype]
     buckets = math.ceil(size / config.weight_sync.bucket_bytes)
-    link = machines.bandwidth_between(config.learner.world_size) * assumptions.link_efficiency
-    model_ranks = config.learner.tensor_model_parallel_size * config.learner.pipeline_model_parallel_size
-    model_ranks *= config.learner.expert_model_parallel_size
-    gather = size * (1 - 1 / model_ranks) / link
     method = config.weight_sync.method
+    stage_ranks = config.learner.tensor_model_parallel_size * config.learner.expert_model_parallel_size
+    model_ranks = stage_ranks * config.learner.pipeline_model_parallel_size
+    # Pipeline stages are the outermost of the ranks' order: with several nodes they are on different ones.
+    on_one_node = config.learner.pipeline_model_parallel_size == 1 and stage_ranks <= machines.per_node
+    reach = stage_ranks if method == "tensor" and on_one_node else config.learner.world_size
+    gather = size * (1 - 1 / model_ranks) / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     if method == "disk":
         reads = config.rollout.engine.count / machines.nodes
         return gather + size * (1 + reads) / assumptions.storage_bandwidth
     reach = machines.count if method == "distributed" else min(machines.count, machines.per_node)
     send = size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
-    if method == "tensor" and machines.nodes > 1:
-        send += size / (machines.accelerator.inter_node_bandwidth * assumptions.link_efficiency)
     return gather + send + buckets * assumptions.bucket_seconds
 
 

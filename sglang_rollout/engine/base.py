@@ -238,6 +238,17 @@ class SyncReport:
     seconds: float
     verified_tensors: int = 0
 
+    @classmethod
+    def together(cls, reports: Sequence[SyncReport]) -> SyncReport:
+        """Of senders that worked side by side, each for engines of its own."""
+        return cls(
+            reports[0].version,
+            reports[0].tensors,
+            sum(report.bytes for report in reports),
+            max(report.seconds for report in reports),
+            sum(report.verified_tensors for report in reports),
+        )
+
     def metrics(self) -> dict[str, float]:
         return {
             "weight_sync/seconds": self.seconds,
@@ -248,7 +259,7 @@ class SyncReport:
 
 
 class WeightSync(Protocol):
-    """One way of new weights into a fixed set of engines. It runs in the learner's rank 0."""
+    """One way of new weights into a fixed set of engines. It runs in the learner's rank that sends them."""
 
     engines: list[str]
     """Base URLs."""

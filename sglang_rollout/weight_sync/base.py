@@ -3,7 +3,7 @@
     with TensorWeightSync(base_urls) as sync:
         report = sync.push(learner.export_weights(bucket_bytes), version=step)
 
-``push`` runs in the learner's rank 0 and needs neither sglang nor ray. Whatever the way of the bytes, the steps are
+``push`` runs in one rank of the learner and needs neither sglang nor ray. Whatever the way of the bytes, the steps are
 the same: hold the engines (requests in flight are retracted and go on afterwards), open an update session, send bucket
 after bucket, close the session, forget cached prefixes, set the version, let the engines go on, and check that every
 engine reports the new version. With ``verify`` the checksum of every engine tensor is compared with what was sent.
@@ -11,7 +11,7 @@ engine reports the new version. With ``verify`` the checksum of every engine ten
 | method | way | for |
 |---|---|---|
 | ``distributed`` | broadcast in a process group of learner and engines (NCCL, gloo) | engines with GPUs of their own |
-| ``tensor`` | handles of shared memory (CPU) or CUDA IPC | engines on the learner's own devices |
+| ``tensor`` | handles of shared memory (CPU) or CUDA IPC, from a rank of the engine's node | colocated engines |
 | ``disk`` | safetensors on a file system that all nodes see | everything else, and debugging |
 
 A peer that is dead or hangs is a WeightSyncError which names the engine, after at most ``timeout_seconds``.

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_retool.config import Config
-from sglang_rollout.engine.base import WeightSync, make_engine
+from sglang_rollout.engine.base import SyncReport, WeightSync, make_engine
 from sglang_rollout.weight_sync.base import Bucket
 
 _CONNECTION: WeightSync | None = None
 
 
-def push_weights(buckets: Iterable[Bucket], engines: Sequence[str], version: int, config: Config) -> dict[str, float]:
-    """``WeightSync.push`` with a connection that lasts: it is made anew only when the engines changed or it failed.
-
-    Returns:
-        weight_sync/* metrics.
-    """
+def push_weights(buckets: Iterable[Bucket], engines: Sequence[str], version: int, config: Config) -> SyncReport:
+    """``WeightSync.push`` with a connection that lasts: it is made anew only when the engines changed or it failed."""
     global _CONNECTION
     if _CONNECTION is None or _CONNECTION.engines != list(engines):
         disconnect()
         _CONNECTION = make_weight_sync(config, engines)
     try:
-        return _CONNECTION.push(buckets, version).metrics()
+        return _CONNECTION.push(buckets, version)
     except BaseException:
         disconnect()
         raise

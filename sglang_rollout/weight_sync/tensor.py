@@ -18,7 +18,7 @@ from sglang_rollout.weight_sync.errors import WeightSyncError
 class TensorWeightSync(ServerWeightSync):
     """Handles of memory that the engines map: shared memory on CPU, CUDA IPC on GPU.
 
-    Engines must run on the learner's host (and, on GPU, see its devices). Each bucket is copied once into a flat
+    Engines must run on this process's host (and, on GPU, see its device). Each bucket is copied once into a flat
     buffer: one handle for each reader, whatever the number of tensors.
     """
 

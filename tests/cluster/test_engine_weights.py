@@ -21,6 +21,9 @@ class FakeEngines:
         self.urls = ["http://e0", "http://e1"]
         self.failing_starts = 0
 
+    def by_sender(self, urls: list[str]) -> dict[int, list[str]]:
+        return {0: list(urls)}
+
     async def restart(self, index: int, model_path: str) -> str:
         await asyncio.sleep(0.02)
         if self.failing_starts:
@@ -39,10 +42,10 @@ class FakeLearner:
         self.errors = list(errors)
         self.sent: list[tuple[list[str], int]] = []
 
-    async def sync_weights(self, engines: list[str], version: int) -> dict[str, float]:
+    async def sync_weights(self, senders: dict[int, list[str]], version: int) -> dict[str, float]:
         if self.errors:
             raise self.errors.pop(0)
-        self.sent.append((list(engines), version))
+        self.sent.append((senders[0], version))
         assert not self.sending
         self.sending = True
         await asyncio.sleep(0.01)

@@ -45,10 +45,14 @@ def test_colocated_engines_and_ranks_are_on_the_planned_gpus() -> None:
 
 
 def test_cuda_ipc_needs_the_sending_ranks_gpu_to_be_visible() -> None:
-    placement = plan_placement(load_config(CONFIGS / "retool_qwen2.5_32b_8xh200.yaml"))
-    assert placement.engine_gpus(0, "tensor") == (0, 1, 2, 3)
-    assert placement.engine_gpus(1, "tensor") == (4, 5, 6, 7, 0)
-    assert placement.engine_gpus(1, "disk") == (4, 5, 6, 7)
+    config = CONFIGS / "retool_qwen2.5_32b_8xh200.yaml"
+    placement = plan_placement(load_config(config))
+    # Colocated, each engine's sender is on its own first GPU.
+    assert [placement.engine_gpus(index, "tensor") for index in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    apart = ["cluster.placement=disaggregated", "learner.world_size=4", "learner.context_parallel_size=1"]
+    placement = plan_placement(load_config(config, [*apart, "rollout.engine.count=1"]))
+    assert placement.engine_gpus(0, "tensor") == (4, 5, 6, 7, 0)
+    assert placement.engine_gpus(0, "disk") == (4, 5, 6, 7)
 
 
 def test_places_are_those_of_the_node() -> None:

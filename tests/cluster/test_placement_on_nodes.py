@@ -62,13 +62,11 @@ def test_no_sandbox_is_started_where_none_is_needed(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "advice"),
     [
-        (["weight_sync.method=tensor"], "engine 2 would be on node 1.*weight_sync.method=disk"),
-        (["weight_sync.method=distributed"], "no two processes on one GPU.*weight_sync.method=disk"),
+        (["weight_sync.method=tensor", "learner.world_size=8", "learner.expert_model_parallel_size=4"],
+         "engine 2 would be on node 1, where no learner rank is.*weight_sync.method=disk"),
+        (["weight_sync.method=distributed"], "no two processes on one GPU.*weight_sync.method=tensor"),
         (["weight_sync.method=tensor", "cluster.placement=disaggregated", "cluster.nodes=4"],
          "engine 0 would be on node 2.*weight_sync.method=distributed"),
-        (["weight_sync.method=distributed", "rollout.engine.count=2", "learner.world_size=8", "cluster.nodes=1",
-          "learner.expert_model_parallel_size=4"],
-         "weight_sync.method=tensor"),
     ],
 )  # fmt: skip
 def test_weight_sync_that_cannot_reach_an_engine_is_refused(overrides: list[str], advice: str) -> None:
@@ -81,3 +79,23 @@ def test_weight_sync_that_cannot_reach_an_engine_is_refused(overrides: list[str]
 def test_weight_sync_of_shipped_configurations_reaches_every_engine(path: Path) -> None:
     config = load_config(path)
     check_weight_sync(config, plan_placement(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "senders"),
+    [
+        # Colocated, two engines of four GPUs on each of two nodes: the rank on each engine's first GPU.
+        ([], [0, 4, 8, 12]),
+        # Side by side on one node: the first rank of that node.
+        (["cluster.placement=disaggregated", "cluster.nodes=1", "learner.world_size=4", "rollout.engine.count=1",
+          "learner.pipeline_model_parallel_size=1", "learner.expert_model_parallel_size=4"], [0]),
+        # Without GPUs: the first rank of the engine's node.
+        (["cluster.gpus_per_node=0", "learner.world_size=4", "learner.expert_model_parallel_size=2",
+          "learner.context_parallel_size=1", "rollout.engine.tensor_parallel_size=1"], [0, 0, 2, 2]),
+    ],
+)  # fmt: skip
+def test_an_engine_gets_its_weights_from_a_rank_beside_it(overrides: list[str], senders: list[int]) -> None:
+    config = load_config(CONFIGS / "retool_qwen3_30b_a3b_2x8h100.yaml", overrides)
+    placement = plan_placement(config)
+    assert [placement.sender(index, "tensor") for index in range(len(senders))] == senders
+    assert {placement.sender(index, "disk") for index in range(len(senders))} == {0}

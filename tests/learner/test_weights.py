@@ -47,6 +47,9 @@ def _export(directory: Path) -> dict[str, Any]:
         shapes: list[Any] = [None] * 4
         torch.distributed.all_gather_object(shapes, [len(bucket) for bucket in buckets])
         found[family] = {"buckets": buckets, "counts": shapes, "exported": whole(learner)}
+        received = {n: t.clone() for bucket in learner.export_weights(BUCKET_BYTES, (1, 3)) for n, t in bucket}
+        found[family]["received"] = [None] * 4
+        torch.distributed.all_gather_object(found[family]["received"], received)
         converted = _learner(4, layout, directory / family, mcore_dir=directory / f"{family}-mcore")
         found[family]["converted"] = whole(converted)
     return found
@@ -64,8 +67,40 @@ def test_export_yields_every_tensor_once_in_bounded_buckets(models: Path) -> Non
         # Lock step: the other ranks see as many buckets, all of them empty.
         assert found["counts"][1:] == [[0] * len(sizes)] * 3
         assert_same_bits(found["exported"], expected)
+        assert [len(received) for received in found["received"]] == [0, len(expected), 0, len(expected)]
+        for rank in (1, 3):
+            assert_same_bits(found["received"][rank], expected)
         # The same model from a converted checkpoint, through megatron.core.dist_checkpointing.
         assert_same_bits(found["converted"], expected)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sources"),
+    [
+        # Eight ranks, TP 2 and DP 4. Each receiver has its own half and a neighbour's.
+        ("aaaabbbb", {0: {0, 1}, 5: {4, 5}}),
+        # No replica on the receiver's node: the first rank that has it.
+        ("aaaaaaab", {0: {0, 1}, 7: {0, 7}}),
+    ],
+)
+def test_parts_come_from_the_receivers_own_node(models: Path, nodes: str, sources: dict[int, set[int]]) -> None:
+    from conversion.model.architecture import Architecture
+    from conversion.model.weight_map import WeightMap
+    from megatron_retool.learner.weights import TensorParallelPlace, _plan, _RankContents
+
+    weight_map = WeightMap(Architecture.from_pretrained(models / DENSE))
+    dtypes = {mapping.mcore_name: torch.float32 for mapping in weight_map.exported()}
+    world = [
+        _RankContents(node, TensorParallelPlace(2, rank % 2, 2, rank % 2), dtypes, None)
+        for rank, node in enumerate(nodes)
+    ]
+    used: dict[int, set[int]] = {receiver: set() for receiver in sources}
+    for parts in _plan(weight_map, world, tuple(sources)):
+        for part in parts:
+            for receiver, source in part.sources.items():
+                used[receiver].add(source)
+                assert source == receiver or len(parts) == 2, "what it holds itself needs no message"
+    assert used == sources
 
 
 def _misfits(directory: Path) -> dict[str, str]:

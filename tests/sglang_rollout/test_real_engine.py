@@ -350,7 +350,7 @@ def test_push_weights_reuses_its_connection(engine, tokenizer, tmp_path):
     config = load_config(None, ["weight_sync.method=distributed", "rollout.engine.device=cpu"])
     model = markov_policy.random_model(tokenizer, 4)
     for _ in range(2):
-        metrics = push_weights(markov_policy.buckets(model), [engine.base_url], next(versions), config)
+        metrics = push_weights(markov_policy.buckets(model), [engine.base_url], next(versions), config).metrics()
     assert metrics["weight_sync/gigabytes"] > 0
     disconnect()
 

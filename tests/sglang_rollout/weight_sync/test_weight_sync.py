@@ -130,14 +130,14 @@ def test_a_refusal_names_the_engine_and_lets_all_go_on(engines):
 
 
 def test_a_silent_engine_is_a_named_timeout(engines):
-    good, silent = engines(), engines(faults={"/flush_cache": 3.0})
+    good, silent = engines(), engines(faults={"/flush_cache": 20.0})
     began = time.monotonic()
     with (
-        tensor_sync(good, silent, timeout_seconds=0.5) as sync,
-        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 0"),
+        tensor_sync(good, silent, timeout_seconds=2) as sync,
+        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 2"),
     ):
         sync.push(BUCKETS, 1)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 15
 
 
 def test_an_engine_that_keeps_its_old_version_is_found(engines):
