@@ -32,9 +32,9 @@ def host(session: Session) -> list[Figure]:
     figures = [
         Figure("processor", machine()["processor"]),
         Figure("cores", cores(), at_least=4 * session.gpus if gpus else 1),
-        Figure("memory", memory_bytes() / _GIB, "GiB", at_least=12 * session.gpus if gpus else 6),
+        Figure("memory", memory_bytes() / _GIB, "GiB", at_least=12 * session.gpus if gpus else 4),
         # Ray's object store, NCCL's buffers between processes; Docker gives 64 MB unless it is told otherwise.
-        Figure("shared memory", shared_memory / _GIB, "GiB", at_least=4 if gpus else 0.25),
+        Figure("shared memory", shared_memory / _GIB, "GiB", at_least=4 if gpus else None),
         Figure("room for temporary files", shutil.disk_usage(temporary).free / _GIB, "GiB", at_least=20 if gpus else 1),
         Figure("open files", _limit(resource.RLIMIT_NOFILE), at_least=4096 if gpus else 1024),
         Figure("processes", _limit(resource.RLIMIT_NPROC), at_least=4096 if gpus else 512),

@@ -37,7 +37,7 @@ class Bounds:
 
 FP32 = Bounds(1e-4, 1e-4, 1e-3)
 TF32 = Bounds(5e-3, 5e-3, 5e-2)
-"""Transformer Engine's float32 products round their factors to TF32's 10 bits (its GEMM asks cuBLAS for that)."""
+"""Products of float32 whose factors are rounded to TF32's 10 bits, as Transformer Engine's may be."""
 BF16 = Bounds(0.05, 0.02, 0.2)
 FP8 = Bounds(0.4, 0.1, 0.6)
 

@@ -23,6 +23,8 @@ LEAST_HOST_GB_S = 3.0
 """Between host and GPU: less is a link of fewer than four PCIe 4 lanes."""
 LEAST_MFU_WITH_TRANSFORMER_ENGINE, LEAST_MFU_WITHOUT = 0.15, 0.03
 _STEPS = 5
+_ROOMY_BYTES = 40 * 2**30
+"""From here on a GPU has room to train a billion parameters; others get a quarter of the layers."""
 _GPU_BYTES, _CPU_BYTES = 512 * 2**20, 64 * 2**20
 
 
@@ -63,8 +65,16 @@ def _rate(copy: Callable[[], Any], size: int, device: torch.device | None = None
 def step_time(session: Session) -> list[Figure]:
     """Optimizer steps on random weights: on a GPU of a model of about a billion parameters, on a CPU of a tiny one."""
     if session.gpus:
-        sizes = {"hidden": 2048, "layers": 16, "heads": 16, "groups": 8, "ffn": 8192, "vocabulary": 32768}
-        batch, tokens, dtype = _long_batch(8, 4096, sizes["vocabulary"]), 8192, "bfloat16"
+        roomy = torch.cuda.get_device_properties(0).total_memory > _ROOMY_BYTES
+        sizes = {
+            "hidden": 2048,
+            "layers": 16 if roomy else 4,
+            "heads": 16,
+            "groups": 8,
+            "ffn": 8192,
+            "vocabulary": 32768,
+        }
+        batch, tokens, dtype = _long_batch(8, 4000, sizes["vocabulary"]), 8192, "bfloat16"
     else:
         sizes = {"hidden": 256, "layers": 2, "heads": 4, "groups": 2, "ffn": 512, "vocabulary": 512}
         batch, tokens, dtype = mini_batch(), 2048, "float32"
