@@ -41,6 +41,7 @@ COMMANDS = (
         "data construct", "plain reasoning to reasoning with code, for SFT", "megatron_retool.commands.data_construct"
     ),
     Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
+    Command("doctor", "whether this machine can train: every layer, with the cure", "megatron_retool.commands.doctor"),
     Command("report", "plots of a run", "megatron_retool.commands.report"),
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"

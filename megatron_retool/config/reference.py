@@ -179,14 +179,14 @@ def _readers(key: str) -> tuple[str, ...]:
 @functools.cache
 def _names() -> dict[str, set[str]]:
     """Room, such as "loop" or "sglang_rollout" -> what its Python sources name: ``name``, ``.attribute`` (or a string
-    that is one) and ``object.attribute``. Without the configuration itself."""
+    that is one) and ``object.attribute``. Without the configuration itself, and rooms that only set it."""
     names: dict[str, set[str]] = {}
     for package in ROOMS:
         for file in sorted((ROOT / package).rglob("*.py")):
             parts = file.relative_to(ROOT).parts
             room = parts[1].removesuffix(".py") if package == "megatron_retool" else package
             room = "commands" if room == "__main__" else room
-            if room not in ("config", "fields", "registry", "from_verl"):
+            if room not in ("config", "fields", "registry", "from_verl", "doctor"):
                 text, found = file.read_text(encoding="utf-8"), names.setdefault(room, set())
                 found.update(re.findall(r"\w+", text))
                 found.update(f".{name}" for name in re.findall(r"[.\"'](\w+)", text))

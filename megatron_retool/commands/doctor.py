@@ -1,0 +1,57 @@
+"""Proves the stack on this machine, layer by layer: what works, what does not, and the cure.
+
+Host, driver and versions; kernels; the learner's log-probs, loss and gradients
+against the CPU's; every parallel layout; SGLang against the learner; every way of
+new weights; sleep and wake; checkpoints; speed; a run. Each step has a process and
+a time-out of its own. Needs no model and no data. On a host without GPUs it runs
+what there is. docs/gpu_first_run.md says what each step adds.
+
+examples:
+  megatron-retool doctor
+  megatron-retool doctor --gpus 8 --output doctor_8xh100.json
+  megatron-retool doctor --steps kernels learner_bf16
+  megatron-retool doctor --slurm "--nodes=2 --gpus-per-node=8 --partition=h100"
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_retool.commands.settings import at_least
+from megatron_retool.interruption import interrupts
+
+EXIT_STATUS = {1: "a step failed, or an error, which the last line says"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", metavar="N", type=at_least(0), help="GPUs to use (default: all; 0: none)")
+    parser.add_argument(
+        "--steps", dest="chosen", metavar="NAME", nargs="+", help="these steps or groups, with what they need"
+    )
+    parser.add_argument("--list", action="store_true", help="the steps, and what each proves")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, default=Path("doctor.json"), help="report (default: doctor.json)"
+    )
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="leave logs and files of the steps in DIR")
+    parser.add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        nargs="?",
+        const="",
+        help="submit it to Slurm with these options of sbatch, for each node of the allocation",
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    from megatron_retool.doctor import run as doctor
+
+    if options.list:
+        doctor.show_steps(options.chosen, console)
+        return 0
+    if options.slurm is not None:
+        return doctor.submit(options.slurm, options.gpus, options.chosen, options.output)
+    with interrupts():
+        return doctor.examine(options.gpus, options.chosen, options.output, options.keep, console)

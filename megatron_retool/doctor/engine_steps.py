@@ -1,0 +1,217 @@
+"""SGLang on this host against the learner, and what all steps with an engine share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
+from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixed_text
+from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.doctor import model
+from megatron_retool.doctor.learner_steps import learner_config, make_learner
+from megatron_retool.doctor.outcome import Figure, StepFailed
+from megatron_retool.doctor.session import Session
+from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
+from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
+from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.process import SGLangServer
+
+TEXT_TOKENS = 512
+_KV_CACHE_TOKENS_ON_GPU, _KV_CACHE_TOKENS_ON_CPU = 1_000_000, 8192
+"""On a GPU about 2 GB, which has to be seen when it is given back."""
+_PROMPTS, _PROMPT_TOKENS, _SAMPLED_TOKENS = 4, 24, 48
+
+
+def engine_config(session: Session, kind: str, *overrides: str) -> Config:
+    """Learner and engine of the same precision. With GPUs they may share one, so neither takes all of its memory."""
+    cache = _KV_CACHE_TOKENS_ON_GPU if session.gpus else _KV_CACHE_TOKENS_ON_CPU
+    return learner_config(
+        session,
+        kind,
+        f"learner.dtype={session.learner_dtype}",
+        f"rollout.engine.dtype={session.learner_dtype}",
+        f"rollout.engine.max_total_tokens={cache}",
+        "rollout.engine.max_running_requests=8",
+        "rollout.engine.mem_fraction_static=0.4",
+        "rollout.engine.start_timeout_seconds=480",
+        "weight_sync.verify=true",
+        "weight_sync.timeout_seconds=60",
+        *overrides,
+    )
+
+
+def start_server(session: Session, config: Config, name: str, *, routed_experts: bool = False) -> SGLangServer:
+    """A server for ``config.model.path`` on the last GPU: where there are two, weights have to cross.
+
+    Raises:
+        StepFailed: it did not start, with the end of its log.
+    """
+    places = [session.gpus - 1, *range(session.gpus - 1)]
+    gpus = visible_devices(places, os.environ.get("CUDA_VISIBLE_DEVICES")) if session.gpus else None
+    server = SGLangServer(
+        config.rollout.engine,
+        model_path=config.model.path,
+        log_file=session.directory / f"{name}_server.log",
+        colocated=bool(session.gpus),
+        gpu_ids=gpus,
+        routed_experts=routed_experts,
+    )
+    try:
+        server.start()
+    except EngineStartError as error:
+        raise StepFailed(str(error)) from error
+    return server
+
+
+def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
+    """Start the engine that other steps use; the caller stops it."""
+    config = engine_config(session, model.EXPERTS)
+    began = time.monotonic()
+    server = start_server(session, config, "engine", routed_experts=True)
+    started = time.monotonic() - began
+    ids = fixed_text(ByteTokenizer(), model.VOCABULARY, 32)
+    request = GenerateRequest(ids, 16, SamplingConfig(n=1, temperature=0.0))
+
+    async def generate(client: SGLangClient) -> Any:
+        return await client.generate(request)
+
+    found = ask(server.base_url, generate)
+    _address_file(session).write_text(json.dumps(server.base_url), encoding="utf-8")
+    return [
+        Figure("start", started, "s"),
+        Figure("sampled tokens", len(found.output_ids), at_least=16),
+    ], server
+
+
+def engine_url(session: Session) -> str:
+    """Of the engine that the step ``engine`` has started."""
+    url: str = json.loads(_address_file(session).read_text(encoding="utf-8"))
+    return url
+
+
+def _address_file(session: Session) -> Path:
+    return session.directory / "engine_url.json"
+
+
+def ask(url: str, question: Any) -> Any:
+    """What ``question(client)``, a coroutine, finds out from the engine at ``url``."""
+
+    async def run() -> Any:
+        async with SGLangClient(url, timeout_seconds=120) as client:
+            answer: Coroutine[Any, Any, Any] = question(client)
+            return await answer
+
+    return asyncio.run(run())
+
+
+class ByteTokenizer:
+    """The tiny models read bytes."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+def score_figures(config: Config, learner: Any, url: str) -> list[Figure]:
+    """Log-probs of the fixed text by the engine at ``url`` against those of ``learner``.
+
+    Raises:
+        StepFailed: they are of different models, with the diagnosis.
+    """
+    ids = fixed_text(ByteTokenizer(), model.VOCABULARY, TEXT_TOKENS)
+    ours = learner.log_probs(as_batch(ids), sampling=SamplingSettings())["log_probs"]
+
+    async def score(client: SGLangClient) -> Any:
+        return await client.score(ids)
+
+    comparison = LogProbComparison(ids, ask(url, score), ours)
+    bound = default_bound(config)
+    if comparison.differs(bound):
+        raise StepFailed(comparison.diagnosis(bound))
+    return [
+        Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
+        Figure("log-probs, largest difference", comparison.max, "nats"),
+    ]
+
+
+def log_probs(session: Session) -> list[Figure]:
+    """The model as both have loaded it from its files; each chooses its experts."""
+    config = engine_config(session, model.EXPERTS)
+    learner = make_learner(config)
+    return score_figures(config, learner, engine_url(session))
+
+
+def replay(session: Session) -> list[Figure]:
+    """Responses that the engine samples, read by the learner with the engine's experts."""
+    config = engine_config(session, model.EXPERTS)
+    batch = asyncio.run(_sample(config, engine_url(session)))
+    found = make_learner(config).log_probs(batch)
+    mask = batch.loss_mask
+    ids = [0, *batch.response_ids[mask].tolist()]
+    comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], found["log_probs"][mask])
+    bound = default_bound(config)
+    return [
+        Figure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
+        Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
+        Figure("log-probs, largest difference", comparison.max, "nats"),
+        # Each response's last token was no input of the engine.
+        Figure("tokens without experts", found["metrics"]["routing_replay/missing_rows"], at_most=0.05),
+    ]
+
+
+def dense(session: Session) -> list[Figure]:
+    """An engine of its own, for what a mixture of experts has not: a dense MLP."""
+    session.need_gpus(1, "a second engine")
+    config = engine_config(session, model.DENSE)
+    server = start_server(session, config, "engine_dense")
+    try:
+        return score_figures(config, make_learner(config), server.base_url)
+    finally:
+        server.stop()
+
+
+async def _sample(config: Config, url: str) -> TrajectoryBatch:
+    """Responses with the experts of all their tokens.
+
+    Raises:
+        StepFailed: the engine gave no experts.
+    """
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, model.VOCABULARY - 1, _PROMPT_TOKENS).tolist() for _ in range(_PROMPTS)]
+    sampling = SamplingConfig(n=1)
+    async with make_engine(config).client(url) as client:
+        requests = [GenerateRequest(each, _SAMPLED_TOKENS, sampling, routed_experts_start=0) for each in prompts]
+        answers = await asyncio.gather(*(client.generate(request) for request in requests))
+    trajectories = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        count = len(answer.output_ids)
+        if answer.routed_experts is None:
+            raise StepFailed("the engine's answer has no routed experts")
+        rows = answer.routed_experts
+        # The last token was no input yet, and so has no row.
+        missing = np.full((1, *rows.shape[1:]), np.iinfo(rows.dtype).max, rows.dtype)
+        trajectories.append(
+            Trajectory(
+                prompt_ids=np.array(prompt, np.int32),
+                response_ids=np.array(answer.output_ids, np.int32),
+                loss_mask=np.ones(count, np.bool_),
+                rollout_log_probs=np.array(answer.log_probs, np.float32),
+                turn_ids=np.zeros(count, np.int16),
+                weight_versions=np.array(answer.weight_versions, np.int32),
+                group_id=index,
+                index=0,
+                finish_reason=FinishReason.LENGTH,
+                reward=0.0,
+                routed_experts=np.concatenate([rows, missing]),
+            )
+        )
+    return TrajectoryBatch.from_trajectories(trajectories)

@@ -1,0 +1,114 @@
+"""The host, its packages and its GPUs, before anything is computed."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_retool.doctor.machine import cores, installed, machine, memory_bytes, nvidia_smi
+from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
+from megatron_retool.doctor.session import Session
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+PINS = {False: ("cpu-torch.txt", "cpu.txt"), True: ("gpu-torch.txt", "gpu.txt")}
+"""Files of the installation, with GPUs or without."""
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_GIB = 2**30
+_UNLIMITED = 1e6
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;#]+)")
+
+
+def host(session: Session) -> list[Figure]:
+    """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a process that is killed."""
+    gpus = bool(session.gpus)
+    shared_memory = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    temporary = Path(tempfile.gettempdir())
+    figures = [
+        Figure("processor", machine()["processor"]),
+        Figure("cores", cores(), at_least=4 * session.gpus if gpus else 1),
+        Figure("memory", memory_bytes() / _GIB, "GiB", at_least=12 * session.gpus if gpus else 4),
+        # Ray's object store, NCCL's buffers between processes; Docker gives 64 MB unless it is told otherwise.
+        Figure("shared memory", shared_memory / _GIB, "GiB", at_least=4 if gpus else None),
+        Figure("room for temporary files", shutil.disk_usage(temporary).free / _GIB, "GiB", at_least=20 if gpus else 1),
+        Figure("open files", _limit(resource.RLIMIT_NOFILE), at_least=4096 if gpus else 1024),
+        Figure("processes", _limit(resource.RLIMIT_NPROC), at_least=4096 if gpus else 512),
+    ]
+    # InfiniBand pins what it sends.
+    has_rails = any(Path("/sys/class/infiniband").glob("*"))
+    locked = min(_limit(resource.RLIMIT_MEMLOCK) / _GIB, _UNLIMITED)
+    return [*figures, Figure("memory that may be locked", locked, "GiB", at_least=8 if has_rails else None)]
+
+
+def versions(session: Session) -> list[Figure]:
+    """
+    Raises:
+        StepFailed: naming packages that are missing or of another version than the pinned one.
+    """
+    files = [REQUIREMENTS / name for name in PINS[bool(session.gpus)]]
+    pins = dict(pin for file in files for pin in read_pins(file.read_text(encoding="utf-8")))
+    wrong = differing(pins)
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise StepFailed(f"{len(wrong)} of {len(pins)} packages are not as pinned: {', '.join(wrong[:8])}{more}")
+    return [Figure("packages as pinned", len(pins)), Figure("torch", torch.__version__)]
+
+
+def read_pins(text: str) -> Iterator[tuple[str, str]]:
+    """Name and version of each pinned line of a requirements file."""
+    for line in text.splitlines():
+        if found := _PIN.match(line.strip()):
+            yield found[1], found[2]
+
+
+def differing(pins: dict[str, str]) -> list[str]:
+    """Those whose installed version is another, in words. What a build adds to a version (+cu130) does not count."""
+    found = {name: installed(name) for name in pins}
+    return [
+        f"{name} {version or 'is missing'} (pinned: {pins[name]})"
+        for name, version in found.items()
+        if version is None or version.partition("+")[0] != pins[name]
+    ]
+
+
+def driver(session: Session) -> list[Figure]:
+    """
+    Raises:
+        Skipped: a host without GPUs, of which none was asked for.
+        StepFailed: the driver is there and torch finds no GPU.
+    """
+    names = nvidia_smi("name")
+    if not session.gpus and not session.asked:
+        if names or NVIDIA_DRIVER.exists():
+            raise StepFailed(
+                f"the driver shows {len(names)} GPU(s), and torch {torch.__version__} (CUDA {torch.version.cuda}) "
+                "finds none: it is a build without CUDA, or one for a newer driver"
+            )
+        raise Skipped("this host has no NVIDIA driver")
+    figures = [Figure("GPUs of torch", torch.cuda.device_count(), at_least=session.asked or 1)]
+    figures += [Figure("torch's CUDA", str(torch.version.cuda))]
+    for index in range(session.gpus):
+        properties = torch.cuda.get_device_properties(index)
+        free = torch.cuda.mem_get_info(index)[0]
+        figures += [
+            Figure(f"GPU {index}", f"{properties.name}, compute capability {properties.major}.{properties.minor}"),
+            Figure(f"GPU {index}, memory", properties.total_memory / _GIB, "GiB"),
+            # Somebody else on it would disturb every figure below.
+            Figure(f"GPU {index}, free of it", free / properties.total_memory, at_least=0.9),
+        ]
+        peers = [other for other in range(session.gpus) if other != index]
+        if peers:
+            reached = sum(torch.cuda.can_device_access_peer(index, other) for other in peers)
+            figures.append(Figure(f"GPU {index}, peers that it reaches", f"{reached} of {len(peers)}"))
+    return figures
+
+
+def _limit(which: int) -> float:
+    """The soft limit; _UNLIMITED GiB where there is none."""
+    soft = resource.getrlimit(which)[0]
+    return _UNLIMITED * _GIB if soft == resource.RLIM_INFINITY else float(soft)

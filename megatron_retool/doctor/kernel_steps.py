@@ -1,0 +1,208 @@
+"""Kernels, one by one, against plain torch in float64: what is wrong here makes everything above it wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_retool.doctor.machine import installed
+from megatron_retool.doctor.outcome import Figure, Skipped
+from megatron_retool.doctor.session import Session
+
+FP32, TF32, BF16 = 1e-5, 2e-3, 2e-2
+"""Largest difference, relative to the largest value."""
+TOKENS, HIDDEN, OUT, HEADS, GROUPS, HEAD_DIM = 384, 256, 512, 4, 2, 64
+LENGTHS = (100, 28, 256)
+"""Of packed sequences, TOKENS in all."""
+
+
+class Comparison:
+    """Collects figures; a kernel that raises is one that does not hold."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.figures: list[Figure] = []
+        self._generator = torch.Generator().manual_seed(0)
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Normal values on the device, which ``dtype`` holds."""
+        return torch.randn(*shape, generator=self._generator).to(dtype).to(self.device)
+
+    def check(self, name: str, kernel: Callable[[], Tensor], plain: Callable[[], Tensor], bound: float) -> None:
+        """``kernel`` against ``plain``."""
+        try:
+            difference: float | str = relative_difference(kernel(), plain())
+        except Exception as error:
+            traceback.print_exc()
+            difference = f"{type(error).__name__}: {error}"
+        self.figures.append(Figure(name, difference, at_most=bound))
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Largest |difference| over the largest |expected|."""
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention of each of LENGTHS, in float64: [TOKENS, HEADS, HEAD_DIM]."""
+    outputs = []
+    parts = (tensor.double().cpu().split(LENGTHS) for tensor in (query, key, value))
+    for q, k, v in zip(*parts, strict=True):
+        k, v = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_DIM**0.5
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def boundaries() -> list[int]:
+    """cu_seqlens of LENGTHS."""
+    return [sum(LENGTHS[:count]) for count in range(len(LENGTHS) + 1)]
+
+
+def torch_kernels(session: Session) -> list[Figure]:
+    found = Comparison(session.device)
+    for dtype, bound in ((torch.float32, FP32), (torch.bfloat16, BF16)):
+        name = str(dtype).removeprefix("torch.")
+        a, b = found.random(TOKENS, HIDDEN, dtype=dtype), found.random(HIDDEN, OUT, dtype=dtype)
+        query, key, value = (found.random(1, HEADS, LENGTHS[2], HEAD_DIM, dtype=dtype) for _ in range(3))
+        found.check(f"matrix product, {name}", lambda: a @ b, lambda: a.double() @ b.double(), bound)  # noqa: B023
+        found.check(f"softmax, {name}", lambda: b.log_softmax(-1), lambda: b.double().log_softmax(-1), bound)  # noqa: B023
+
+        def plain() -> Tensor:
+            q, k, v = (each.double() for each in (query, key, value))  # noqa: B023
+            scores = (q @ k.mT / HEAD_DIM**0.5).masked_fill(
+                torch.ones(LENGTHS[2], LENGTHS[2], device=q.device).triu(1).bool(), -torch.inf
+            )
+            return scores.softmax(-1) @ v
+
+        found.check(
+            f"attention, {name}",
+            lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
+            plain,
+            bound,
+        )
+    return found.figures
+
+
+def transformer_engine(session: Session) -> list[Figure]:
+    """The layers that Megatron-Core builds a model of."""
+    session.need_gpus(1, "Transformer Engine")
+    _need("transformer_engine", "transformer-engine")
+    import transformer_engine.pytorch as te
+
+    found, dtype = Comparison(session.device), torch.bfloat16
+    hidden = found.random(TOKENS, HIDDEN, dtype=dtype)
+    options = {"params_dtype": dtype, "device": session.device}
+
+    linear = te.Linear(HIDDEN, OUT, bias=False, **options)
+    found.check("Linear", lambda: linear(hidden), lambda: hidden.double() @ linear.weight.double().T, BF16)
+    found.check(
+        "Linear, gradient of its weight",
+        lambda: _gradient(linear.weight, linear(hidden)),
+        lambda: torch.ones(OUT, TOKENS, dtype=torch.float64, device=hidden.device) @ hidden.double(),
+        BF16,
+    )
+    norm = te.RMSNorm(HIDDEN, eps=1e-6, dtype=dtype, device=session.device)
+    found.check("RMSNorm", lambda: norm(hidden), lambda: _normed(hidden), BF16)
+    both = te.LayerNormLinear(HIDDEN, OUT, bias=False, normalization="RMSNorm", eps=1e-6, **options)
+    found.check("LayerNormLinear", lambda: both(hidden), lambda: _normed(hidden) @ both.weight.double().T, BF16)
+    splits = [TOKENS // 4, TOKENS // 2, TOKENS // 4]
+    grouped = te.GroupedLinear(len(splits), HIDDEN, OUT, bias=False, **options)
+    weights = [getattr(grouped, f"weight{index}") for index in range(len(splits))]
+    found.check(
+        "GroupedLinear",
+        lambda: grouped(hidden, splits),
+        lambda: torch.cat([p.double() @ w.double().T for p, w in zip(hidden.split(splits), weights, strict=True)]),
+        BF16,
+    )
+    query, key, value = _packed(found, dtype)
+    attention = te.DotProductAttention(
+        HEADS, HEAD_DIM, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    places = torch.tensor(boundaries(), dtype=torch.int32, device=session.device)
+    sizes = {"cu_seqlens_q": places, "cu_seqlens_kv": places, "max_seqlen_q": 256, "max_seqlen_kv": 256}
+    found.check(
+        "DotProductAttention, packed",
+        lambda: attention(query, key, value, **sizes).view(TOKENS, HEADS, HEAD_DIM),
+        lambda: packed_attention(query, key, value),
+        BF16,
+    )
+    found.check(
+        "FusedAdam",
+        lambda: _after_adam(te.optimizers.FusedAdam, hidden),
+        lambda: _after_adam(torch.optim.AdamW, hidden),
+        FP32,
+    )
+    return [Figure("transformer-engine", str(installed("transformer-engine"))), *found.figures]
+
+
+def flash_attn(session: Session) -> list[Figure]:
+    session.need_gpus(1, "flash-attn")
+    _need("flash_attn", "flash-attn")
+    from flash_attn import flash_attn_varlen_func
+
+    found = Comparison(session.device)
+    query, key, value = _packed(found, torch.bfloat16)
+    places = torch.tensor(boundaries(), dtype=torch.int32, device=session.device)
+    found.check(
+        "packed causal attention",
+        lambda: flash_attn_varlen_func(query, key, value, places, places, 256, 256, causal=True),
+        lambda: packed_attention(query, key, value),
+        BF16,
+    )
+    return [Figure("flash-attn", str(installed("flash-attn"))), *found.figures]
+
+
+def apex(session: Session) -> list[Figure]:
+    session.need_gpus(1, "Apex")
+    _need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
+    import fused_weight_gradient_mlp_cuda
+
+    found = Comparison(session.device)
+    hidden, above = (found.random(TOKENS, size, dtype=torch.bfloat16) for size in (HIDDEN, OUT))
+    main = found.random(OUT, HIDDEN, dtype=torch.float32)
+
+    def added() -> Tensor:
+        gradient = main.clone()
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(hidden, above, gradient)
+        return gradient
+
+    found.check("weight gradient added", added, lambda: main.double() + above.double().T @ hidden.double(), TF32)
+    return found.figures
+
+
+def _need(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise Skipped(f"{package} is not installed")
+
+
+def _normed(hidden: Tensor) -> Tensor:
+    wide = hidden.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _packed(found: Comparison, dtype: torch.dtype) -> list[Tensor]:
+    return [found.random(TOKENS, heads, HEAD_DIM, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS)]
+
+
+def _gradient(weight: Tensor, output: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(output.float().sum(), [weight])
+    return gradient
+
+
+def _after_adam(optimizer: Callable[..., Any], start: Tensor) -> Tensor:
+    """A parameter after three steps on gradients that are its own values."""
+    parameter = torch.nn.Parameter(start.float().clone())
+    steps = optimizer([parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    for _ in range(3):
+        parameter.grad = parameter.detach().clone()
+        steps.step()
+    return parameter

@@ -1,0 +1,173 @@
+"""The learner of this host against transformers on the CPU: log-probs, loss and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
+from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.doctor import model
+from megatron_retool.doctor.outcome import Figure, Skipped
+from megatron_retool.doctor.session import Session
+from megatron_retool.learner.learner import Learner
+from megatron_retool.learner.precision import FP8_RECIPES, Acceleration, check_precision
+from megatron_retool.learner.weights import gradients_by_hf_name
+from megatron_retool.trajectory import TrajectoryBatch
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What rounding explains.
+
+    Attributes:
+        log_probs: mean difference, in units of the log-probs' own spread.
+        loss: difference, in units of the loss of an advantage of 1.
+        gradients: of the worst tensor, |difference| over |gradient| (2-norms).
+    """
+
+    log_probs: float
+    loss: float
+    gradients: float
+
+
+FP32 = Bounds(1e-4, 1e-4, 1e-3)
+TF32 = Bounds(5e-3, 5e-3, 5e-2)
+"""Products of float32 whose factors are rounded to TF32's 10 bits, as Transformer Engine's may be."""
+BF16 = Bounds(0.05, 0.02, 0.2)
+FP8 = Bounds(0.4, 0.1, 0.6)
+
+
+class MeasuredLearner(Learner):
+    """Keeps the gradients of its last update, before they are clipped: on rank 0, by Hugging Face name."""
+
+    gradients: dict[str, Tensor]
+
+    def _step(self) -> tuple[bool, float]:
+        found = gradients_by_hf_name(self.model_chunks, self.architecture)
+        self.gradients = {name: tensor.float().cpu() for name, tensor in found.items()}
+        return super()._step()
+
+
+def learner_config(session: Session, kind: str, *overrides: str) -> Config:
+    """A configuration of one rank for the model ``kind``; its experts are replayed."""
+    replay = "rollout" if kind == model.EXPERTS else "none"
+    # Where the new policy is far from the old one, as it is in FP8, no gradient may be clipped away.
+    return load_config(
+        None,
+        [
+            f"model.path={model.model_directory(session, kind)}",
+            f"trainer.runs_dir={session.directory / 'runs'}",
+            f"learner.max_tokens_per_micro_batch={model.MAX_TOKENS}",
+            f"learner.routing_replay={replay}",
+            "algorithm.clip_ratio_low=1",
+            "algorithm.clip_ratio_high=100",
+            "learner.optimizer.lr=1e-3",
+            *overrides,
+        ],
+    )
+
+
+def make_learner(config: Config) -> MeasuredLearner:
+    return MeasuredLearner(
+        config, optimizer=config.learner.optimizer, total_optimizer_steps=100, hf_dir=config.model.path
+    )
+
+
+def measure(config: Config, batch: TrajectoryBatch, reference: dict[str, Any]) -> dict[str, Any]:
+    """What ``reference`` has, by the learner: log_probs [T], loss, gradients (on rank 0)."""
+    learner = make_learner(config)
+    try:
+        batch = model.with_experts(batch, reference["experts"])
+        log_probs = learner.log_probs(batch)["log_probs"]
+        metrics = learner.update(batch.with_columns(old_log_probs=reference["log_probs"]))
+        return {"log_probs": log_probs, "loss": metrics["actor/pg_loss"], "gradients": learner.gradients}
+    finally:
+        learner.close()
+
+
+def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds: Bounds) -> list[Figure]:
+    """The figures of ``found`` against ``reference``."""
+    batch = model.mini_batch()
+    mask = batch.loss_mask
+    ids = [0, *batch.response_ids[mask].tolist()]
+    log_probs = LogProbComparison(ids, found["log_probs"][mask], reference["log_probs"][mask])
+    ours, theirs = found["gradients"], reference["gradients"]
+    errors = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm().clamp_min(1e-9)) for name in theirs}
+    # max() of a NaN is whatever came first.
+    worst = max(errors, key=lambda name: errors[name] if np.isfinite(errors[name]) else np.inf)
+    return [
+        Figure(f"{label}: log-probs, mean difference", log_probs.relative, "spreads", at_most=bounds.log_probs),
+        Figure(f"{label}: loss, difference", abs(found["loss"] - reference["loss"]), at_most=bounds.loss),
+        Figure(f"{label}: gradients, worst tensor ({worst})", errors[worst], "of its norm", at_most=bounds.gradients),
+    ]
+
+
+def read_reference(session: Session, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(model.reference_file(session, kind), weights_only=False)
+    return found
+
+
+def finest_dtype() -> tuple[str, Bounds]:
+    """learner.dtype for steps in which everything has to agree, and its bounds.
+
+    Transformer Engine's packed attention has no context parallelism in float32.
+    """
+    return ("bfloat16", BF16) if Acceleration.detect().transformer_engine else ("float32", FP32)
+
+
+def fp32(session: Session) -> list[Figure]:
+    with_engine = Acceleration.detect().transformer_engine is not None
+    try:
+        return _parity(session, TF32 if with_engine else FP32, "learner.dtype=float32")
+    except ValueError as error:
+        if with_engine and "No dot product attention" in str(error):
+            raise Skipped(f"Transformer Engine has no packed attention in float32 here: {error}") from error
+        raise
+
+
+def bf16(session: Session) -> list[Figure]:
+    return _parity(session, BF16, "learner.dtype=bfloat16")
+
+
+def fp8_tensorwise(session: Session) -> list[Figure]:
+    return _fp8(session, "tensorwise")
+
+
+def fp8_blockwise(session: Session) -> list[Figure]:
+    return _fp8(session, "blockwise")
+
+
+def fp8_mxfp8(session: Session) -> list[Figure]:
+    return _fp8(session, "mxfp8")
+
+
+def _fp8(session: Session, recipe: str) -> list[Figure]:
+    assert recipe in FP8_RECIPES
+    overrides = ("learner.dtype=bfloat16", f"learner.fp8.recipe={recipe}")
+    learner = learner_config(session, model.DENSE, *overrides).learner
+    architecture = model_architecture(session, model.DENSE)
+    try:
+        check_precision(learner, learner.optimizer, architecture, Acceleration.detect())
+    except ConfigError as error:
+        raise Skipped(str(error)) from error
+    return _parity(session, FP8, *overrides)
+
+
+def model_architecture(session: Session, kind: str) -> Any:
+    from conversion.model.architecture import Architecture
+
+    return Architecture.from_pretrained(model.model_directory(session, kind))
+
+
+def _parity(session: Session, bounds: Bounds, *overrides: str) -> list[Figure]:
+    figures = [Figure("computed on", Acceleration.detect().describe())]
+    for kind in model.KINDS:
+        reference = read_reference(session, kind)
+        found = measure(learner_config(session, kind, *overrides), model.mini_batch(), reference)
+        figures += compare(kind, found, reference, bounds)
+    return figures

@@ -1,0 +1,159 @@
+"""Tiny models of the doctor, a batch, and what transformers computes of them on the CPU in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_retool.doctor.outcome import Figure
+from megatron_retool.doctor.session import Session
+from megatron_retool.routed_experts import RoutedExperts
+from megatron_retool.trajectory import TrajectoryBatch
+
+DENSE, EXPERTS = "dense", "experts"
+KINDS = (DENSE, EXPERTS)
+VOCABULARY, LAYERS, HEADS, GROUPS, NUM_EXPERTS, CHOSEN = 512, 4, 4, 2, 8, 2
+MAX_TOKENS = 512
+"""Of a packed micro-batch: two of them for the batch below, so that gradients are accumulated."""
+_LENGTHS = ((17, 120), (9, 31), (40, 233), (13, 61), (6, 90), (28, 70), (3, 110), (11, 16))
+_COMMON: dict[str, Any] = {
+    # Multiples of 128, the largest block of an FP8 recipe.
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def model_directory(session: Session, kind: str) -> Path:
+    """Hugging Face directory of the model ``kind``."""
+    return session.directory / "models" / kind
+
+
+def reference_file(session: Session, kind: str) -> Path:
+    """Of ``reference``: log_probs [T], loss, gradients by name, experts [sum (P + R), layers, k] or none."""
+    return session.directory / f"reference_{kind}.pt"
+
+
+def reference(session: Session) -> list[Figure]:
+    """Make the models, and what the learner's figures are held against."""
+    figures = []
+    for kind in KINDS:
+        model = build(kind)
+        model.save_pretrained(model_directory(session, kind))
+        found = compute(model, mini_batch(), kind)
+        torch.save(found, reference_file(session, kind))
+        log_probs = found["log_probs"][mini_batch().loss_mask]
+        spread = float(np.abs(log_probs - log_probs.mean()).mean())
+        figures.append(Figure(f"{kind}: spread of log-probs", spread, "nats", at_least=0.3))
+    return figures
+
+
+def build(kind: str) -> Any:
+    """A transformers model with random float32 weights, its norms included."""
+    torch.manual_seed(3)
+    if kind == DENSE:
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**_COMMON))
+    else:
+        sizes: dict[str, Any] = {
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": 128,
+        }
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **sizes, norm_topk_prob=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.1)
+            # What bfloat16 holds: where the model is loaded in that, arithmetic alone differs.
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model.float().eval()
+
+
+def mini_batch() -> TrajectoryBatch:
+    """Responses of unequal length with masked tokens, advantages and loss weights: the same in every process."""
+    rng = np.random.default_rng(0)
+    prompts, responses = (np.array(each, np.int32) for each in zip(*_LENGTHS, strict=True))
+    total = int(responses.sum())
+    mask = rng.random(total) < 0.8
+    batch = TrajectoryBatch(
+        prompt_ids=rng.integers(0, VOCABULARY, int(prompts.sum())).astype(np.int32),
+        prompt_lengths=prompts,
+        response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
+        response_lengths=responses,
+        loss_mask=mask,
+        rollout_log_probs=np.where(mask, -1.0, 0).astype(np.float32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int16),
+        weight_versions=np.where(mask, 0, -1).astype(np.int32),
+        group_ids=np.zeros(len(prompts), np.int32),
+        indices=np.arange(len(prompts), dtype=np.int32),
+        rewards=np.zeros(len(prompts), np.float32),
+    )
+    return batch.with_columns(advantages=rng.normal(0, 1, total), loss_weights=mask / mask.sum())
+
+
+def compute(model: Any, batch: TrajectoryBatch, kind: str) -> dict[str, Any]:
+    """Log-probs, loss and gradients of the policy loss where the old policy is the model itself."""
+    found, rows = [], []
+    p = r = 0
+    for prompt, response in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
+        ids = np.concatenate([batch.prompt_ids[p : p + prompt], batch.response_ids[r : r + response]])
+        options = {"output_router_logits": True} if kind == EXPERTS else {}
+        output = model(torch.from_numpy(ids.astype(np.int64))[None], **options)
+        log_probs = output.logits[0, prompt - 1 : -1].log_softmax(-1)
+        targets = torch.from_numpy(ids[prompt:].astype(np.int64))
+        found.append(log_probs.gather(-1, targets[:, None])[:, 0])
+        if kind == EXPERTS:
+            rows.append(torch.stack([logits.topk(CHOSEN).indices for logits in output.router_logits], dim=1))
+        p, r = p + prompt, r + response
+    log_probs = torch.cat(found)
+    weighted = torch.from_numpy(batch.columns["loss_weights"] * batch.columns["advantages"])
+    # The ratio to the old policy is 1, whose gradient is that of the log-probs.
+    (-(weighted * log_probs).sum()).backward()
+    mask = torch.from_numpy(batch.loss_mask)
+    gradients = {
+        name: tensor for key, parameter in model.named_parameters() for name, tensor in _stored(key, parameter.grad)
+    }
+    return {
+        "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
+        "loss": float(-weighted.sum()),
+        "gradients": gradients,
+        "experts": torch.cat(rows).to(torch.uint8).numpy() if rows else None,
+    }
+
+
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter's tensors under the names that a checkpoint has; transformers fuses experts in memory."""
+    if name.endswith("mlp.experts.gate_up_proj"):
+        for expert, both in enumerate(tensor):
+            for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{expert}.{part}.weight", half
+    elif name.endswith("mlp.experts.down_proj"):
+        for expert, down in enumerate(tensor):
+            yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down
+    else:
+        yield name, tensor
+
+
+def with_experts(batch: TrajectoryBatch, experts: np.ndarray[Any, Any] | None) -> TrajectoryBatch:
+    """The batch with these rows of routed experts, [sum (P + R), layers, k]; None: as it is."""
+    if experts is None:
+        return batch
+    lengths = batch.total_lengths.astype(np.int64)
+    return dataclasses.replace(batch, routed_experts=RoutedExperts(experts, np.cumsum(lengths) - lengths))

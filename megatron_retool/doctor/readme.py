@@ -1,0 +1,55 @@
+"""README's table of the doctor's reports: python -m megatron_retool.doctor.readme writes it anew between its marks.
+
+A report that is to be in it lies in docs/doctor/ (megatron-retool doctor --output docs/doctor/NAME.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_retool.doctor.catalogue import STEPS
+from megatron_retool.doctor.outcome import Outcome, Verdict
+from megatron_retool.doctor.report import Report
+
+ROOT = Path(__file__).parents[2]
+README, REPORTS = ROOT / "README.md", ROOT / "docs" / "doctor"
+BEGIN, END = "<!-- doctor -->", "<!-- end of doctor -->"
+
+
+def table(reports: Sequence[tuple[str, Report]]) -> str:
+    """Markdown: a column for each report (path from README, report), the newest first; a row for each group."""
+    newest = sorted(reports, key=lambda each: each[1].date, reverse=True)
+    heads = [f"[{report.machine_name}, {report.date[:10]}]({path})" for path, report in newest]
+    lines = ["| group of steps | " + " | ".join(heads) + " |", "|---" * (len(newest) + 1) + "|"]
+    for group in dict.fromkeys(step.group for step in STEPS):
+        names = {step.name for step in STEPS if step.group == group}
+        cells = [cell([each for each in report.outcomes if each.step in names]) for _, report in newest]
+        lines.append(f"| {group} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(outcomes: Sequence[Outcome]) -> str:
+    """How a group went: counts, and which steps failed or were skipped."""
+    if not outcomes:
+        return "not run"
+    parts = []
+    passed = sum(outcome.verdict is Verdict.PASS for outcome in outcomes)
+    if passed:
+        parts.append(f"{passed} pass")
+    for verdict in (Verdict.FAIL, Verdict.SKIPPED):
+        names = [outcome.step for outcome in outcomes if outcome.verdict is verdict]
+        if names:
+            parts.append(f"{verdict}: {', '.join(names)}")
+    return "; ".join(parts)
+
+
+def page(text: str) -> str:
+    """``text`` with the table between its marks."""
+    reports = [(str(path.relative_to(ROOT)), Report.read(path)) for path in sorted(REPORTS.glob("*.json"))]
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(reports)}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    README.write_text(page(README.read_text(encoding="utf-8")), encoding="utf-8")

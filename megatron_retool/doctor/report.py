@@ -1,0 +1,74 @@
+"""The doctor's JSON file: machine, date, versions, and every figure with its bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.doctor.outcome import Outcome, Verdict
+from megatron_retool.runs.files import write_text
+
+FORMAT = 1
+
+
+class ReportError(ValueError):
+    """A file is no report of the doctor. The message names it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """
+    Attributes:
+        date: of its beginning, in ISO 8601, UTC.
+        machine: processor, cores, memory_gib, gpus; neither host name nor paths.
+        versions: of packages that matter, by name.
+        outcomes: in the order of the steps.
+    """
+
+    date: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    outcomes: Sequence[Outcome] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any step failed."""
+        return any(outcome.verdict is Verdict.FAIL for outcome in self.outcomes)
+
+    @property
+    def machine_name(self) -> str:
+        """The machine in a few words."""
+        gpus: list[str] = list(self.machine.get("gpus", ()))
+        host = f"{self.machine['processor']}, {self.machine['cores']} cores, {self.machine['memory_gib']:.0f} GiB"
+        return f"{len(gpus)} x {gpus[0]}, {host}" if gpus else host
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file; it appears complete or not at all."""
+        found = {
+            "format": FORMAT,
+            "verdict": str(Verdict.FAIL if self.failed else Verdict.PASS),
+            "date": self.date,
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "steps": [outcome.as_json() for outcome in self.outcomes],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """
+        Raises:
+            ReportError: the file is none, or of another format.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["format"] != FORMAT:
+                raise ReportError(f"{path} has format {found['format']}, not {FORMAT}: make it anew with the doctor")
+            outcomes = [Outcome.from_json(each) for each in found["steps"]]
+            return cls(found["date"], found["machine"], found["versions"], outcomes)
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ReportError(f"{path} is no report of the doctor: {type(error).__name__}: {error}") from error

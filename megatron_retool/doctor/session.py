@@ -1,0 +1,49 @@
+"""What every step is told: which machine this is, and where steps leave what later ones need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_retool.doctor.outcome import Skipped
+
+MOST_RANKS = 8
+"""Steps with several ranks take no more: what a layout can break, it breaks on eight."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """
+    Attributes:
+        directory: of this call, where steps leave files and logs.
+        gpus: that steps may use; 0: a host without CUDA.
+        asked: GPUs that --gpus asks for; None: as many as there are.
+    """
+
+    directory: Path
+    gpus: int
+    asked: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes of steps that need several: the largest power of two that the GPUs allow; two without GPUs."""
+        return 2 if not self.gpus else min(MOST_RANKS, 1 << (self.gpus.bit_length() - 1))
+
+    @property
+    def learner_dtype(self) -> str:
+        """What learner and engine compute in where they are compared."""
+        return "bfloat16" if self.gpus else "float32"
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device that a step without a learner computes on."""
+        return "cuda:0" if self.gpus else "cpu"
+
+    def need_gpus(self, count: int, why: str) -> None:
+        """
+        Raises:
+            Skipped: there are fewer GPUs than ``count``.
+        """
+        if self.gpus < count:
+            has = "this host has none" if not self.gpus else f"{self.gpus} may be used here"
+            raise Skipped(f"{why} needs {'a GPU' if count == 1 else f'{count} GPUs'}, and {has}")

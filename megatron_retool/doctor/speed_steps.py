@@ -1,0 +1,132 @@
+"""How fast this machine copies and learns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from conversion.model import flops
+from conversion.model.architecture import Architecture
+from megatron_retool.config import load_config
+from megatron_retool.doctor.model import mini_batch
+from megatron_retool.doctor.outcome import Figure
+from megatron_retool.doctor.session import Session
+from megatron_retool.learner.learner import Learner
+from megatron_retool.learner.precision import Acceleration
+from megatron_retool.trajectory import TrajectoryBatch
+
+LEAST_HOST_GB_S = 3.0
+"""Between host and GPU: less is a link of fewer than four PCIe 4 lanes."""
+LEAST_MFU_WITH_TRANSFORMER_ENGINE, LEAST_MFU_WITHOUT = 0.15, 0.03
+_STEPS = 5
+_ROOMY_BYTES = 40 * 2**30
+"""From here on a GPU has room to train a billion parameters; others get a quarter of the layers."""
+_GPU_BYTES, _CPU_BYTES = 512 * 2**20, 64 * 2**20
+
+
+def bandwidth(session: Session) -> list[Figure]:
+    """Copies of one large block: within the host, and with a GPU to it, from it and within it."""
+    size = _GPU_BYTES if session.gpus else _CPU_BYTES
+    host, other = (torch.empty(size, dtype=torch.uint8).fill_(1) for _ in range(2))
+    # A copy reads and writes: twice its size passes through memory.
+    figures = [Figure("host memory", 2 * _rate(lambda: other.copy_(host), size), "GB/s", at_least=1.0)]
+    for index in range(session.gpus):
+        device = torch.device("cuda", index)
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
+        first, second = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        copies: list[tuple[str, Callable[[], Any], float, float | None]] = [
+            ("host to GPU", lambda: first.copy_(pinned), 1, LEAST_HOST_GB_S),  # noqa: B023 - called in this turn
+            ("GPU to host", lambda: pinned.copy_(first), 1, LEAST_HOST_GB_S),  # noqa: B023
+            ("GPU memory", lambda: second.copy_(first), 2, 100.0),  # noqa: B023
+        ]
+        for name, copy, passes, least in copies:
+            rate = passes * _rate(copy, size, device)
+            figures.append(Figure(f"GPU {index}, {name}", rate, "GB/s", at_least=least))
+    return figures
+
+
+def _rate(copy: Callable[[], Any], size: int, device: torch.device | None = None) -> float:
+    seconds = []
+    for _ in range(4):
+        if device is not None:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        copy()
+        if device is not None:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return size / min(seconds) / 1e9
+
+
+def step_time(session: Session) -> list[Figure]:
+    """Optimizer steps on random weights: on a GPU of a model of about a billion parameters, on a CPU of a tiny one."""
+    if session.gpus:
+        roomy = torch.cuda.get_device_properties(0).total_memory > _ROOMY_BYTES
+        sizes = {
+            "hidden": 2048,
+            "layers": 16 if roomy else 4,
+            "heads": 16,
+            "groups": 8,
+            "ffn": 8192,
+            "vocabulary": 32768,
+        }
+        batch, tokens, dtype = _long_batch(8, 4000, sizes["vocabulary"]), 8192, "bfloat16"
+    else:
+        sizes = {"hidden": 256, "layers": 2, "heads": 4, "groups": 2, "ffn": 512, "vocabulary": 512}
+        batch, tokens, dtype = mini_batch(), 2048, "float32"
+    architecture = Architecture(
+        family="qwen3",
+        num_layers=sizes["layers"],
+        hidden_size=sizes["hidden"],
+        num_attention_heads=sizes["heads"],
+        num_query_groups=sizes["groups"],
+        head_dim=sizes["hidden"] // sizes["heads"],
+        ffn_hidden_size=sizes["ffn"],
+        vocab_size=sizes["vocabulary"],
+        qk_norm=True,
+    )
+    config = load_config(None, [f"learner.dtype={dtype}", f"learner.max_tokens_per_micro_batch={tokens}"])
+    learner = Learner(config, optimizer=config.learner.optimizer, total_optimizer_steps=100, architecture=architecture)
+    seconds = []
+    for _ in range(_STEPS if session.gpus else 2):
+        began = time.perf_counter()
+        learner.sft_update(batch)
+        seconds.append(time.perf_counter() - began)
+    fastest, work = min(seconds), learner.model_flops(batch)
+    acceleration = Acceleration.detect()
+    peak = flops.peak_flops(acceleration.gpu_name)
+    least = LEAST_MFU_WITH_TRANSFORMER_ENGINE if acceleration.transformer_engine else LEAST_MFU_WITHOUT
+    figures = [
+        Figure("computed on", acceleration.describe()),
+        Figure("step", fastest, "s"),
+        Figure("tokens", float(batch.total_lengths.sum()) / fastest, "tokens/s"),
+        Figure("model FLOPs", work / fastest / 1e12, "TFLOP/s"),
+    ]
+    if peak is not None:
+        figures.append(Figure("MFU", work / fastest / peak, "of the peak", at_least=least))
+    if session.gpus:
+        figures.append(Figure("memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+    return figures
+
+
+def _long_batch(count: int, length: int, vocabulary: int) -> TrajectoryBatch:
+    """``count`` responses of ``length`` tokens to prompts of 16."""
+    rng = np.random.default_rng(0)
+    total = count * length
+    return TrajectoryBatch(
+        prompt_ids=rng.integers(0, vocabulary, 16 * count).astype(np.int32),
+        prompt_lengths=np.full(count, 16, np.int32),
+        response_ids=rng.integers(0, vocabulary, total).astype(np.int32),
+        response_lengths=np.full(count, length, np.int32),
+        loss_mask=np.ones(total, np.bool_),
+        rollout_log_probs=np.zeros(total, np.float32),
+        turn_ids=np.zeros(total, np.int16),
+        weight_versions=np.zeros(total, np.int32),
+        group_ids=np.zeros(count, np.int32),
+        indices=np.arange(count, dtype=np.int32),
+        rewards=np.zeros(count, np.float32),
+    )

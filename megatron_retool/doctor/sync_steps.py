@@ -1,0 +1,59 @@
+"""Every way of new weights from the learner into a running engine: checksums, and log-probs afterwards."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_retool.doctor import model
+from megatron_retool.doctor.engine_steps import engine_config, engine_url, score_figures
+from megatron_retool.doctor.learner_steps import MeasuredLearner, make_learner
+from megatron_retool.doctor.outcome import Figure
+from megatron_retool.doctor.session import Session
+from sglang_rollout.engine.base import make_engine
+
+VERSIONS = {"disk": 11, "tensor": 12, "distributed": 13}
+"""Each method's own weights, so that none passes with those of another."""
+
+
+def disk(session: Session) -> list[Figure]:
+    return send(session, "disk")
+
+
+def tensor(session: Session) -> list[Figure]:
+    return send(session, "tensor")
+
+
+def distributed(session: Session) -> list[Figure]:
+    if session.gpus:
+        session.need_gpus(2, "NCCL takes no two processes on one GPU: a broadcast from learner to engine")
+    return send(session, "distributed")
+
+
+def send(session: Session, method: str) -> list[Figure]:
+    """Weights that the engine has not, by ``method``; then it has to compute what the learner does."""
+    config = engine_config(session, model.EXPERTS, f"weight_sync.method={method}", "weight_sync.bucket_bytes=4194304")
+    learner = make_learner(config)
+    change(learner, VERSIONS[method])
+    url = engine_url(session)
+    sync = make_engine(config).weight_sync([url])
+    try:
+        report = sync.push(learner.export_weights(config.weight_sync.bucket_bytes), VERSIONS[method])
+    finally:
+        sync.close()
+    return [
+        Figure("tensors sent", report.tensors, at_least=1),
+        # The engine fuses some: q, k and v, gate and up.
+        Figure("engine tensors with the right checksum", report.verified_tensors, at_least=5 * model.LAYERS),
+        Figure("seconds of the sync", report.seconds, "s"),
+        *score_figures(config, learner, url),
+    ]
+
+
+def change(learner: MeasuredLearner, seed: int) -> None:
+    """Other weights, by a tenth of each tensor's own spread and more."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for chunk in learner.model_chunks:
+            for parameter in chunk.parameters():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(noise, alpha=0.03)
