@@ -96,6 +96,17 @@ class LearnerConfig:
     """TP of the experts; null: as for everything else."""
     use_distributed_optimizer: bool = True
     """Data parallel ranks share the optimizer's state in place of holding all of it each."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data parallel ranks bucket by bucket during the last micro-batch's backward pass, in place of
+    all at once after it. For data parallel sizes above 1, most of all across nodes. Off: one sum in a fixed order."""
+    overlap_param_gather: bool = False
+    """Gather the weights that data parallel ranks have updated bucket by bucket in the next forward pass, in place of
+    all at once after the optimizer's step. Needs overlap_grad_reduce and use_distributed_optimizer."""
+    gradient_bucket_size: int | None = at_least_one(None)
+    """Parameters in a bucket of the two overlaps; null: the larger of 40 million and 1 million a data parallel rank."""
+    overlap_p2p_comm: bool = False
+    """Pipeline stages exchange activations and gradients of one chunk while they compute another; needs virtual
+    stages. Off: all messages of a step of the schedule in one batch, which is what was tested most."""
     mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
     max_tokens_per_micro_batch: int = at_least_one(32768)

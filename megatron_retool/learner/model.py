@@ -25,6 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
@@ -39,6 +40,7 @@ from megatron_retool.learner.attention import (
 )
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.performance import pipeline_options
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 
@@ -106,11 +108,8 @@ def build_transformer_config(
         "cuda_graph_scope": [],
         # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
-        "batch_p2p_comm": True,
-        "batch_p2p_sync": acceleration.cuda,
         # On gloo, sends may still be reading an output that Megatron would free: silently wrong numbers.
         "deallocate_pipeline_outputs": acceleration.cuda,
-        "overlap_p2p_comm": False,
         "deterministic_mode": deterministic,
     }
     if architecture.sliding_window is not None:
@@ -127,7 +126,8 @@ def build_transformer_config(
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": acceleration.transformer_engine is not None,
         }
-    return TransformerConfig(**options, **transformer_options(learner, acceleration))
+    options |= transformer_options(learner, acceleration) | pipeline_options(learner, acceleration)
+    return TransformerConfig(**options)
 
 
 def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None) -> Any:
@@ -191,6 +191,10 @@ class PackedModel(GPTModel):
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table = RotaryTable(frequencies)
         self.layer_replays: list[LayerReplay] = []
+        # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
+        # gradient is added.
+        self.before_head: Callable[[], None] | None = None
+        self.head_gradient_added: Callable[[], None] | None = None
 
     def forward(self, micro_batch: MicroBatch, routing: RoutingPass | None = None, **head_options: Any) -> Tensor:
         """One stage's pass over a micro-batch, of which ``routing`` says or keeps who goes through which experts.
@@ -229,6 +233,10 @@ class PackedModel(GPTModel):
         )
         return None, LocalPackedSequences(buckets=micro_batch.buckets, cos=cos, sin=sin, **lengths)
 
+    def own_head_weight(self) -> Parameter | None:
+        """The weight that ``_head`` uses without calling the module that holds it; None where there is none."""
+        return None
+
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **options: Any) -> Tensor:
         raise NotImplementedError
 
@@ -250,6 +258,8 @@ class PolicyModel(PackedModel):
         """float32 [2, n]: log-probs, entropy.  With ``logits``: this TP rank's float32 [n, V / TP] instead."""
         group = self.pg_collection.tp
         selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
+        if self.before_head is not None:
+            self.before_head()
         weight = self.head_weight()
         if logits:
             return torch.mm(selected, weight.t()).float()
@@ -267,8 +277,13 @@ class PolicyModel(PackedModel):
                 chunk_tokens=chunk_tokens,
                 fp32_head=fp32_head,
                 main_grad=main_grad,
+                on_main_grad=None if main_grad is None else self.head_gradient_added,
             )
         )
+
+    def own_head_weight(self) -> Parameter | None:
+        # An embedding on the same stage is the head's weight too; its module's forward and backward tell of both uses.
+        return self.output_layer.weight if self.post_process else None
 
     def head_weight(self) -> Tensor:
         """[V / TP, h]: the output layer's weight, or the tied embedding."""

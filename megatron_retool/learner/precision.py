@@ -222,6 +222,7 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
         "bf16": learner.dtype == "bfloat16",
         "fp16": learner.dtype == "float16",
         "use_distributed_optimizer": learner.use_distributed_optimizer,
+        "overlap_param_gather": learner.overlap_param_gather,
     }
     if learner.fp8.recipe is not None:
         options["fp8_recipe"] = learner.fp8.recipe
