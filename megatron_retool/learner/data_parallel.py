@@ -31,8 +31,22 @@ def wrap(
         for index, chunk in enumerate(chunks)
     ]
     for outer, chunk in zip(wrapped, chunks, strict=True):
+        _count_padding(outer)
         _announce_head(outer, chunk, options)
     return wrapped
+
+
+def _count_padding(outer: DistributedDataParallel) -> None:
+    """Let checkpoints find every parameter's optimizer state where a buffer has several buckets.
+
+    Megatron-Core 0.16.1 joins the buckets' states without the padding at each bucket's end and cuts them at positions
+    that include it: what follows a padded bucket would be saved shifted (``get_parameter_state_dp_zero`` and
+    ``sharded_param_state_fully_reshardable``).  Two pipeline stages with a tied embedding have several buckets always.
+    """
+    for buffer in (*outer.buffers, *outer.expert_parallel_buffers):
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _announce_head(

@@ -49,15 +49,15 @@ def learn(world_size, hf_dir, layout, dtype, overlap, directory):
     batch = tiny_models.random_batch(LENGTHS)
     subject = Learner(config, optimizer=OPTIMIZER, total_optimizer_steps=9, hf_dir=hf_dir)
     norms, gradients = [], []
-    for step in range(3):
+    for step in range(4):
+        if step == 3 and directory is not None:
+            subject.save(directory)
+            subject.sft_update(batch)
+            subject.load(directory)
         # Two batches of different lengths: micro-batches of another number, and the second has seen the first's hooks.
         part = batch if step != 1 else tiny_models.random_batch(LENGTHS[:4], seed=5)
         norms.append(subject.sft_update(part)["grad_norm"])
         gradients.append(gradients_by_hf_name(subject.model_chunks, subject.architecture))
-    if directory is not None:
-        subject.save(directory)
-        subject.sft_update(batch)
-        subject.load(directory)
     weights = {name: tensor.clone() for bucket in subject.export_weights() for name, tensor in bucket}
     log_probs = subject.log_probs(batch)["log_probs"]
     buckets = sum(len(c.bucket_groups) + len(c.expert_parallel_bucket_groups) for c in subject.model_chunks)
@@ -68,7 +68,7 @@ def learn_in_all(world_size, directory):
     found = {}
     for name, (model, layout, dtype, overlap) in CASES[world_size].items():
         plain = learn(world_size, directory / model, layout, dtype, {}, None)
-        saved = directory / f"{world_size}-checkpoint" if name in ("data", "pipeline") else None
+        saved = directory / f"{name} checkpoint" if name in ("data", "pipeline, tied") else None
         found[name] = (plain, learn(world_size, directory / model, layout, dtype, overlap, saved))
     return found
 
