@@ -123,13 +123,12 @@ class Learner:
         self.device = parallel.resolve_device(config.learner.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(config.learner.threads)
+        parallel.use_host_threads(self.device, config.learner.threads)
         if config.trainer.deterministic:
             make_deterministic()
         self.acceleration = Acceleration.detect()
         check_precision(config.learner, optimizer, architecture, self.acceleration)
-        check_performance(config.learner, self.acceleration)
+        check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         parallel.initialize(self.layout, self.device, config.trainer.seed)
         if torch.distributed.get_rank() == 0:
             logger.info("learner: %s", self.acceleration.describe())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,7 +41,7 @@ from megatron_retool.learner.attention import (
 )
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
-from megatron_retool.learner.performance import pipeline_options
+from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 
@@ -104,7 +105,6 @@ def build_transformer_config(
         "expert_tensor_parallel_size": layout.expert_tensor if architecture.is_moe else None,
         # Packed micro-batches differ in length, so stages tell each other the shape first.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         "cuda_graph_scope": [],
         # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
@@ -126,7 +126,8 @@ def build_transformer_config(
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": acceleration.transformer_engine is not None,
         }
-    options |= transformer_options(learner, acceleration) | pipeline_options(learner, acceleration)
+    options |= transformer_options(learner, acceleration)
+    options |= layer_options(learner, acceleration) | pipeline_options(learner, acceleration)
     return TransformerConfig(**options)
 
 
@@ -158,6 +159,21 @@ def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: 
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
+@contextlib.contextmanager
+def unfused_output_layer() -> Iterator[None]:
+    """Let Megatron build its output layer beside Transformer Engine's layers that fuse weight gradients.
+
+    The layers do that themselves. The output layer, the one native linear layer of such a model, would need Apex and is
+    refused without it; but nothing ever calls its forward (``log_probs.py``).
+    """
+    available = tensor_parallel_layers._grad_accum_fusion_available
+    tensor_parallel_layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        tensor_parallel_layers._grad_accum_fusion_available = available
+
+
 class PackedModel(GPTModel):
     """A GPTModel that reads packed micro-batches; ``_head`` of a subclass turns the last hidden states into output."""
 
@@ -172,21 +188,23 @@ class PackedModel(GPTModel):
         vp_stage: int | None,
         tied: bool,
     ) -> None:
-        super().__init__(
-            config,
-            layer_spec(config, acceleration, vp_stage),
-            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
-            vp_stage=vp_stage,
-        )
+        uses_engine = acceleration.transformer_engine is not None
+        with unfused_output_layer() if uses_engine else contextlib.nullcontext():
+            super().__init__(
+                config,
+                layer_spec(config, acceleration, vp_stage),
+                vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+                max_sequence_length=architecture.max_position_embeddings,
+                pre_process=pre_process,
+                post_process=post_process,
+                parallel_output=True,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="rope",
+                rotary_base=architecture.rope_theta,
+                vp_stage=vp_stage,
+            )
         self.architecture = architecture
-        self.uses_transformer_engine = acceleration.transformer_engine is not None
+        self.uses_transformer_engine = uses_engine
         frequencies = rope_inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table = RotaryTable(frequencies)
