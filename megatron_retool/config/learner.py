@@ -123,8 +123,8 @@ class LearnerConfig:
     """Pipeline stages exchange activations and gradients of one chunk while they compute another; needs virtual
     stages. Off: all messages of a step of the schedule in one batch, which is what was tested most."""
     gradient_accumulation_fusion: bool = True
-    """Matrix products add weight gradients to the float32 ones themselves, where the layers are Transformer Engine's or
-    Apex is there. Off, or elsewhere: each is rounded to dtype first, once a micro-batch, and needs memory of its own."""
+    """Matrix products add weight gradients to the float32 ones themselves, where the layers are Transformer Engine's
+    or Apex is there. Off, or elsewhere: each is rounded to dtype first, once a micro-batch, in memory of its own."""
     moe_token_dispatcher_type: str = choice("alltoall", "flex")
     """How tokens reach the ranks of their experts. flex: by DeepEP's kernels (package deep_ep), for experts spread over
     nodes; needs bfloat16. alltoall: by torch.distributed, which works everywhere."""
@@ -133,8 +133,8 @@ class LearnerConfig:
     moe_router_fusion: bool = False
     """Choose experts in Transformer Engine's kernel. It takes no choice from elsewhere: needs routing_replay=none."""
     cpu_offloading_num_layers: int = not_negative(0, maximum=10_000)
-    """Layers whose activations wait for the backward pass in the host's memory, a slower way than recompute wherever the
-    link to the host is; needs Transformer Engine, one pipeline stage and no recompute."""
+    """Layers whose activations wait for the backward pass in the host's memory: for links to the host that are faster
+    than computing again. Needs Transformer Engine, one pipeline stage and no recompute."""
     mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
     max_tokens_per_micro_batch: int = at_least_one(32768)

@@ -49,9 +49,7 @@ def _count_padding(outer: DistributedDataParallel) -> None:
             bucket.numel_unpadded = bucket.grad_data.numel()
 
 
-def _announce_head(
-    outer: DistributedDataParallel, chunk: PackedModel, options: DistributedDataParallelConfig
-) -> None:
+def _announce_head(outer: DistributedDataParallel, chunk: PackedModel, options: DistributedDataParallelConfig) -> None:
     weight = chunk.own_head_weight()
     if weight is None:
         return

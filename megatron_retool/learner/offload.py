@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 BLOCK_BYTES = 256 * 2**20
 """Of pinned host memory. torch rounds each pinned piece up to a power of two, for large ones by up to the same again;
 a part is therefore spread over pieces of this size, which it also finds again in torch's cache the next time."""

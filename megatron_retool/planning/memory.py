@@ -353,7 +353,9 @@ def activation_bytes(
         else:
             kept, working = count * layer_input + (layers - count) * whole, whole
     else:
-        kept = (layers - learner.cpu_offloading_num_layers) * _kept_by_layer(architecture, layout, recompute, tokens, width, fused)
+        kept = (layers - learner.cpu_offloading_num_layers) * _kept_by_layer(
+            architecture, layout, recompute, tokens, width, fused
+        )
     in_flight = float(min(layout.pipeline - stage, micro_batches))
     if layout.virtual_pipeline:
         interleaved = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))

@@ -39,9 +39,7 @@ def learn(world_size, hf_dir, layout, dtype, overlap, directory):
     from megatron_retool.learner.learner import Learner
     from megatron_retool.learner.weights import gradients_by_hf_name
 
-    learner = LearnerConfig(
-        world_size=world_size, dtype=dtype, max_tokens_per_micro_batch=64, **layout, **overlap
-    )
+    learner = LearnerConfig(world_size=world_size, dtype=dtype, max_tokens_per_micro_batch=64, **layout, **overlap)
     config = Config(learner=learner, trainer=TrainerConfig(verify_checkpoints=False))
     batch = tiny_models.random_batch(LENGTHS)
     subject = Learner(config, optimizer=OPTIMIZER, total_optimizer_steps=9, hf_dir=hf_dir)
