@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="demo")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--fp8", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
+    parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "mxfp8"))
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--mean-length", type=int)
     parser.add_argument("--max-tokens-per-micro-batch", type=int, default=16384)
@@ -173,7 +173,7 @@ def main() -> None:
                 context_parallel_size=options.context_parallel,
                 pipeline_model_parallel_size=options.pipeline_parallel,
                 max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
-                fp8=Fp8Config(recipe=options.fp8, keep_first_last_bf16=options.fp8 != "delayed"),
+                fp8=Fp8Config(recipe=options.fp8),
                 recompute=RecomputeConfig(granularity=options.recompute),
             )
         ),

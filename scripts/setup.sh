@@ -25,7 +25,11 @@ elif [[ -f "$stamp" ]]; then
   read -r flavour _ <"$stamp" # a login node must not put the CPU's packages over the GPU nodes'
 fi
 lists=("requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirements/sglang_only.txt)
-[[ "$flavour" == cpu ]] || lists+=(requirements/gpu-build.txt)
+if [[ "$flavour" == gpu ]]; then
+  lists+=(requirements/gpu-build.txt)
+else
+  lists+=(requirements/transformer_engine_only.txt)
+fi
 want="$flavour $(cat "${lists[@]}" pyproject.toml | sha256sum | cut -c1-16) $PWD"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
   exit 0
@@ -50,15 +54,23 @@ pip_flags=(--quiet --disable-pip-version-check --no-input)
 pip="$venv/bin/python -m pip install ${pip_flags[*]}"
 $pip -r "requirements/$flavour-torch.txt"
 if [[ "$flavour" == gpu ]]; then
-  # Transformer Engine compiles its torch extension against the torch that is already there.
-  $pip -r requirements/gpu-build.txt
+  # Transformer Engine compiles its torch extension against the torch that is already there and the CUDA headers of
+  # Python packages, whatever toolkit the host has; it would first ask a public host for a wheel.
+  $pip --no-deps -r requirements/gpu-build.txt
+  export NVTE_FRAMEWORK="${NVTE_FRAMEWORK:-pytorch}" NVTE_BUILD_USE_NVIDIA_WHEELS="${NVTE_BUILD_USE_NVIDIA_WHEELS:-1}"
+  export NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}"
   $pip --no-build-isolation -r requirements/gpu.txt
+  # Neither needs a GPU to be imported. torch first: it brings the CUDA libraries that the other looks for.
+  "$venv/bin/python" -c 'import torch, transformer_engine.pytorch'
 else
   # The list is complete: --no-deps keeps pip from SGLang's CUDA packages and its pin of another torch.
   $pip --no-deps -r requirements/cpu.txt
   # torchvision has no CPU wheel on the package index and breaks transformers' imports where it is visible:
   # only SGLang's server process gets to see it.
   $pip --no-deps --upgrade --target "$venv/sglang_only" -r requirements/sglang_only.txt
+  # Megatron-Core takes other ways wherever it can import Transformer Engine: only tests that ask for it get to see it.
+  NVTE_PROJECT_BUILDING=1 $pip --no-deps --upgrade --target "$venv/transformer_engine_only" \
+    -r requirements/transformer_engine_only.txt
 fi
 $pip --no-deps --no-build-isolation --editable .
 echo "$want" > "$stamp"

@@ -21,14 +21,14 @@ class Checkout:
         (path / "scripts").mkdir()
         for name in ("scripts/setup.sh", "scripts/usage.sh", "pyproject.toml"):
             shutil.copy(ROOT / name, path / name)
-        self._program("bin/python3.11", "exit 0")
-        self._program(".venv/bin/python", 'echo "$@"')
+        self.program("bin/python3.11", "exit 0")
+        self.program(".venv/bin/python", 'echo "$@"')
         self.set_gpu(False)
 
     def set_gpu(self, present: bool) -> None:
-        self._program("bin/nvidia-smi", f"exit {int(not present)}")
+        self.program("bin/nvidia-smi", f"exit {int(not present)}")
 
-    def _program(self, name: str, body: str) -> None:
+    def program(self, name: str, body: str) -> None:
         file = self.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/bash\n{body}\n")
@@ -49,7 +49,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-CPU = ["cpu-torch", "cpu", "sglang_only", "."]
+CPU = ["cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "."]
 GPU = ["gpu-torch", "gpu-build", "gpu", "."]
 
 
@@ -81,3 +81,26 @@ def test_an_environment_for_gpus_keeps_its_kind_on_a_login_node(checkout: Checko
 
 def test_an_unknown_argument_is_refused(checkout: Checkout) -> None:
     assert checkout.setup("--cuda", code=1) == []
+
+
+def test_transformer_engine_is_compiled_with_the_headers_of_python_packages(checkout: Checkout) -> None:
+    said = "echo $NVTE_FRAMEWORK $NVTE_BUILD_USE_NVIDIA_WHEELS $NVTE_PYTORCH_FORCE_BUILD"
+    checkout.program(".venv/bin/python", f'echo "$@" >>calls; {said} >>calls')
+    checkout.setup("--gpu")
+    lines = (checkout.path / "calls").read_text().splitlines()
+    calls = dict(zip(lines[::2], lines[1::2], strict=True))
+    (build,) = (variables for call, variables in calls.items() if call.endswith("requirements/gpu.txt"))
+    assert build == "pytorch 1 TRUE"
+    assert any("--no-deps -r requirements/gpu-build.txt" in call for call in calls)
+    assert "-c import torch, transformer_engine.pytorch" in calls
+    # CUDA 13.0, as torch's own packages.
+    headers = (ROOT / "requirements" / "gpu-build.txt").read_text()
+    assert "nvidia-cuda-crt==13.0." in headers and "nvidia-cuda-cccl==13.0." in headers
+
+
+def test_the_same_transformer_engine_with_and_without_a_gpu() -> None:
+    from tests.learner.transformer_engine.kernels import VERSION
+
+    gpu, cpu = ((ROOT / "requirements" / f"{name}.txt").read_text() for name in ("gpu", "transformer_engine_only"))
+    assert f"transformer-engine[core_cu13,pytorch]=={VERSION}\n" in gpu
+    assert f"transformer-engine=={VERSION}\n" in cpu

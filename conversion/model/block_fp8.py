@@ -8,6 +8,10 @@ and transformers read it. Export, weight sync, engines and ``--verify`` all ask 
 
 The other linear layers keep their dtype and are listed in ``blockwise_quantization_config``.
 
+Scales are those of Transformer Engine's blockwise recipe, of which there are two kinds: any float32, or powers of two
+alone. ``has_power_of_two_scales`` says which a GPU's kernels take, for the learner's layers and for engines' weights
+alike, so that an FP8 learner and an FP8 engine compute with the same e4m3 numbers.
+
 The numbers are the same in both ``FORMS``; what the scales are called, and what config.json says, is the form's. The
 family declares the one that SGLang's class of the model loads.
 """
@@ -132,26 +136,53 @@ def quantized_names(weight_map: WeightMap) -> frozenset[str]:
     return names
 
 
-def quantize_blockwise(weight: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def has_power_of_two_scales(capability: tuple[int, int] | None) -> bool:
+    """Whether FP8 kernels of a GPU of this compute capability take block scales that are powers of two alone.
+
+    From Blackwell (10.0) on tensor cores multiply with scales that have an exponent and nothing else: Transformer
+    Engine and SGLang then make such scales. Hopper's kernels take any float32, which loses less. None: no GPU.
+    """
+    return capability is not None and capability >= (10, 0)
+
+
+def block_scales(largest: Tensor, *, power_of_two: bool = False) -> Tensor:
+    """What each block is multiplied with before it is rounded to e4m3, as Transformer Engine computes it.
+
+    Args:
+        largest: float32, the largest magnitude of each block.
+        power_of_two: take the next power of two below.
+
+    Returns:
+        float32 of the same shape: 448 / largest, and 1 where a block is all zero.
+    """
+    # A number over a tensor would be the number times the reciprocal, which is rounded twice.
+    scale = torch.div(torch.tensor(E4M3_MAX), largest).clamp_max_(torch.finfo(torch.float32).max)
+    if power_of_two:
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+    return torch.where(largest > 0, scale, torch.ones_like(scale))
+
+
+def quantize_blockwise(weight: Tensor, block: int = BLOCK, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise a matrix in blocks of ``block`` x ``block``; blocks at the edges may be smaller.
 
     Args:
         weight: [out, in], any floating dtype.
+        power_of_two: scales that are powers of two (see ``has_power_of_two_scales``).
 
     Returns:
         (quantised float8_e4m3fn [out, in], scale float32 [ceil(out / block), ceil(in / block)]) with
-        ``weight = quantised * scale``, block by block: the scale is the block's largest magnitude / 448. An all-zero
-        block has scale 1.
+        ``weight = quantised * scale``, block by block: the scale is the block's largest magnitude / 448, or the next
+        power of two above it. An all-zero block has scale 1.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % block, 0, -rows % block))
     blocks = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
     largest = blocks.abs().amax(dim=(1, 3))
-    scale = torch.where(largest > 0, largest / E4M3_MAX, torch.ones_like(largest))
-    # Rounding in the division may land a hair above 448, which e4m3fn turns into NaN.
-    scaled = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    scale = block_scales(largest, power_of_two=power_of_two)
+    # Rounding in the product may land a hair above 448, which e4m3fn turns into NaN.
+    scaled = (blocks * scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     quantized = scaled.view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
-    return quantized, scale
+    return quantized, scale.reciprocal_()
 
 
 def dequantize_blockwise(quantized: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
@@ -166,12 +197,12 @@ def round_to_blocks(weight: Tensor) -> Tensor:
     return dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
 
 
-def quantize_named(name: str, weight: Tensor, form: Form) -> list[tuple[str, Tensor]]:
+def quantize_named(name: str, weight: Tensor, form: Form, *, power_of_two: bool = False) -> list[tuple[str, Tensor]]:
     """``quantize_blockwise`` under the names of a block-FP8 checkpoint of a form.
 
     At a weight sync: for the names that ``quantized_names`` gives, and for no others.
     """
-    quantized, scale = quantize_blockwise(weight)
+    quantized, scale = quantize_blockwise(weight, power_of_two=power_of_two)
     return [(name, quantized), (name + form.suffix, scale)]
 
 

@@ -26,6 +26,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
+    "RTX 4090": 165e12,
 }
 """Dense bf16 FLOPs a second by a part of the device's name; the first that fits counts."""
 

@@ -49,6 +49,7 @@ COMMANDS = (
     Command("check", "whether the files of a run are what was written", "megatron_retool.commands.check"),
     Command("config reference", "every setting: type, default, meaning", "megatron_retool.commands.config_reference"),
     Command("config from-verl", "verl's settings in our words", "megatron_retool.commands.config_from_verl"),
+    Command("view", "a step's groups, or a response with its tokens coloured", "megatron_retool.commands.view"),
     Command("diff", "runs side by side: settings that differ, figures", "megatron_retool.commands.diff"),
 )
 

@@ -55,10 +55,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Fp8Config:
-    recipe: str | None = choice(None, "delayed", "tensorwise", "blockwise", "mxfp8")
-    """How FP8 values are scaled; null: no FP8. Needs Transformer Engine and a GPU that has FP8."""
-    format: str = choice("hybrid", "e4m3")
-    """hybrid: e4m3 forwards, e5m2 for gradients. e4m3: for both."""
+    recipe: str | None = choice(None, "tensorwise", "blockwise", "mxfp8")
+    """How FP8 values are scaled: by tensor, in blocks of 128, in blocks of 32; null: no FP8. Needs Transformer Engine
+    and a GPU that has FP8."""
+    format: str | None = choice(None, "hybrid", "e4m3")
+    """hybrid: e4m3 forwards, e5m2 for gradients. e4m3: for both. null: Transformer Engine's own for the recipe, hybrid
+    for tensorwise and e4m3 for the others."""
     keep_first_last_bf16: bool = True
     """The first and the last layer stay in bfloat16."""
 

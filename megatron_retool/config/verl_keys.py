@@ -59,6 +59,11 @@ def routing_replay(word: Any) -> str | None:
     return {"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}.get(str(word))
 
 
+def fp8_recipe(word: Any) -> str | None:
+    """Megatron-Core's fp8_recipe in our words; None where there is none."""
+    return str(word) if str(word) in ("tensorwise", "blockwise", "mxfp8") else None
+
+
 def find(key: str) -> VerlKey | None:
     """The row of a key, else of the longest prefix that has one, else None.
 
@@ -263,7 +268,8 @@ TABLE: tuple[VerlKey, ...] = (
       for name in ("granularity", "method", "num_layers", "modules")),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8", ("learner.fp8.format",), "with learner.fp8.recipe",
         _same),
-    VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",), convert=_same),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",),
+        "without delayed, whose scales are not yet there when log-probs are computed", fp8_recipe),
     *(VerlKey(f"{ACTOR}.megatron.override_transformer_config.{name}", (f"learner.{name}",), "", _same)
       for name in ("gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
                    "cpu_offloading_num_layers")),

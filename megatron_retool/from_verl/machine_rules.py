@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_retool.config.verl_keys import ACTOR, MODEL, ROLLOUT
+from megatron_retool.config.verl_keys import ACTOR, MODEL, ROLLOUT, fp8_recipe
 from megatron_retool.from_verl.rules import Settings, VerlValues
 
 SANDBOX_TOOL, SEARCH_TOOL = "SandboxFusionTool", "SearchTool"
@@ -118,6 +118,17 @@ def _batches(values: VerlValues, data_parallel: int, context_parallel: int) -> S
     else:
         tokens = int(values.number(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)) * longest
     return {"learner.mini_batch_size": mini_batch, "learner.max_tokens_per_micro_batch": max(tokens, longest)}
+
+
+def fp8(values: VerlValues) -> Settings:
+    """The learner's FP8 recipe; Megatron-Core takes delayed scaling where none is named."""
+    options = f"{ACTOR}.megatron.override_transformer_config"
+    if values.get(f"{options}.fp8") and fp8_recipe(values.get(f"{options}.fp8_recipe", "delayed")) is None:
+        values.decide(
+            "delayed FP8 scaling has no counterpart (its scales are not yet there when log-probs are computed): set "
+            "learner.fp8.recipe to tensorwise, blockwise or mxfp8, or the learner computes without FP8"
+        )
+    return {}
 
 
 def optimizers(values: VerlValues) -> Settings:
@@ -259,4 +270,4 @@ def _tools(values: VerlValues, path: Any) -> Settings:
     return found
 
 
-MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, optimizers, engines, agent)
+MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, fp8, optimizers, engines, agent)

@@ -44,6 +44,7 @@ from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
+from megatron_retool.learner.transformer_engine import choose_block_scales, repair_experts
 
 
 def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
@@ -350,6 +351,8 @@ def build_model_chunks(
     model_class: Callable[..., PackedModel] = PolicyModel,
 ) -> list[PackedModel]:
     """This rank's part of the model: one chunk, or one for each virtual pipeline stage."""
+    if config.fp8_recipe == "blockwise":
+        choose_block_scales(acceleration.capability)
     stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size is not None:
         stages = list(range(config.virtual_pipeline_model_parallel_size))
@@ -367,5 +370,7 @@ def build_model_chunks(
         )
         if acceleration.cuda:
             chunk.cuda(torch.cuda.current_device())
-        chunks.append(chunk.to(config.params_dtype))
+        chunk = chunk.to(config.params_dtype)
+        repair_experts(chunk)
+        chunks.append(chunk)
     return chunks

@@ -20,18 +20,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """What a recipe needs (Transformer Engine and compute capability) and what its kernels want (token multiple)."""
+    """What a recipe needs (Transformer Engine and compute capability), what its kernels want (token multiple), and the
+    format that Transformer Engine gives it where none is asked for."""
 
     minimum_te: tuple[int, int]
     minimum_capability: tuple[int, int]
     token_multiple: int
+    format: str
 
 
+# Delayed scaling is left out: its scales start at 1 and move only while gradients are computed, so that the first
+# step's old log-probs and all of the reference's would be wrong; and Transformer Engine refuses to load its state.
 FP8_RECIPES = {
-    "delayed": Fp8Recipe((1, 7), (8, 9), 16),
-    "tensorwise": Fp8Recipe((2, 2), (8, 9), 16),
-    "blockwise": Fp8Recipe((2, 3), (9, 0), 128),
-    "mxfp8": Fp8Recipe((2, 1), (10, 0), 32),
+    "tensorwise": Fp8Recipe((2, 2), (8, 9), 16, "hybrid"),
+    "blockwise": Fp8Recipe((2, 3), (9, 0), 128, "e4m3"),
+    "mxfp8": Fp8Recipe((2, 1), (10, 0), 32, "e4m3"),
 }
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
@@ -121,11 +124,6 @@ def check_precision(
                 f"learner.fp8.recipe={recipe} needs compute capability {_dotted(needs.minimum_capability)} "
                 f"or later, {acceleration.gpu_name} has {_dotted(acceleration.capability)}"
             )
-        if recipe == "delayed" and learner.fp8.keep_first_last_bf16:
-            raise ConfigError(
-                "learner.fp8.recipe=delayed cannot keep the first and last layer in bf16: set "
-                "learner.fp8.keep_first_last_bf16=false, or use tensorwise or blockwise"
-            )
     if optimizer.cpu_offload and not (acceleration.cuda and acceleration.transformer_engine):
         raise ConfigError("learner.optimizer.cpu_offload=true needs CUDA and Transformer Engine: set it to false")
     if optimizer.cpu_offload and not learner.use_distributed_optimizer:
@@ -164,8 +162,6 @@ def _check_recompute(learner: LearnerConfig, architecture: Architecture, acceler
                 raise ConfigError(f"learner.recompute.modules: {module!r} is not one of {', '.join(RECOMPUTE_MODULES)}")
             if module in ("moe", "moe_act") and not architecture.is_moe:
                 raise ConfigError(f"learner.recompute.modules: {module} needs a mixture-of-experts model")
-            if module in ("moe_act", "layernorm") and learner.fp8.recipe == "delayed":
-                raise ConfigError(f"learner.recompute.modules: {module} does not work with learner.fp8.recipe=delayed")
             if module == "moe_act" and not acceleration.transformer_engine:
                 raise ConfigError("learner.recompute.modules: moe_act needs Transformer Engine's grouped experts")
     elif recompute.modules:
@@ -188,12 +184,10 @@ def transformer_options(learner: LearnerConfig, acceleration: Acceleration) -> d
     }
     if learner.fp8.recipe is not None:
         options |= {
-            "fp8": learner.fp8.format,
+            "fp8": learner.fp8.format or FP8_RECIPES[learner.fp8.recipe].format,
             "fp8_recipe": learner.fp8.recipe,
             "first_last_layers_bf16": learner.fp8.keep_first_last_bf16,
         }
-        if learner.fp8.recipe == "delayed":
-            options |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     recompute = learner.recompute
     if recompute.granularity == "full":
         options |= {

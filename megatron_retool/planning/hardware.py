@@ -94,6 +94,30 @@ ACCELERATORS: dict[str, Accelerator] = {
             source="NVIDIA Blackwell architecture technical brief (HGX B200); DGX B200 data sheet",
         ),
         Accelerator(
+            name="L4",
+            memory_bytes=22.0 * GIB,
+            bandwidth=300e9,
+            flops=PEAK_FLOPS["L4"],
+            fp8_flops=242e12,
+            intra_node_bandwidth=25e9,
+            inter_node_bandwidth=12.5e9,
+            host_bandwidth=25e9,
+            source="NVIDIA L4 Tensor Core GPU data sheet; PCIe 4.0 between cards, 100 Gb/s a card between hosts are "
+            "assumptions",
+        ),
+        Accelerator(
+            name="RTX4090",
+            memory_bytes=23.6 * GIB,
+            bandwidth=1.008e12,
+            flops=PEAK_FLOPS["RTX 4090"],
+            fp8_flops=330e12,
+            intra_node_bandwidth=20e9,
+            inter_node_bandwidth=12.5e9,
+            host_bandwidth=25e9,
+            source="NVIDIA Ada GPU architecture paper (GeForce RTX 4090); between cards through the host and 100 Gb/s "
+            "a card between hosts are assumptions",
+        ),
+        Accelerator(
             name="CPU",
             memory_bytes=8 * GIB,
             bandwidth=10e9,

@@ -13,7 +13,15 @@ import torch
 
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import Form, form_of, linear_names, quantize_named, quantized_names, round_to_blocks
+from conversion.model.block_fp8 import (
+    Form,
+    form_of,
+    has_power_of_two_scales,
+    linear_names,
+    quantize_named,
+    quantized_names,
+    round_to_blocks,
+)
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ModelConfig
 
@@ -25,7 +33,7 @@ class Fp8:
     """``rollout.engine.quantization=fp8``: weights named as in FP8 checkpoints of the family.
 
     A weight [out, in] becomes weight (float8_e4m3fn [out, in]) and weight_scale_inv or weight_scale (what to multiply
-    with, float32 [out/128, in/128]).
+    with, float32 [out/128, in/128]). The scales are of the kind that an FP8 learner on the same GPU computes with.
 
     Attributes:
         model: whose weights are sent.
@@ -49,7 +57,11 @@ class Fp8:
     def __call__(self, bucket: Bucket) -> Bucket:
         converted: Bucket = []
         for name, tensor in bucket:
-            converted += quantize_named(name, tensor, self._form) if name in self.names else [(name, tensor)]
+            if name in self.names:
+                power_of_two = has_power_of_two_scales(_capability(tensor.device))
+                converted += quantize_named(name, tensor, self._form, power_of_two=power_of_two)
+            else:
+                converted.append((name, tensor))
         return converted
 
 
@@ -111,6 +123,10 @@ def weight_conversion(config: Config) -> Callable[[Bucket], Bucket] | None:
     if sync.round_to is not None:
         return Rounding(config.model, sync.round_to, sync.round_group_size)
     return Fp8(config.model) if config.rollout.engine.quantization == "fp8" else None
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _weight_map(model: ModelConfig) -> WeightMap:

@@ -58,7 +58,7 @@ OVERRIDES = [
     ("learner.context_parallel_size=0", "learner.context_parallel_size=0 must be at least 1"),
     ("learner.expert_model_parallel_size=0", "learner.expert_model_parallel_size=0 must be at least 1"),
     ("learner.dtype=bf16", "learner.dtype=bf16 must be one of bfloat16, float32, float16"),
-    ("learner.fp8.recipe=int4", "learner.fp8.recipe=int4 must be one of null, delayed"),
+    ("learner.fp8.recipe=int4", "learner.fp8.recipe=int4 must be one of null, tensorwise"),
     ("rollout.train.temperature=0", "rollout.train.temperature=0.0", "greedy"),
     ("rollout.train.temperature=.nan", "rollout.train.temperature=nan must be"),
     ("rollout.train.top_p=1.5", "rollout.train.top_p=1.5 must be above 0, at most 1"),

@@ -87,8 +87,8 @@ def test_weight_sync_of_shipped_configurations_reaches_every_engine(path: Path) 
         # Colocated, two engines of four GPUs on each of two nodes: the rank on each engine's first GPU.
         ([], [0, 4, 8, 12]),
         # Side by side on one node: the first rank of that node.
-        (["cluster.placement=disaggregated", "cluster.nodes=1", "learner.world_size=4", "rollout.engine.count=1", "learner.pipeline_model_parallel_size=1",
-          "learner.expert_model_parallel_size=4"], [0]),
+        (["cluster.placement=disaggregated", "cluster.nodes=1", "learner.world_size=4", "rollout.engine.count=1",
+          "learner.pipeline_model_parallel_size=1", "learner.expert_model_parallel_size=4"], [0]),
         # Without GPUs: the first rank of the engine's node.
         (["cluster.gpus_per_node=0", "learner.world_size=4", "learner.expert_model_parallel_size=2",
           "learner.context_parallel_size=1", "rollout.engine.tensor_parallel_size=1"], [0, 0, 2, 2]),

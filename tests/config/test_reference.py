@@ -40,7 +40,7 @@ def test_rows_say_type_range_choices_and_default():
     assert rows["learner.optimizer.lr"].kind == "a number: above 0, at most 1"
     assert rows["trainer.total_steps"].kind == "a whole number, or null: at least 1"
     assert rows["trainer.resume_mode"].kind == "one of `auto`, `disable`, `resume_path`"
-    assert rows["learner.fp8.recipe"].kind.startswith("one of null, `delayed`")
+    assert rows["learner.fp8.recipe"].kind.startswith("one of null, `tensorwise`")
     assert rows["learner.optimizer.betas"].default == "[0.9, 0.95]"
     assert rows["sft.stages[].optimizer.schedule"].default == "constant"
     assert "loop" in rows["trainer.hang_action"].readers or "cluster" in rows["trainer.hang_action"].readers

@@ -116,7 +116,7 @@ def test_a_number_outside_its_range_names_key_value_and_range(override):
         ("trainer.loggers[0]=x", "a list is replaced as a whole: trainer.loggers=[…]"),
         ("trainer. seed=1", "'trainer. seed' is no key"),
         ("=1", "'' is no key"),
-        ("learner.fp8.recipe=mxfp4", "learner.fp8.recipe=mxfp4 must be one of null, delayed, tensorwise"),
+        ("learner.fp8.recipe=mxfp4", "learner.fp8.recipe=mxfp4 must be one of null, tensorwise, blockwise"),
         ("model.path='a\tb\x07'", "control character"),
         ("learner.optimizer.betas=[0.9]", "must be two numbers"),
         ("learner.optimizer.min_lr=0.1", "exceeds learner.optimizer.lr"),

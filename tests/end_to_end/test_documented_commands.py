@@ -99,7 +99,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in Path(sys.prefix).iterdir():
         if part.name != ".installed":
             (venv / part.name).symlink_to(part)
-    lists = ["requirements/cpu-torch.txt", "requirements/cpu.txt", "requirements/sglang_only.txt", "pyproject.toml"]
+    names = ("cpu-torch", "cpu", "sglang_only", "transformer_engine_only")
+    lists = [*(f"requirements/{name}.txt" for name in names), "pyproject.toml"]
     digest = subprocess.run(f"cat {' '.join(lists)} | sha256sum | cut -c1-16", shell=True, cwd=clone,
                             capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
     (venv / ".installed").write_text(f"cpu {digest} {clone}\n")

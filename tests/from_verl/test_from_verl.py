@@ -195,6 +195,15 @@ def test_the_replay_of_experts_in_our_words(part):
     assert list(translation.missing) == [f"{key}.record_file"]
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
+def test_fp8_with_delayed_scaling_is_left_to_the_reader(recipe):
+    options = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    translation = translate(Source({f"{options}.fp8": "e4m3"} | ({f"{options}.fp8_recipe": recipe} if recipe else {})))
+    ours = "blockwise" if recipe == "blockwise" else None
+    assert translation.settings.get("learner.fp8.recipe") == ours
+    assert any("delayed FP8 scaling" in text for text in translation.decisions) is (ours is None)
+
+
 def test_a_mini_batch_that_does_not_fit_is_made_to_fit_and_said():
     given = {"data.train_batch_size": 10, "actor_rollout_ref.rollout.n": 2, "trainer.n_gpus_per_node": 2,
              "actor_rollout_ref.actor.ppo_mini_batch_size": 3}  # fmt: skip

@@ -16,8 +16,18 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any, timeout: float = 400) -> Any:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    directory: Path,
+    *args: Any,
+    timeout: float = 400,
+    start_method: str | None = None,
+) -> Any:
     """Call ``function(*args)`` in ``world_size`` new processes set up as torchrun would; rank 0's answer.
+
+    Args:
+        start_method: multiprocessing's, where the usual one (see ``_context``) does not do.
 
     Raises:
         RuntimeError: with the traceback of a rank that failed.
@@ -26,7 +36,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *a
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = _context()
+    context = multiprocessing.get_context(start_method) if start_method else _context()
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, directory, args))
         for rank in range(world_size)

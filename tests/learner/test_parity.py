@@ -92,7 +92,7 @@ def _layout(world: int, family: str, name: str) -> Layout:
     return (EXPERTS if family == "qwen3_moe" else DENSE)[world][name]
 
 
-def _mini_batch() -> TrajectoryBatch:
+def mini_batch() -> TrajectoryBatch:
     batch = random_batch(LENGTHS)
     rng = np.random.default_rng(5)
     count = batch.num_response_tokens
@@ -107,11 +107,11 @@ def _mini_batch() -> TrajectoryBatch:
     )
 
 
-def _reference(family: str, directory: Path) -> None:
+def reference(family: str, directory: Path) -> None:
     """What transformers and torch.optim make of the same model and mini-batch."""
     model = hf_model(family)
     save_model(model, directory / family)
-    batch = _mini_batch()
+    batch = mini_batch()
     log_probs, entropy = hf_log_probs(model, batch, TEMPERATURE)
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
     mask = torch.from_numpy(batch.loss_mask)
@@ -177,7 +177,7 @@ def _replaying(config: Config) -> Config:
     return dataclasses.replace(config, learner=dataclasses.replace(config.learner, routing_replay="rollout"))
 
 
-def _compare(world: int, family: str, name: str, directory: Path) -> dict[str, float]:
+def compare(world: int, family: str, name: str, directory: Path) -> dict[str, float]:
     from megatron_retool.learner.learner import Learner
     from megatron_retool.learner.weights import gradients_by_hf_name
 
@@ -190,7 +190,7 @@ def _compare(world: int, family: str, name: str, directory: Path) -> dict[str, f
         hf_dir=directory / family,
         with_reference=moe,
     )
-    batch = _mini_batch()
+    batch = mini_batch()
     found: dict[str, float] = {}
     if moe:
         compared = forced_routing.compare(learner, batch, directory / "forced_routing.pt", TEMPERATURE)
@@ -230,7 +230,7 @@ def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
     for case_world, family, name in CASES:
         if case_world == world:
             try:
-                answers[family, name] = _compare(world, family, name, directory)
+                answers[family, name] = compare(world, family, name, directory)
             except Exception:
                 if world > 1:
                     raise
@@ -242,7 +242,7 @@ def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("parity")
     for family in FAMILIES:
-        _reference(family, directory)
+        reference(family, directory)
     return directory
 
 

@@ -22,7 +22,6 @@ CPU = Acceleration(cuda=False)
 H200 = Acceleration(True, (9, 0), "NVIDIA H200", "2.9.0", apex=True, fused_weight_gradient=True)
 B200 = replace(H200, capability=(10, 0), gpu_name="NVIDIA B200")
 A100 = replace(H200, capability=(8, 0), gpu_name="NVIDIA A100")
-RECOMPUTED_NORMS = RecomputeConfig("selective", modules=["layernorm"])
 BARE_H200 = replace(H200, transformer_engine=None, apex=False, fused_weight_gradient=False)
 
 
@@ -38,15 +37,13 @@ def _fp8(recipe: str, **settings: Any) -> LearnerConfig:
         (_fp8("blockwise"), {}, replace(H200, transformer_engine="2.2.0"), r"Engine 2.3 or later, found 2.2.0"),
         (_fp8("tensorwise"), {}, A100, r"capability 8.9 or later, NVIDIA A100 has 8.0"),
         (_fp8("mxfp8"), {}, H200, r"capability 10.0 or later, NVIDIA H200 has 9.0"),
-        (_fp8("e5m2"), {}, H200, r"'e5m2' is not one of delayed, tensorwise, blockwise, mxfp8"),
-        (_fp8("delayed"), {}, H200, r"delayed cannot keep the first and last layer in bf16"),
+        (_fp8("e5m2"), {}, H200, r"'e5m2' is not one of tensorwise, blockwise, mxfp8"),
+        (_fp8("delayed"), {}, H200, r"'delayed' is not one of tensorwise, blockwise, mxfp8"),
         (replace(_fp8("blockwise"), dtype="float32"), {}, H200, r"needs learner.dtype=bfloat16, not float32"),
         (LearnerConfig(dtype="float16"), {}, CPU, r"dtype=float16 needs CUDA"),
         (LearnerConfig(), {"cpu_offload": True}, CPU, r"cpu_offload=true needs CUDA and Transformer Engine"),
         (LearnerConfig(use_distributed_optimizer=False), {"cpu_offload": True}, H200, r"distributed_optimizer=true"),
         (LearnerConfig(recompute=RecomputeConfig(granularity="some")), {}, CPU, r"'some' is not one of full"),
-        (replace(_fp8("delayed", keep_first_last_bf16=False), recompute=RECOMPUTED_NORMS),
-         {}, H200, r"layernorm does not work with learner.fp8.recipe=delayed"),
         (LearnerConfig(recompute=RecomputeConfig(method="uniform")), {}, CPU, r"belong to .*granularity=full"),
         (LearnerConfig(recompute=RecomputeConfig(modules=["mlp"])), {}, CPU, r"needs .*granularity=selective"),
         (LearnerConfig(recompute=RecomputeConfig("full", num_layers=9)), {}, CPU, r"between 1 and the 8 layers"),
@@ -70,21 +67,21 @@ def test_sliding_window_has_no_context_parallelism_in_transformer_engine() -> No
 
 
 @pytest.mark.parametrize(
-    ("recipe", "machine", "settings", "multiple"),
+    ("recipe", "machine", "settings", "format", "multiple"),
     [
-        ("delayed", H200, {"keep_first_last_bf16": False}, 16),
-        ("tensorwise", H200, {}, 16),
-        ("blockwise", H200, {"format": "e4m3"}, 128),
-        ("mxfp8", B200, {"format": "e4m3"}, 32),
+        ("tensorwise", H200, {"keep_first_last_bf16": False}, "hybrid", 16),
+        ("blockwise", H200, {}, "e4m3", 128),
+        ("blockwise", H200, {"format": "hybrid"}, "hybrid", 128),
+        ("mxfp8", B200, {}, "e4m3", 32),
     ],
 )
 def test_fp8_recipes_become_megatron_options(
-    recipe: str, machine: Acceleration, settings: dict[str, Any], multiple: int
+    recipe: str, machine: Acceleration, settings: dict[str, Any], format: str, multiple: int
 ) -> None:
     learner = _fp8(recipe, **settings)
     check_precision(learner, OptimizerConfig(), DENSE, machine)
     options = transformer_options(learner, machine)
-    assert options["fp8"] == learner.fp8.format
+    assert options["fp8"] == format
     assert options["fp8_recipe"] == recipe
     assert options["first_last_layers_bf16"] == learner.fp8.keep_first_last_bf16
     assert options["bf16"] and options["params_dtype"] is torch.bfloat16

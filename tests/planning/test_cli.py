@@ -141,7 +141,7 @@ def test_unusable_measurements_are_refused(tmp_path: Path, content: str | None, 
     [
         ("H100", "not of the form H100x16"),
         ("H100x0", "not of the form"),
-        ("Z9x8", "Z9 is not one of A100, H100, H200, B200, CPU"),
+        ("Z9x8", "Z9 is not one of A100, H100, H200, B200, L4, RTX4090, CPU"),
         ("H100x12", "12 GPUs do not fill whole nodes of 8"),
     ],
 )

@@ -37,14 +37,38 @@ def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
     return plan_memory(config, plan.architecture, layout, plan.machines, plan.workload)
 
 
-@pytest.mark.parametrize(("file", "gpus"), [(DENSE, "H200x8"), (EXPERTS, "H100x16")])
-def test_the_recipes_fit_the_machines_they_are_for(file: str, gpus: str) -> None:
-    found = memory(planner(file, gpus))
-    assert found.problems == ()
-    assert found.fits
-    assert found.concurrent > 100
-    # States wait in host memory while the colocated engine works.
-    assert 50 * GIB < found.host_bytes_per_node < 800 * GIB
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [
+        ("qwen3_0.6b_1x24gb", ["RTX4090x1", "L4x1"]),
+        ("qwen3_1.7b_1x80gb", ["H100x1", "A100x1"]),
+        ("qwen3_14b_8x80gb", ["H100x8", "A100x8"]),
+        ("qwen3_30b_a3b_8x80gb", ["H100x8", "A100x8"]),
+        ("qwen2.5_32b_8xh200", ["H200x8"]),
+        ("qwen2.5_32b_2x8h100", ["H100x16"]),
+        ("qwen3_30b_a3b_2x8h100", ["H100x16"]),
+        ("qwen2.5_72b_16x8h100", ["H100x128"]),
+        ("qwen3_235b_a22b_16x8h100", ["H100x128"]),
+    ],
+)
+def test_the_recipes_fit_the_machines_they_are_for(name: str, machines: list[str]) -> None:
+    file = f"configs/retool_{name}.yaml"
+    plan_placement(load_config(file))
+    for gpus in machines:
+        plan = planner(file, gpus)
+        assert check_allocation(plan.config, plan.machines.nodes).gpus == plan.machines.count
+        found = memory(plan)
+        assert found.problems == () and found.fits
+        assert found.learner_needed < 0.92 * found.capacity  # what a plan cannot know has room
+        assert found.concurrent >= min(64, plan.config.rollout.max_concurrent_trajectories)
+        # States wait in host memory while the colocated engine works.
+        assert found.host_bytes_per_node < 800 * GIB
+
+
+def test_every_recipe_is_planned() -> None:
+    (parameters,) = test_the_recipes_fit_the_machines_they_are_for.pytestmark
+    planned = {f"retool_{name}.yaml" for name, _ in parameters.args[1]}
+    assert planned == {path.name for path in Path("configs").glob("retool_*.yaml")}
 
 
 def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit() -> None:

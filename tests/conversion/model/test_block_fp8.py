@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +15,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     blockwise_quantization_config,
     dequantize_blockwise,
+    has_power_of_two_scales,
     linear_names,
     quantize_blockwise,
     quantized_names,
@@ -52,6 +57,41 @@ def test_the_largest_element_of_a_block_is_kept_and_blocks_are_independent() -> 
 def test_zero_blocks_have_scale_one() -> None:
     quantized, scale = quantize_blockwise(torch.zeros(3, 3))
     assert scale.tolist() == [[1.0]] and quantized.float().eq(0).all()
+
+
+def test_scales_that_are_powers_of_two() -> None:
+    weight = torch.randn(256, 384) * torch.rand(256, 384) ** 4
+    weight[:128, :128] = 0
+    quantized, scale = quantize_blockwise(weight, power_of_two=True)
+    assert (torch.frexp(scale).mantissa == 0.5).all() and scale[0, 0] == 1
+    exact = quantize_blockwise(weight)[1]
+    assert (scale >= exact).all() and (scale[exact < 1] < 2 * exact[exact < 1]).all()
+    # An engine that makes such scales of its own from these weights changes no number.
+    back = dequantize_blockwise(quantized, scale)
+    assert torch.equal(dequantize_blockwise(*quantize_blockwise(back, power_of_two=True)), back)
+    assert (back - weight).abs().max() <= weight.abs().max() * 2**-4
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [(None, False), ((8, 9), False), ((9, 0), False), ((10, 0), True), ((12, 0), True)]
+)
+def test_blackwells_kernels_take_powers_of_two(capability: tuple[int, int] | None, expected: bool) -> None:
+    assert has_power_of_two_scales(capability) is expected
+
+
+def test_sglang_makes_powers_of_two_for_the_same_gpus() -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None and found.submodule_search_locations
+    layers = Path(found.submodule_search_locations[0]) / "srt" / "layers"
+    tree = ast.parse((layers / "deep_gemm_wrapper" / "configurer.py").read_text())
+    (rule,) = (
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DEEPGEMM_SCALE_UE8M0"
+    )
+    # 10.x and 12.x, and not Hopper's 9.0.
+    assert rule == "ENABLE_JIT_DEEPGEMM and (get_platform().is_sm100 or get_device_sm() in (120, 121))"
+    assert "sf = ceil_to_ue8m0(x_amax / 448.0)" in (layers / "quantization" / "fp8_utils.py").read_text()
 
 
 def test_rounding_keeps_the_dtype_and_is_what_an_fp8_engine_computes_with() -> None:

@@ -247,7 +247,7 @@ def test_stop_ends_the_whole_tree(model_directory, tmp_path):
     grandchild = read_pid(marker)
     began = time.monotonic()
     engine.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert gone(grandchild, 1.0)
     engine.stop()
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from megatron_retool.config import ModelConfig, load_config
-from sglang_rollout.weight_sync import distributed
+from sglang_rollout.weight_sync import distributed, quantization
 from sglang_rollout.weight_sync.base import is_local
 from sglang_rollout.weight_sync.disk import DiskWeightSync
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
@@ -130,14 +130,14 @@ def test_a_refusal_names_the_engine_and_lets_all_go_on(engines):
 
 
 def test_a_silent_engine_is_a_named_timeout(engines):
-    good, silent = engines(), engines(faults={"/flush_cache": 3.0})
+    good, silent = engines(), engines(faults={"/flush_cache": 20.0})
     began = time.monotonic()
     with (
-        tensor_sync(good, silent, timeout_seconds=0.5) as sync,
-        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 0"),
+        tensor_sync(good, silent, timeout_seconds=2) as sync,
+        pytest.raises(WeightSyncError, match=f"{silent.url}: no answer in 2"),
     ):
         sync.push(BUCKETS, 1)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 15
 
 
 def test_an_engine_that_keeps_its_old_version_is_found(engines):
@@ -216,6 +216,15 @@ def test_blocks_are_quantised_where_an_fp8_checkpoint_has_them(tmp_path):
     assert quantized[f"{layer}.self_attn.q_proj.weight_scale_inv"].shape == (2, 2)
     assert len(quantized) == 5
     assert quantized[f"{layer}.mlp.up_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("capability", "scale"), [((9, 0), 3 / 448), ((10, 0), 2**-7)])
+def test_block_scales_are_of_the_gpus_kind(tmp_path, monkeypatch, capability, scale):
+    Qwen2Config(hidden_size=128, num_attention_heads=1, num_key_value_heads=1, head_dim=128).save_pretrained(tmp_path)
+    monkeypatch.setattr(quantization, "_capability", lambda device: capability)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    sent = dict(Fp8(ModelConfig(path=str(tmp_path)))([(name, torch.full((128, 128), 3.0))]))
+    assert sent[f"{name}_scale_inv"].item() == pytest.approx(scale, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,10 @@ def test_overload_is_answered_quickly_and_the_client_tries_again() -> None:
             answers = await asyncio.gather(*(post() for _ in range(8)))
         busy = [answer for answer in answers if answer[0] == 503]
         assert len(busy) == 6, "one runs and one waits"
+        first_run = min(seconds for status, _, seconds in answers if status == 200)
         for _, answer, seconds in busy:
             assert (answer["outcome"], answer["status"], answer["run_result"]) == ("busy", "SandboxError", None)
-            assert seconds < 1
+            assert seconds < first_run
         async with CodeInterpreterClient(url) as client:
             results = await asyncio.gather(*(client.run_code(f"print({i})") for i in range(20)))
         assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]

@@ -1,0 +1,1 @@
+"""What the model did, token by token, out of a run's parquet files."""

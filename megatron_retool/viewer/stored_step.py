@@ -1,0 +1,79 @@
+"""A step of a run on disk: its responses, and what the learner computed of those it trained on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.parquet_files import read_parquet
+from megatron_retool.runs.metrics_file import check_run_directory
+from megatron_retool.trajectory import Trajectory, read_trajectories
+
+Estimates = Mapping[str, npt.NDArray[np.float32]]
+_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class ViewedStep:
+    """
+    Attributes:
+        trajectories: in the order of the file, without routed experts.
+        prompts: the prompt of each as text; "" where the file has none.
+        estimates: columns [R] by (group_id, index), of the responses that were trained on.
+    """
+
+    number: int
+    trajectories: list[Trajectory]
+    prompts: list[str]
+    estimates: Mapping[tuple[int, int], Estimates]
+
+    def find(self, group_id: int, index: int) -> int:
+        """Row of a response.
+
+        Raises:
+            ValueError: the step has none such; the message says which it has.
+        """
+        rows = {(t.group_id, t.index): row for row, t in enumerate(self.trajectories)}
+        if (group_id, index) in rows:
+            return rows[group_id, index]
+        responses = sorted(index for group, index in rows if group == group_id)
+        if responses:
+            raise ValueError(f"--index {index}: group {group_id} of step {self.number} has responses {responses}")
+        groups = list(dict.fromkeys(group for group, _ in rows))
+        raise ValueError(f"--group {group_id}: step {self.number} has groups {', '.join(map(str, groups))}")
+
+
+def stored_steps(run_dir: Path) -> list[int]:
+    """Numbers of the steps whose responses are on disk, ascending."""
+    found = (_STEP_FILE.fullmatch(path.name) for path in (run_dir / "rollouts").glob("step_*.parquet"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def load_step(run_dir: Path, number: int | None = None) -> ViewedStep:
+    """Step ``number``, or the newest.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has not stored the step.
+        UnreadableFile: a file is damaged.
+    """
+    check_run_directory(run_dir)
+    steps = stored_steps(run_dir)
+    if not steps:
+        raise FileNotFoundError(f"{run_dir / 'rollouts'} has no step_N.parquet: the run has not finished a step yet")
+    if number is not None and number not in steps:
+        raise FileNotFoundError(
+            f"{run_dir / 'rollouts'} has no step_{number:06d}.parquet: --step can be one of {steps[0]} to {steps[-1]}"
+        )
+    number = steps[-1] if number is None else number
+    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
+    trajectories = read_trajectories(path, routed_experts=False)
+    texts = read_parquet(path, [], ["prompt"])
+    prompts = texts["prompt"].to_pylist() if "prompt" in texts.column_names else [""] * len(trajectories)
+    learner = path.with_suffix(".learner.parquet")
+    return ViewedStep(number, trajectories, prompts, read_estimates(learner) if learner.is_file() else {})

@@ -1,0 +1,31 @@
+"""The text of each token, so that all of them together are the text of the response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_LONGEST_CHARACTER = 4
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """A text for each of ``ids``.
+
+    A character may be spread over several tokens: then the last of them has it and the others have "". Tokens are
+    decoded after the one before them, since some tokenizers drop a space at the beginning of a text.
+    """
+    texts: list[str] = []
+    start = 0
+    while start < len(ids):
+        before = list(ids[max(0, start - 1) : start])
+        known = len(decode(before)) if before else 0
+        for end in range(start + 1, min(start + _LONGEST_CHARACTER, len(ids)) + 1):
+            text = decode([*before, *ids[start:end]])[known:]
+            if not text.endswith(_BROKEN):
+                break
+        else:
+            # No character: the tokens are bytes that are none, and each is its own mark.
+            end, text = start + 1, decode([*before, ids[start]])[known:]
+        texts += [""] * (end - start - 1) + [text]
+        start = end
+    return texts

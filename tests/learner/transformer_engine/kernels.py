@@ -1,0 +1,239 @@
+"""Transformer Engine without its compiled extension: modules are built and wired as on a GPU, and torch computes.
+
+What is real: Transformer Engine's Python (modules, parameters, recipes, extra states) and Megatron-Core's spec of it.
+What is not: everything that ``transformer_engine_torch`` holds. Its names exist and raise when they are called; the
+forwards that the learner reaches are torch's here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+VERSION = "2.20.2"
+FOLDER = Path(sys.prefix) / "transformer_engine_only"
+"""Where scripts/setup.sh puts requirements/transformer_engine_only.txt on hosts without a GPU."""
+
+_kernel_numbers: dict[str, int] = {}
+
+
+class KernelMissing(RuntimeError):
+    """A kernel of the extension was called."""
+
+
+class _Kernel:
+    """A function or an enum's member of the extension: can be named, compared and counted, not called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise KernelMissing(f"transformer_engine_torch.{self._name} needs a GPU")
+
+    def __getattr__(self, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Kernel(f"{self._name}.{name}")
+
+    def __int__(self) -> int:
+        return _kernel_numbers.setdefault(self._name, len(_kernel_numbers))
+
+    __index__ = __int__
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kernel) and other._name == self._name
+
+
+class _Class(type):
+    """A class or an enum of the extension."""
+
+    seen: dict[str, set[str]] = {}
+
+    @property
+    def __members__(cls) -> dict[str, Any]:
+        return dict.fromkeys(_Class.seen.get(cls.__name__, ()))
+
+    def __getattr__(cls, name: str) -> _Kernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _Class.seen.setdefault(cls.__name__, set()).add(name)
+        return _Kernel(f"{cls.__name__}.{name}")
+
+
+_TensorsForwards = IntEnum(
+    "FP8FwdTensors", [f"GEMM{gemm}_{name}" for gemm in (1, 2, 3) for name in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+)
+_TensorsBackwards = IntEnum(
+    "FP8BwdTensors", [f"GRAD_{name}{gemm}" for gemm in (1, 2, 3) for name in ("OUTPUT", "INPUT")], start=0
+)
+"""Of these the numbers matter: they are places in a module's lists of quantisers."""
+
+
+class _Extension(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if not name[0].isupper():
+            return _Kernel(name)
+        return self.__dict__.setdefault(name, _Class(name, (), {}))
+
+
+def install(folder: Path) -> None:
+    """Make Transformer Engine importable in this process, from ``folder``; before Megatron-Core is imported."""
+    sys.path.insert(0, str(folder))
+    # Without it Transformer Engine refuses to be imported where its core library is not installed.
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"
+    extension = _Extension("transformer_engine_torch")
+    extension.__spec__ = None
+    extension.FP8FwdTensors = _TensorsForwards
+    extension.FP8BwdTensors = _TensorsBackwards
+    sys.modules["transformer_engine_torch"] = extension
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the extension, and about what Megatron-Core takes in place of kernels
+        import transformer_engine.common
+
+        transformer_engine.common.load_framework_extension = lambda framework: None
+        import transformer_engine.pytorch
+
+        # Megatron-Core takes its other choice, torch's Adam.
+        sys.modules["transformer_engine.pytorch.optimizers"] = None
+        import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
+    _compute_with_torch(transformer_engine.pytorch)
+    _build_as_on_a_gpu()
+
+
+@contextlib.contextmanager
+def as_if_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """torch says that there is a GPU, which Transformer Engine's constructors and recipes ask it first."""
+    properties = types.SimpleNamespace(
+        major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=132, total_memory=141 << 30
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: properties,
+    }
+    before, release = {name: getattr(torch.cuda, name) for name in answers}, torch.version.cuda
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.version.cuda = "13.0"
+    try:
+        yield
+    finally:
+        torch.version.cuda = release
+        for name, original in before.items():
+            setattr(torch.cuda, name, original)
+
+
+def _build_as_on_a_gpu() -> None:
+    """The learner finds Transformer Engine on this host, and builds its models as on a GPU."""
+    from megatron_retool.learner import model, precision
+
+    found = precision.Acceleration(cuda=False, transformer_engine=VERSION)
+    precision.Acceleration.detect = classmethod(lambda cls: found)
+    build = model.PackedModel.__init__
+
+    def build_as_if_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        with as_if_gpu():
+            build(self, *args, **kwargs)
+
+    model.PackedModel.__init__ = build_as_if_gpu
+
+
+def _compute_with_torch(te: Any) -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    te.RMSNorm.forward = lambda self, x, *_, **__: F.rms_norm(x, x.shape[-1:], self.weight, _epsilon(self))
+    te.Linear.forward = lambda self, x, is_first_microbatch=None: _linear(self, x)
+    te.LayerNormLinear.forward = _norm_and_linear
+    te.GroupedLinear.forward = _grouped_linear
+    te.DotProductAttention.forward = _attention
+    rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
+
+
+def _epsilon(module: Any) -> float:
+    return float(module.eps)
+
+
+def _linear(module: Any, x: Tensor) -> Any:
+    """Column or row parallel, with the collectives that Transformer Engine does inside the kernel's call."""
+    from megatron.core.tensor_parallel import mappings
+
+    parallel = module.tp_size > 1
+    if parallel and module.parallel_mode == "column":
+        if module.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(x, group=module.tp_group)
+        else:
+            x = mappings.copy_to_tensor_model_parallel_region(x, group=module.tp_group)
+    bias = getattr(module, "bias", None)
+    bias = bias if bias is not None and bias.numel() else None
+    y = F.linear(x, module.weight, None if module.te_return_bias else bias)
+    if parallel and module.parallel_mode == "row":
+        if module.sequence_parallel:
+            y = mappings.reduce_scatter_to_sequence_parallel_region(y, group=module.tp_group)
+        else:
+            y = mappings.reduce_from_tensor_model_parallel_region(y, group=module.tp_group)
+    return (y, bias) if module.te_return_bias else y
+
+
+def _norm_and_linear(self: Any, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    return _linear(self, F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, _epsilon(self)))
+
+
+def _grouped_linear(self: Any, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
+    parts = torch.split(x, [int(rows) for rows in m_splits])
+    return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
+
+
+def _attention(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    qkv_format: str,
+    attn_mask_type: str,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Packed sequences one at a time: [t, heads, dim] -> [t, heads * dim]."""
+    assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and attention_mask is None
+    assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+    window = (self.window_size or (-1, 0))[0]
+    outputs = []
+    bounds = cu_seqlens_q.tolist()
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        mask = behind >= 0
+        if window >= 0:
+            mask &= behind <= window
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        outputs.append(out.transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
+
+
+def _rotate_packed(x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """[t, heads, dim] with the angles [longest, 1, 1, dim] of each token's place in its sequence."""
+    assert cp_size == 1
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    angles = torch.cat([frequencies[:length, 0] for length in lengths])
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
