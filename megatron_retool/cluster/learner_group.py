@@ -261,6 +261,9 @@ class LearnerGroup:
         self.nodes: list[str] = []
         threads = str(config.learner.threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        if placement.gpus(role, 0):
+            # A rank sees one GPU alone and could not tell how many others share its node's cores.
+            environment["LOCAL_WORLD_SIZE"] = str(min(placement.gpus_per_node, config.learner.world_size))
         remote = ray.remote(LearnerWorker)
         self.workers: list[Any] = [
             remote.options(

@@ -29,6 +29,15 @@ class OptimizerConfig:
     """Optimizer steps over which the learning rate rises to lr."""
     cpu_offload: bool = False
     """Keep the optimizer's state in the host's memory; needs Transformer Engine."""
+    use_precision_aware_optimizer: bool = False
+    """Let Transformer Engine's Adam hold the state in the dtypes below. Of float32 main parameters it then keeps the 16
+    bits alone that bfloat16 weights lack: 2 bytes a parameter less, and the same numbers. Off: untested on a GPU."""
+    main_params_dtype: str = choice("float32", "float16")
+    """Of the main parameters, with use_precision_aware_optimizer."""
+    exp_avg_dtype: str = choice("float32", "bfloat16", "float16")
+    """Of AdamW's mean, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: str = choice("float32", "bfloat16", "float16")
+    """Of AdamW's variance, with use_precision_aware_optimizer."""
 
     def check(self, key: str) -> None:
         """Raise ConfigError where settings of this section, which ``key`` names, contradict each other."""
@@ -36,6 +45,12 @@ class OptimizerConfig:
             raise ConfigError(f"{key}.betas={self.betas} must be two numbers, such as [0.9, 0.95]")
         if self.min_lr > self.lr:
             raise ConfigError(f"{key}.min_lr={self.min_lr} exceeds {key}.lr={self.lr}, to which it belongs as its end")
+        aware = f"{key}.use_precision_aware_optimizer"
+        if self.use_precision_aware_optimizer and self.cpu_offload:
+            raise ConfigError(f"{aware}=true is for state on the GPU: set {key}.cpu_offload=false")
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "float32" and not self.use_precision_aware_optimizer:
+                raise ConfigError(f"{key}.{name}={getattr(self, name)} needs {aware}=true")
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,30 @@ class LearnerConfig:
     """TP of the experts; null: as for everything else."""
     use_distributed_optimizer: bool = True
     """Data parallel ranks share the optimizer's state in place of holding all of it each."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data parallel ranks bucket by bucket during the last micro-batch's backward pass, in place of
+    all at once after it. For data parallel sizes above 1, most of all across nodes. Off: one sum in a fixed order."""
+    overlap_param_gather: bool = False
+    """Gather the weights that data parallel ranks have updated bucket by bucket in the next forward pass, in place of
+    all at once after the optimizer's step. Needs overlap_grad_reduce and use_distributed_optimizer."""
+    gradient_bucket_size: int | None = at_least_one(None)
+    """Parameters in a bucket of the two overlaps; null: the larger of 40 million and 1 million a data parallel rank."""
+    overlap_p2p_comm: bool = False
+    """Pipeline stages exchange activations and gradients of one chunk while they compute another; needs virtual
+    stages. Off: all messages of a step of the schedule in one batch, which is what was tested most."""
+    gradient_accumulation_fusion: bool = True
+    """Matrix products add weight gradients to the float32 ones themselves, where the layers are Transformer Engine's
+    or Apex is there. Off, or elsewhere: each is rounded to dtype first, once a micro-batch, in memory of its own."""
+    moe_token_dispatcher_type: str = choice("alltoall", "flex")
+    """How tokens reach the ranks of their experts. flex: by DeepEP's kernels (package deep_ep), for experts spread over
+    nodes; needs bfloat16. alltoall: by torch.distributed, which works everywhere."""
+    moe_permute_fusion: bool = False
+    """Sort tokens by expert in Transformer Engine's kernels, in place of several of torch's."""
+    moe_router_fusion: bool = False
+    """Choose experts in Transformer Engine's kernel. It takes no choice from elsewhere: needs routing_replay=none."""
+    cpu_offloading_num_layers: int = not_negative(0, maximum=10_000)
+    """Layers whose activations wait for the backward pass in the host's memory: for links to the host that are faster
+    than computing again. Needs Transformer Engine, one pipeline stage and no recompute."""
     mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
     max_tokens_per_micro_batch: int = at_least_one(32768)
@@ -118,7 +157,7 @@ class LearnerConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model."""
     threads: int = at_least_one(1, maximum=1024)
-    """CPU threads of each learner process on a host without CUDA."""
+    """CPU threads of each learner process on a host without CUDA. With GPUs a node's ranks share its cores."""
 
     def check(self) -> None:
         """Raise ConfigError where the sizes of the parallel layout do not fit one another."""
@@ -130,6 +169,51 @@ class LearnerConfig:
             )
         for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
             optimizer.check(f"learner.{key}")
+            if optimizer.use_precision_aware_optimizer:
+                self._check_precision_aware(f"learner.{key}.use_precision_aware_optimizer")
+        self._check_overlap()
+        self._check_kernels()
+
+    def _check_overlap(self) -> None:
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ConfigError(
+                "learner.overlap_param_gather=true needs learner.use_distributed_optimizer=true: without it no rank "
+                "gathers weights"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ConfigError("learner.overlap_param_gather=true needs learner.overlap_grad_reduce=true")
+        if self.gradient_bucket_size is not None and not self.overlap_grad_reduce:
+            raise ConfigError(
+                "learner.gradient_bucket_size belongs to learner.overlap_grad_reduce=true: without overlap everything "
+                "is summed at once"
+            )
+        if self.overlap_p2p_comm and self.virtual_pipeline_model_parallel_size is None:
+            raise ConfigError(
+                "learner.overlap_p2p_comm=true needs learner.virtual_pipeline_model_parallel_size: only the "
+                "interleaved schedule has other chunks to compute while one is under way"
+            )
+
+    def _check_kernels(self) -> None:
+        if self.moe_router_fusion and self.routing_replay != "none":
+            raise ConfigError(
+                f"learner.routing_replay={self.routing_replay} does not go with learner.moe_router_fusion=true, whose "
+                "kernel chooses experts itself: set the one to none or the other to false"
+            )
+        if self.moe_token_dispatcher_type == "flex" and self.dtype != "bfloat16":
+            raise ConfigError(f"learner.moe_token_dispatcher_type=flex needs learner.dtype=bfloat16, not {self.dtype}")
+        if not self.cpu_offloading_num_layers:
+            return
+        key = f"learner.cpu_offloading_num_layers={self.cpu_offloading_num_layers}"
+        if self.pipeline_model_parallel_size > 1:
+            raise ConfigError(f"{key} needs learner.pipeline_model_parallel_size=1: set it to 0, or use recompute")
+        if self.recompute.granularity is not None:
+            raise ConfigError(f"{key} does not go with learner.recompute.granularity: use one of them")
+
+    def _check_precision_aware(self, key: str) -> None:
+        if not self.use_distributed_optimizer:
+            raise ConfigError(f"{key}=true needs learner.use_distributed_optimizer=true")
+        if self.dtype == "float32":
+            raise ConfigError(f"{key}=true needs learner.dtype=bfloat16: float32 weights have no main parameters")
 
     def layout(self, architecture: Architecture | None = None) -> ParallelLayout:
         """The parallel layout, of ``architecture`` where it is given.

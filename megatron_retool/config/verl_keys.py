@@ -49,6 +49,11 @@ def kl_estimator(word: Any) -> str | None:
     return names.get(str(word).removesuffix("+"))
 
 
+def token_dispatcher(word: Any) -> str | None:
+    """verl's moe_token_dispatcher_type in our words; None where there is none."""
+    return str(word) if word in ("alltoall", "flex") else None
+
+
 def routing_replay(word: Any) -> str | None:
     """verl's router_replay.mode in our words; None where there is none."""
     return {"disabled": "none", "R2": "old_log_probs", "R3": "rollout"}.get(str(word))
@@ -265,6 +270,15 @@ TABLE: tuple[VerlKey, ...] = (
         _same),
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.fp8_recipe", ("learner.fp8.recipe",),
         "without delayed, whose scales are not yet there when log-probs are computed", fp8_recipe),
+    *(VerlKey(f"{ACTOR}.megatron.override_transformer_config.{name}", (f"learner.{name}",), "", _same)
+      for name in ("gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
+                   "cpu_offloading_num_layers")),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type",
+            ("learner.moe_token_dispatcher_type",), "packed sequences have no allgather; flex is DeepEP's",
+            token_dispatcher),
+    *(VerlKey(f"{ACTOR}.megatron.override_ddp_config.{name}", (f"learner.{name}",), "", _same)
+      for name in ("overlap_grad_reduce", "overlap_param_gather")),
+    VerlKey(f"{ACTOR}.megatron.override_ddp_config.bucket_size", ("learner.gradient_bucket_size",), "", _same),
     *_rows(f"{ACTOR}.megatron", "override_transformer_config.* override_mcore_model_config.* override_ddp_config.*",
            "Megatron-Core's own settings follow the model and the layout"),
     *_rows(ACTOR, "fsdp_config.*", "FSDP's settings; the learner is Megatron-Core"),

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from conversion.files.directory import local_directory
@@ -28,7 +27,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, value_loss
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
-from megatron_retool.learner import cpu, parallel
+from megatron_retool.learner import cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import make_deterministic
 from megatron_retool.learner.model import (
     CriticModel,
@@ -40,6 +39,7 @@ from megatron_retool.learner.model import (
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
 from megatron_retool.learner.packing import MicroBatch, Packer
+from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.pipeline import (
     forward,
     forward_backward,
@@ -123,12 +123,12 @@ class Learner:
         self.device = parallel.resolve_device(config.learner.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(config.learner.threads)
+        parallel.use_host_threads(self.device, config.learner.threads)
         if config.trainer.deterministic:
             make_deterministic()
         self.acceleration = Acceleration.detect()
         check_precision(config.learner, optimizer, architecture, self.acceleration)
+        check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
         parallel.initialize(self.layout, self.device, config.trainer.seed)
         if torch.distributed.get_rank() == 0:
             logger.info("learner: %s", self.acceleration.describe())
@@ -145,21 +145,11 @@ class Learner:
                 reference.requires_grad_(False).eval()
                 for frozen, parameter in zip(reference.parameters(), chunk.parameters(), strict=True):
                     frozen.data.copy_(parameter.data)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=config.learner.use_distributed_optimizer,
-            grad_reduce_in_fp32=True,
-            # Gradients of the whole mini-batch are summed in one go at its end; the head adds to its main gradient
-            # without passing through autograd's hooks, which overlapping would wait for.
-            overlap_grad_reduce=False,
-        )
         self.routing_replay: RoutingReplay | None = None
         if role == "actor" and config.learner.routing_replay != "none":
             models = [*chunks, *(self.reference_chunks or ())]
             self.routing_replay = RoutingReplay(config, architecture, self.transformer_config, models, self.device)
-        self.model_chunks: Sequence[Any] = [
-            DistributedDataParallel(self.transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
+        self.model_chunks: Sequence[Any] = data_parallel.wrap(self.transformer_config, config.learner, chunks)
         no_sync = [chunk.no_sync for chunk in self.model_chunks]
         self.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.transformer_config.finalize_model_grads_func = self._timed_gradient_sum()
@@ -423,7 +413,8 @@ class Learner:
         @functools.wraps(sum_gradients)
         def timed(*args: Any, **kwargs: Any) -> None:
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
+                # Not the whole device: sums that overlap wait for the slowest rank on streams of their own.
+                torch.cuda.current_stream().synchronize()
             self.own_seconds = time.perf_counter() - self._update_start
             sum_gradients(*args, **kwargs)
 
@@ -451,12 +442,14 @@ class Learner:
         self, bucket_bytes: int = 512 * 2**20, receivers: Sequence[int] = (0,)
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator."""
+        data_parallel.finish_gathering(self.model_chunks)
         return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes, receivers)
 
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""
         if self.device.type == "cuda":
             self.finish_save()
+            data_parallel.finish_gathering(self.model_chunks)
             self._offload.offload(*parts)
 
     def reload(self, *parts: str) -> None:
@@ -477,6 +470,7 @@ class Learner:
         from megatron_retool.learner.checkpoint.save import save_checkpoint
 
         self.finish_save()
+        data_parallel.finish_gathering(self.model_chunks)
         self._pending_save = save_checkpoint(self, directory, asynchronous=asynchronous, weights_only=weights_only)
         if not asynchronous:
             self.finish_save()
@@ -495,6 +489,7 @@ class Learner:
         """Continue from ``save``'s directory, written in any layout; see ``checkpoint.load``."""
         from megatron_retool.learner.checkpoint.load import load_checkpoint
 
+        data_parallel.finish_gathering(self.model_chunks)
         load_checkpoint(self, directory)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ the filters remove have x = -inf, and everything above holds for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ def log_probs_and_entropy(
     chunk_tokens: int = 1024,
     fp32_head: bool = False,
     main_grad: Tensor | None = None,
+    on_main_grad: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log pi(target) and the entropy of the next-token distribution, both differentiable.
 
@@ -85,6 +86,7 @@ def log_probs_and_entropy(
         fp32_head: multiply in fp32 whatever the dtype of ``hidden`` and ``weight``.
         main_grad: where given, the weight's gradient is added to this fp32 buffer (Megatron's main gradient) and not
             returned through autograd, which would hold a second tensor of the weight's size.
+        on_main_grad: called in every backward pass when that is done, since no hook of autograd tells.
 
     Returns:
         log_probs, entropy: float32 [n].
@@ -101,8 +103,10 @@ def log_probs_and_entropy(
         chunk_tokens=chunk_tokens,
         dtype=torch.float32 if fp32_head else hidden.dtype,
         main_grad=main_grad,
+        on_main_grad=on_main_grad,
     )
-    return _ChunkedHead.apply(hidden, weight, targets, settings)
+    # A weight that autograd knew and got no gradient for would run its hooks without one.
+    return _ChunkedHead.apply(hidden, weight if main_grad is None else weight.detach(), targets, settings)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class _Settings:
     chunk_tokens: int
     dtype: torch.dtype
     main_grad: Tensor | None
+    on_main_grad: Callable[[], None] | None
 
     def chunks(self, rows: int) -> Iterator[slice]:
         for start in range(0, rows, self.chunk_tokens):
@@ -194,7 +199,8 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         hidden, weight, local, owned, log_z, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden = ctx.needs_input_grad[0]
+        needs_weight = ctx.needs_input_grad[1] or settings.main_grad is not None
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         head = weight.to(settings.dtype)
@@ -231,4 +237,6 @@ class _ChunkedHead(torch.autograd.Function):
                     grad_weight.add_(torch.mm(grad_logits.t(), inputs))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype) if settings.main_grad is None else None
+        if settings.on_main_grad is not None:
+            settings.on_main_grad()
         return grad_hidden, grad_weight, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Parameter
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
@@ -39,6 +41,7 @@ from megatron_retool.learner.attention import (
 )
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
 from megatron_retool.learner.packing import MicroBatch
+from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.transformer_engine import choose_block_scales, repair_experts
@@ -103,15 +106,11 @@ def build_transformer_config(
         "expert_tensor_parallel_size": layout.expert_tensor if architecture.is_moe else None,
         # Packed micro-batches differ in length, so stages tell each other the shape first.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         "cuda_graph_scope": [],
         # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
-        "batch_p2p_comm": True,
-        "batch_p2p_sync": acceleration.cuda,
         # On gloo, sends may still be reading an output that Megatron would free: silently wrong numbers.
         "deallocate_pipeline_outputs": acceleration.cuda,
-        "overlap_p2p_comm": False,
         "deterministic_mode": deterministic,
     }
     if architecture.sliding_window is not None:
@@ -128,7 +127,9 @@ def build_transformer_config(
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": acceleration.transformer_engine is not None,
         }
-    return TransformerConfig(**options, **transformer_options(learner, acceleration))
+    options |= transformer_options(learner, acceleration)
+    options |= layer_options(learner, acceleration) | pipeline_options(learner, acceleration)
+    return TransformerConfig(**options)
 
 
 def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None) -> Any:
@@ -159,6 +160,21 @@ def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: 
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
+@contextlib.contextmanager
+def unfused_output_layer() -> Iterator[None]:
+    """Let Megatron build its output layer beside Transformer Engine's layers that fuse weight gradients.
+
+    The layers do that themselves. The output layer, the one native linear layer of such a model, would need Apex and is
+    refused without it; but nothing ever calls its forward (``log_probs.py``).
+    """
+    available = tensor_parallel_layers._grad_accum_fusion_available
+    tensor_parallel_layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        tensor_parallel_layers._grad_accum_fusion_available = available
+
+
 class PackedModel(GPTModel):
     """A GPTModel that reads packed micro-batches; ``_head`` of a subclass turns the last hidden states into output."""
 
@@ -173,25 +189,31 @@ class PackedModel(GPTModel):
         vp_stage: int | None,
         tied: bool,
     ) -> None:
-        super().__init__(
-            config,
-            layer_spec(config, acceleration, vp_stage),
-            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=architecture.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
-            vp_stage=vp_stage,
-        )
+        uses_engine = acceleration.transformer_engine is not None
+        with unfused_output_layer() if uses_engine else contextlib.nullcontext():
+            super().__init__(
+                config,
+                layer_spec(config, acceleration, vp_stage),
+                vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+                max_sequence_length=architecture.max_position_embeddings,
+                pre_process=pre_process,
+                post_process=post_process,
+                parallel_output=True,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="rope",
+                rotary_base=architecture.rope_theta,
+                vp_stage=vp_stage,
+            )
         self.architecture = architecture
-        self.uses_transformer_engine = acceleration.transformer_engine is not None
+        self.uses_transformer_engine = uses_engine
         frequencies = rope_inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self._rotary_table = RotaryTable(frequencies)
         self.layer_replays: list[LayerReplay] = []
+        # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
+        # gradient is added.
+        self.before_head: Callable[[], None] | None = None
+        self.head_gradient_added: Callable[[], None] | None = None
 
     def forward(self, micro_batch: MicroBatch, routing: RoutingPass | None = None, **head_options: Any) -> Tensor:
         """One stage's pass over a micro-batch, of which ``routing`` says or keeps who goes through which experts.
@@ -230,6 +252,10 @@ class PackedModel(GPTModel):
         )
         return None, LocalPackedSequences(buckets=micro_batch.buckets, cos=cos, sin=sin, **lengths)
 
+    def own_head_weight(self) -> Parameter | None:
+        """The weight that ``_head`` uses without calling the module that holds it; None where there is none."""
+        return None
+
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **options: Any) -> Tensor:
         raise NotImplementedError
 
@@ -251,6 +277,8 @@ class PolicyModel(PackedModel):
         """float32 [2, n]: log-probs, entropy.  With ``logits``: this TP rank's float32 [n, V / TP] instead."""
         group = self.pg_collection.tp
         selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
+        if self.before_head is not None:
+            self.before_head()
         weight = self.head_weight()
         if logits:
             return torch.mm(selected, weight.t()).float()
@@ -268,8 +296,13 @@ class PolicyModel(PackedModel):
                 chunk_tokens=chunk_tokens,
                 fp32_head=fp32_head,
                 main_grad=main_grad,
+                on_main_grad=None if main_grad is None else self.head_gradient_added,
             )
         )
+
+    def own_head_weight(self) -> Parameter | None:
+        # An embedding on the same stage is the head's weight too; its module's forward and backward tell of both uses.
+        return self.output_layer.weight if self.post_process else None
 
     def head_weight(self) -> Tensor:
         """[V / TP, h]: the output layer's weight, or the tied embedding."""

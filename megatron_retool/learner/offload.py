@@ -6,11 +6,15 @@ stays what it is and has its values again after ``reload``. In between they must
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+BLOCK_BYTES = 256 * 2**20
+"""Of pinned host memory. torch rounds each pinned piece up to a power of two, for large ones by up to the same again;
+a part is therefore spread over pieces of this size, which it also finds again in torch's cache the next time."""
 
 
 class HostOffload:
@@ -25,7 +29,7 @@ class HostOffload:
 
     def __init__(self, learner: Any) -> None:
         self._learner = learner
-        self._away: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._away: dict[str, tuple[list[tuple[torch.UntypedStorage, int]], _HostCopy | None]] = {}
 
     def offload(self, *parts: str) -> int:
         """Move ``parts`` away; bytes freed. Parts that are away already stay there."""
@@ -33,16 +37,17 @@ class HostOffload:
         for part in parts:
             if part in self._away:
                 continue
-            moved = []
-            for storage in self._storages(part):
-                size = storage.nbytes()
-                moved.append((storage, size, None if part == "gradients" else self._copy(storage)))
-                freed += size
+            if part == "weights":
+                freed += self._drop_fp8_copies()
+            moved = [(storage, storage.nbytes()) for storage in self._storages(part)]
+            pinned = self._learner.device.type == "cuda"
+            copy = None if part == "gradients" else _HostCopy([storage for storage, _ in moved], pinned)
             # Only after all copies are made: copies to pinned memory are asynchronous.
             self._synchronize()
-            for storage, _, _ in moved:
+            for storage, size in moved:
                 storage.resize_(0)
-            self._away[part] = moved
+                freed += size
+            self._away[part] = (moved, copy)
         if freed and self._learner.device.type == "cuda":
             torch.cuda.empty_cache()
         return freed
@@ -50,14 +55,29 @@ class HostOffload:
     def reload(self, *parts: str) -> None:
         """Bring ``parts`` back; parts that are there already stay."""
         for part in parts:
-            for storage, size, copy in self._away.pop(part, ()):
+            if part not in self._away:
+                continue
+            moved, copy = self._away.pop(part)
+            for storage, size in moved:
                 storage.resize_(size)
-                content = _bytes_of(storage)
-                if copy is None:
-                    content.zero_()
-                else:
-                    content.copy_(copy, non_blocking=True)
+            if copy is None:
+                for storage, _ in moved:
+                    _bytes_of(storage).zero_()
+            else:
+                copy.write_to([storage for storage, _ in moved])
             self._synchronize()
+
+    def _drop_fp8_copies(self) -> int:
+        """Forget the weights' FP8 copies that Transformer Engine keeps in its modules, and makes again when it needs
+        them; bytes freed."""
+        freed = 0
+        for module in self._models():
+            for owner in module.modules():
+                workspaces = getattr(owner, "_fp8_workspaces", None)
+                if workspaces:
+                    freed += sum(_tensor_bytes(workspace) for workspace in workspaces.values())
+                    workspaces.clear()
+        return freed
 
     def _storages(self, part: str) -> list[torch.UntypedStorage]:
         # In float32 the optimizer steps the weights themselves, which then are no part of the optimizer.
@@ -75,11 +95,14 @@ class HostOffload:
         return list(distinct.values())
 
     def _weights(self) -> Iterator[Tensor]:
-        # A DDP wrapper's attribute ``buffers`` hides the method of that name.
-        own = [chunk.module for chunk in self._learner.model_chunks]
-        for module in (*own, *(self._learner.reference_chunks or ())):
+        for module in self._models():
             yield from module.parameters()
             yield from module.buffers()
+
+    def _models(self) -> list[torch.nn.Module]:
+        # A DDP wrapper's attribute ``buffers`` hides the method of that name.
+        own = [chunk.module for chunk in self._learner.model_chunks]
+        return [*own, *(self._learner.reference_chunks or ())]
 
     def _gradients(self) -> Iterator[Tensor]:
         for chunk in self._learner.model_chunks:
@@ -94,13 +117,42 @@ class HostOffload:
                 yield from group["params"]
             yield from _tensors(part.optimizer.state.values())
 
-    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        return host.copy_(_bytes_of(storage), non_blocking=True)
-
     def _synchronize(self) -> None:
         if self._learner.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+class _HostCopy:
+    """Bytes of storages, end to end in blocks of host memory; without waiting where the blocks are pinned."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage], pinned: bool) -> None:
+        total = sum(storage.nbytes() for storage in storages)
+        count = -(-total // BLOCK_BYTES)
+        self._blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        for block, content in self._pieces(storages):
+            block.copy_(content, non_blocking=True)
+
+    def write_to(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Into the same storages as they were, in the same order."""
+        for block, content in self._pieces(storages):
+            content.copy_(block, non_blocking=True)
+
+    def _pieces(self, storages: Sequence[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        position = 0
+        for storage in storages:
+            content = _bytes_of(storage)
+            while content.numel():
+                index, start = divmod(position, BLOCK_BYTES)
+                piece = self._blocks[index][start : start + content.numel()]
+                yield piece, content[: piece.numel()]
+                content = content[piece.numel() :]
+                position += piece.numel()
+
+
+def _tensor_bytes(value: Any) -> int:
+    # What an FP8 tensor of Transformer Engine really holds are tensors in its attributes.
+    parts = [part for part in vars(value).values() if isinstance(part, Tensor)] or [value]
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -12,6 +12,7 @@ from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.learner.performance import optimizer_state_options
 from megatron_retool.learner.precision import optimizer_options
 
 
@@ -33,9 +34,8 @@ def build_optimizer(
         )
     if settings.min_lr > settings.lr:
         raise ConfigError(f"optimizer.min_lr={settings.min_lr} exceeds optimizer.lr={settings.lr}")
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(**optimizer_options(learner, settings)), list(model_chunks)
-    )
+    options = optimizer_options(learner, settings) | optimizer_state_options(settings)
+    optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**options), list(model_chunks))
     scheduler = OptimizerParamScheduler(
         optimizer,
         # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.

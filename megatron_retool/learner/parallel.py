@@ -37,6 +37,19 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def use_host_threads(device: torch.device, threads: int) -> int:
+    """Set and return the CPU threads of this process: ``threads``, or with a GPU its share of the node's cores.
+
+    Ranks with GPUs compute on the host too: Adam where its state lies there, checksums, copies. LOCAL_WORLD_SIZE, the
+    ranks of this node, is torchrun's name and set by the cluster room as well; without it each GPU has a rank.
+    """
+    if device.type == "cuda":
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    torch.set_num_threads(threads)
+    return threads
+
+
 def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_seconds: float = 1800.0) -> None:
     """Join torch.distributed (unless the process already has) and Megatron's process groups; seed the generators.
 

@@ -176,7 +176,6 @@ def transformer_options(learner: LearnerConfig, acceleration: Acceleration) -> d
         "pipeline_dtype": dtype,
         "bf16": learner.dtype == "bfloat16",
         "fp16": learner.dtype == "float16",
-        "gradient_accumulation_fusion": acceleration.fused_weight_gradient,
         "apply_rope_fusion": acceleration.transformer_engine is not None,
         "bias_activation_fusion": acceleration.cuda,
         "bias_dropout_fusion": False,
@@ -216,6 +215,7 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
         "bf16": learner.dtype == "bfloat16",
         "fp16": learner.dtype == "float16",
         "use_distributed_optimizer": learner.use_distributed_optimizer,
+        "overlap_param_gather": learner.overlap_param_gather,
     }
     if learner.fp8.recipe is not None:
         options["fp8_recipe"] = learner.fp8.recipe
@@ -236,6 +236,11 @@ def token_multiple(learner: LearnerConfig) -> int:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def engine_version(acceleration: Acceleration) -> tuple[int, int]:
+    """Transformer Engine's; (0, 0) where it is missing."""
+    return _version(acceleration.transformer_engine or "0.0")
 
 
 def _version(text: str) -> tuple[int, int]:

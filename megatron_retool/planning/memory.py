@@ -20,13 +20,16 @@ from functools import lru_cache
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.weight_map import WeightMap, shard_shape
-from megatron_retool.config import Config, LearnerConfig, RecomputeConfig
+from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.registry import Need
 
 PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RUNTIME_BYTES = 4 * 2**30
 """Allowance for the CUDA context, NCCL, cuBLAS and allocator fragmentation of one process."""
 
+
+PINNED_BLOCK_BYTES = 256 * 2**20
+"""Pinned host memory comes in pieces of this size (learner/offload.py)."""
 
 Tensors = tuple[tuple[int, int], ...]
 """(elements, how many tensors of that size), ..."""
@@ -163,7 +166,7 @@ def state_bytes(
     stage: int,
     dtype: str = "bfloat16",
     distributed_optimizer: bool = True,
-    optimizer_on_host: bool = False,
+    per_element: float | None = None,
 ) -> StateBytes:
     """Parameters, fp32 main gradients and AdamW's states of a rank of pipeline stage ``stage``.
 
@@ -174,13 +177,14 @@ def state_bytes(
 
         parameters = b n          gradients = 4 n          optimizer = s n / D
 
-    with s = 12 bytes (fp32 master copy, two moments) where parameters have 16 bits, 8 in fp32 (no second copy).  The
-    optimizer's figure is the share of the rank with the most; padding aside all shares are equal.  Without the
-    distributed optimizer nothing is padded or divided: n is the number of parameters and optimizer = s n.
-    ``optimizer_on_host`` (learner.optimizer.cpu_offload) leaves no optimizer state on the device.
+    with s = ``per_element`` (None: of AdamW in fp32, ``optimizer_bytes_per_element``).  The optimizer's figure is the
+    share of the rank with the most; padding aside all shares are equal.  Without the distributed optimizer nothing is
+    padded or divided: n is the number of parameters and optimizer = s n.  The buckets of learner.overlap_grad_reduce
+    round up more often, by less than lcm(128, D) elements each, which is not counted.
     """
     width = PARAMETER_BYTES[dtype]
-    per_element = 8 if dtype == "float32" else 12
+    if per_element is None:
+        per_element = optimizer_bytes_per_element(LearnerConfig(dtype=dtype), OptimizerConfig())
     dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
     elements = shares = 0.0
     for chunk in _stage_chunks(architecture, layout, stage):
@@ -191,8 +195,27 @@ def state_bytes(
     return StateBytes(
         parameters=width * elements,
         gradients=4.0 * elements,
-        optimizer=0.0 if optimizer_on_host else per_element * shares,
+        optimizer=per_element * shares,
     )
+
+
+def optimizer_bytes_per_element(learner: LearnerConfig, optimizer: OptimizerConfig) -> float:
+    """Bytes of AdamW's state on the device for each parameter.
+
+    12 (fp32 main parameter, two moments) where parameters have 16 bits, 8 in fp32 (no second copy), none with
+    cpu_offload.  With use_precision_aware_optimizer the moments have their dtypes' sizes, and of the main parameter 2
+    bytes are kept, as float16 or as the half of float32 that bfloat16 lacks; beside FP8 and float16 weights, which lack
+    more, float32 ones stay whole.
+    """
+    if optimizer.cpu_offload:
+        return 0.0
+    if learner.dtype == "float32":
+        return 8.0
+    if not optimizer.use_precision_aware_optimizer:
+        return 12.0
+    whole = learner.dtype != "bfloat16" or learner.fp8.recipe is not None
+    main = 4 if whole and optimizer.main_params_dtype == "float32" else 2
+    return float(main + PARAMETER_BYTES[optimizer.exp_avg_dtype] + PARAMETER_BYTES[optimizer.exp_avg_sq_dtype])
 
 
 def _buffer_elements(tensors: Tensors, ranks: int, padded: bool) -> int:
@@ -311,6 +334,7 @@ def activation_bytes(
         full, uniform, n      ceil(l / n) I, and n A while a block is recomputed
         full, block, n        n I + (l - n) A, and A while a layer is recomputed
         selective             l A less the recomputed modules' part
+        n layers on the host  (l - n) A, with cpu_offloading_num_layers
 
     1F1B keeps min(PP - stage, micro-batches) of them in flight; interleaving multiplies by
     1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.
@@ -329,7 +353,9 @@ def activation_bytes(
         else:
             kept, working = count * layer_input + (layers - count) * whole, whole
     else:
-        kept = layers * _kept_by_layer(architecture, layout, recompute, tokens, width, fused)
+        kept = (layers - learner.cpu_offloading_num_layers) * _kept_by_layer(
+            architecture, layout, recompute, tokens, width, fused
+        )
     in_flight = float(min(layout.pipeline - stage, micro_batches))
     if layout.virtual_pipeline:
         interleaved = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
@@ -389,6 +415,12 @@ class LearnerMemory:
         """What waits in host memory while a colocated engine works. Gradients are nothing between two steps."""
         return self.resident - self.gradients
 
+    @property
+    def pinned(self) -> float:
+        """Host memory that this takes: weights and optimizer states each in whole pieces."""
+        weights, optimizer = self.sleeping - self.optimizer, self.optimizer
+        return float(sum(math.ceil(part / PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES for part in (weights, optimizer)))
+
     def components(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if name != "stage"}
 
@@ -408,7 +440,12 @@ def learner_memory(
     found = []
     for stage in range(layout.pipeline):
         states = state_bytes(
-            architecture, layout, stage, learner.dtype, learner.use_distributed_optimizer, learner.optimizer.cpu_offload
+            architecture,
+            layout,
+            stage,
+            learner.dtype,
+            learner.use_distributed_optimizer,
+            optimizer_bytes_per_element(learner, learner.optimizer),
         )
         last = stage == layout.pipeline - 1
         copies = 0.0

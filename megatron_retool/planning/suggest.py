@@ -141,7 +141,7 @@ def plan_memory(
         engine_cache=cache,
         cache_tokens=max(0.0, engine.cache_tokens),
         concurrent=engine.concurrency(workload.expected_context) if engine.cache_tokens > 0 else 0,
-        host_bytes_per_node=learner.sleeping * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
+        host_bytes_per_node=learner.pinned * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
         learner_needed=needed,
         capacity=capacity,
         problems=tuple(problems),

@@ -178,7 +178,8 @@ def learner_time(
         EP   2 all-to-alls of e h w (EP - 1) / EP for the e chosen experts, over s = TP ranks with sequence parallelism
 
     and once a mini-batch 4 (fp32 gradients) + b (parameters) bytes for each parameter, (D - 1) / D of them, over
-    D = DP CP ranks.  The bubble is (PP - 1) / (VPP m) of the work with m micro-batches a rank.
+    D = DP CP ranks; learner.overlap_grad_reduce and overlap_param_gather hide, at best, what fits behind one
+    micro-batch's backward and forward pass.  The bubble is (PP - 1) / (VPP m) of the work with m micro-batches a rank.
 
     Imbalance: a mini-batch ends when the rank with the longest sequences is done; with few responses a rank that is the
     rank that holds the longest response of the mini-batch.
@@ -233,7 +234,12 @@ def learner_time(
         group = ranks * tp
         if ranks > 1:
             bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency
-            gradient_exchange = mini_batches * held * (4 + width) * (ranks - 1) / ranks / bandwidth
+            per_byte = mini_batches * held * (ranks - 1) / ranks / bandwidth
+            # Of each mini-batch one micro-batch's backward pass can hide the sum, one's forward pass the gather.
+            one_pass = base / (3 * micro_batches)
+            hidden_sum = 2 * one_pass if learner.overlap_grad_reduce else 0.0
+            hidden_gather = one_pass if learner.overlap_param_gather else 0.0
+            gradient_exchange = max(0.0, 4 * per_byte - hidden_sum) + max(0.0, width * per_byte - hidden_gather)
         shard = held / ranks if learner.use_distributed_optimizer else held
         if learner.optimizer.cpu_offload:
             optimizer = mini_batches * shard * (4 + width) / accelerator.host_bandwidth

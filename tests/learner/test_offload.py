@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
+from megatron_retool.learner import offload, parallel
 from megatron_retool.learner.offload import HostOffload
 from tests.learner.tiny_models import hf_model, random_batch, save_model
 
@@ -33,12 +34,13 @@ def learner(model_dir: Path, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_leaves_and_comes_back(model_dir: Path, dtype: str) -> None:
+def test_everything_leaves_and_comes_back(model_dir: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(LENGTHS)
     moved, stayed = learner(model_dir, dtype), learner(model_dir, dtype)
     parameters = sum(p.numel() for p in moved.model_chunks[0].parameters())
     for one in (moved, stayed):
         one.sft_update(batch)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 5000)  # parts take several blocks, and storages cross their borders
     away = HostOffload(moved)
     gone = {part: away.offload(part) for part in PARTS}
     size = 4 if dtype == "float32" else 2
@@ -66,3 +68,31 @@ def test_without_a_gpu_nothing_moves(model_dir: Path) -> None:
     here.offload(*PARTS)
     assert all(p.untyped_storage().nbytes() for p in here.model_chunks[0].parameters())
     here.reload(*PARTS)
+
+
+def test_fp8_copies_of_weights_leave_with_them(model_dir: Path) -> None:
+    here = learner(model_dir, "bfloat16")
+    layer = here.model_chunks[0].module.decoder.layers[0].mlp
+    layer._fp8_workspaces = {"weight": torch.zeros(1000, dtype=torch.uint8)}
+    away = HostOffload(here)
+    away.offload("optimizer")
+    assert layer._fp8_workspaces
+    weights = away.offload("weights")
+    assert not layer._fp8_workspaces
+    away.reload("weights", "optimizer")
+    assert weights - away.offload("weights") == 1000
+
+
+def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda pid: range(24))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
+    assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 6
+    assert parallel.use_host_threads(torch.device("cpu"), 2) == 2
+    assert torch.get_num_threads() == threads

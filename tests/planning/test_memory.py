@@ -220,6 +220,34 @@ def test_reference_critic_offload_and_fp8_have_their_price() -> None:
     assert plan(learner_32b(optimizer=OptimizerConfig(cpu_offload=True))).optimizer == 0
     assert plan(learner_32b(fp8=Fp8Config(recipe="blockwise"))).fp8_copies > 0.9 * base.parameters
     assert base.sleeping == base.parameters + base.optimizer
+    assert base.sleeping < base.pinned < base.sleeping + 2 * memory.PINNED_BLOCK_BYTES
+
+
+def test_pinned_pieces_are_those_of_the_learner() -> None:
+    from megatron_retool.learner.offload import BLOCK_BYTES
+
+    assert memory.PINNED_BLOCK_BYTES == BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe", "expected"),
+    [
+        ({}, None, 2 + 4 + 4),
+        ({"main_params_dtype": "float16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, None, 6),
+        ({"exp_avg_dtype": "bfloat16"}, "blockwise", 4 + 2 + 4),
+    ],
+)
+def test_a_precision_aware_optimizer_keeps_less(settings: dict[str, Any], recipe: str | None, expected: int) -> None:
+    optimizer = OptimizerConfig(use_precision_aware_optimizer=True, **settings)
+    fp8 = Fp8Config(recipe=recipe)
+    base = plan(learner_32b(fp8=fp8)).optimizer
+    assert plan(learner_32b(fp8=fp8, optimizer=optimizer)).optimizer == pytest.approx(base * expected / 12)
+
+
+def test_layers_whose_activations_wait_on_the_host() -> None:
+    everything = plan(learner_32b(recompute=RecomputeConfig())).activations
+    half = plan(learner_32b(recompute=RecomputeConfig(), cpu_offloading_num_layers=32)).activations
+    assert half == pytest.approx(everything / 2, rel=0.02)
 
 
 def test_chunks_bound_the_logits() -> None:

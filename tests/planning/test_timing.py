@@ -167,6 +167,15 @@ def times(training: bool = True, gpus: int = 32, **changes: Any) -> Any:
     return learner_time(architecture, learner, layout, machines, workload, Assumptions(), training)
 
 
+def test_overlap_hides_the_exchange_of_gradients_behind_one_micro_batch() -> None:
+    plain = times()
+    half, both = times(overlap_grad_reduce=True), times(overlap_grad_reduce=True, overlap_param_gather=True)
+    assert plain.gradient_exchange > half.gradient_exchange > both.gradient_exchange >= 0
+    assert half.total == plain.total - plain.gradient_exchange + half.gradient_exchange
+    tiny = times(overlap_grad_reduce=True, max_tokens_per_micro_batch=2048)  # one micro-batch hides little
+    assert half.gradient_exchange < tiny.gradient_exchange < plain.gradient_exchange
+
+
 def test_an_update_is_three_passes_and_recomputation_a_fourth() -> None:
     update = times()
     assert update.compute == pytest.approx(3 * times(training=False).compute)
