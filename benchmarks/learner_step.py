@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
+from megatron_retool.doctor.model import random_batch
 from megatron_retool.learner.learner import Learner
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -77,21 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def batch_of(lengths: np.ndarray, vocabulary: int, seed: int) -> TrajectoryBatch:
     """Sequences of which all tokens but the first are trained on."""
-    rng = np.random.default_rng(seed)
-    count, total = len(lengths), int(lengths.sum()) - len(lengths)
-    return TrajectoryBatch(
-        prompt_ids=rng.integers(0, vocabulary, count).astype(np.int32),
-        prompt_lengths=np.ones(count, np.int32),
-        response_ids=rng.integers(0, vocabulary, total).astype(np.int32),
-        response_lengths=(lengths - 1).astype(np.int32),
-        loss_mask=np.ones(total, bool),
-        rollout_log_probs=np.zeros(total, np.float32),
-        turn_ids=np.zeros(total, np.int16),
-        weight_versions=np.zeros(total, np.int32),
-        group_ids=np.zeros(count, np.int32),
-        indices=np.arange(count, dtype=np.int32),
-        rewards=np.zeros(count, np.float32),
-    )
+    prompts = np.ones(len(lengths), np.int32)
+    return random_batch(np.random.default_rng(seed), prompts, (lengths - 1).astype(np.int32), vocabulary)
 
 
 def random_lengths(count: int, mean: int, longest: int, seed: int) -> np.ndarray:

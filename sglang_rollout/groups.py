@@ -42,8 +42,9 @@ class Group:
         """Every trajectory that it has so far has ended."""
         return all(state.finish_reason is not None for state in self.states)
 
-    def complete(self) -> bool:
-        return self.finished() and len(self.states) >= self.size
+    def full(self) -> bool:
+        """It has all its trajectories; with branching, forks and fresh ones fill it."""
+        return len(self.states) >= self.size
 
     def paused(self) -> PausedGroup:
         """What it has so far; it stays as it is when the group goes on."""

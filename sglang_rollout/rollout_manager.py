@@ -204,7 +204,7 @@ class RolloutManager:
                 if isinstance(item, BaseException):
                     raise item
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
-                complete = running.at_rest(item) and item.complete()
+                complete = running.at_rest(item) and item.full()
                 if complete and pending.pop(item.group_id, None) is not None:
                     yield [state.to_trajectory(oldest) for state in item.states]
         finally:
@@ -247,7 +247,7 @@ class RolloutManager:
 
     def _rested(self, group: Group, running: _Running) -> None:
         """All trajectories of a group have ended: it is complete, or what forks left of its budget is started."""
-        if group.branching is not None and not group.complete() and not running.in_flight.pausing:
+        if group.branching is not None and not group.full() and not running.in_flight.pausing:
             for _ in range(group.branching.top_up()):
                 fresh = self.group_factory.fresh_state(group, len(group.states))
                 group.states.append(fresh)

@@ -123,18 +123,16 @@ def transformer_engine(session: Session) -> list[Figure]:
         lambda: torch.cat([p.double() @ w.double().T for p, w in zip(hidden.split(splits), weights, strict=True)]),
         BF16,
     )
-    query, key, value = _packed(found, dtype)
     attention = te.DotProductAttention(
         HEADS, HEAD_DIM, num_gqa_groups=GROUPS, qkv_format="thd", attn_mask_type="padding_causal"
     )
-    places = torch.tensor(boundaries(), dtype=torch.int32, device=session.device)
-    sizes = {"cu_seqlens_q": places, "cu_seqlens_kv": places, "max_seqlen_q": 256, "max_seqlen_kv": 256}
-    found.check(
-        "DotProductAttention, packed",
-        lambda: attention(query, key, value, **sizes).view(TOKENS, HEADS, HEAD_DIM),
-        lambda: packed_attention(query, key, value),
-        BF16,
-    )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
+        sizes = {"cu_seqlens_q": places, "cu_seqlens_kv": places, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        output: Tensor = attention(query, key, value, **sizes)
+        return output.view(TOKENS, HEADS, HEAD_DIM)
+
+    _check_packed_attention(found, "DotProductAttention, packed", attend)
     found.check(
         "FusedAdam",
         lambda: _after_adam(te.optimizers.FusedAdam, hidden),
@@ -149,15 +147,12 @@ def flash_attn(session: Session) -> list[Figure]:
     _need("flash_attn", "flash-attn")
     from flash_attn import flash_attn_varlen_func
 
+    def attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, longest: int) -> Tensor:
+        output: Tensor = flash_attn_varlen_func(query, key, value, places, places, longest, longest, causal=True)
+        return output
+
     found = Comparison(session.device)
-    query, key, value = _packed(found, torch.bfloat16)
-    places = torch.tensor(boundaries(), dtype=torch.int32, device=session.device)
-    found.check(
-        "packed causal attention",
-        lambda: flash_attn_varlen_func(query, key, value, places, places, 256, 256, causal=True),
-        lambda: packed_attention(query, key, value),
-        BF16,
-    )
+    _check_packed_attention(found, "packed causal attention", attend)
     return [Figure("flash-attn", str(installed("flash-attn"))), *found.figures]
 
 
@@ -191,6 +186,20 @@ def _normed(hidden: Tensor) -> Tensor:
 
 def _packed(found: Comparison, dtype: torch.dtype) -> list[Tensor]:
     return [found.random(TOKENS, heads, HEAD_DIM, dtype=dtype) for heads in (HEADS, GROUPS, GROUPS)]
+
+
+def _check_packed_attention(
+    found: Comparison, name: str, attend: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+) -> None:
+    """``attend(query, key, value, cu_seqlens, longest)`` of LENGTHS, in bfloat16."""
+    query, key, value = _packed(found, torch.bfloat16)
+    places = torch.tensor(boundaries(), dtype=torch.int32, device=found.device)
+    found.check(
+        name,
+        lambda: attend(query, key, value, places, max(LENGTHS)),
+        lambda: packed_attention(query, key, value),
+        BF16,
+    )
 
 
 def _gradient(weight: Tensor, output: Tensor) -> Tensor:

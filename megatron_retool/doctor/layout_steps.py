@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from megatron_retool.doctor.learner_steps import compare, finest_dtype, learner_
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.ranks import run_ranks
 from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.speed_steps import fastest_seconds
 
 MOST_IN_A_GROUP = 4
 """Layers, and attention heads, of the tiny models: the ranks beyond share the data."""
@@ -135,7 +134,7 @@ def _collectives(size: int) -> list[Figure]:
     for name, (operation, carried) in operations.items():
         right = torch.tensor([float(operation())], device=device)
         dist.all_reduce(right)
-        seconds = _seconds(operation, cuda)
+        seconds = fastest_seconds(operation, _REPEATS if cuda else 2, device if cuda else None, before=dist.barrier)
         figures += [
             Figure(f"{name}: ranks with the right values", float(right), at_least=ranks),
             Figure(f"{name}: a link carries", carried * count * 4 / seconds / 1e9, "GB/s", at_least=least),
@@ -143,20 +142,6 @@ def _collectives(size: int) -> list[Figure]:
     dist.barrier()
     dist.destroy_process_group()
     return figures
-
-
-def _seconds(operation: Callable[[], Any], cuda: bool) -> float:
-    times = []
-    for _ in range(_REPEATS if cuda else 2):
-        dist.barrier()
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        operation()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def _least_bandwidth() -> float | None:

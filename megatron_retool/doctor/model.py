@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.session import Session
@@ -67,6 +66,8 @@ def reference(session: Session) -> list[Figure]:
 
 def build(kind: str) -> Any:
     """A transformers model with random float32 weights, its norms included."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(3)
     if kind == DENSE:
         model: Any = Qwen3ForCausalLM(Qwen3Config(**_COMMON))
@@ -92,43 +93,69 @@ def mini_batch() -> TrajectoryBatch:
     prompts, responses = (np.array(each, np.int32) for each in zip(*_LENGTHS, strict=True))
     total = int(responses.sum())
     mask = rng.random(total) < 0.8
-    batch = TrajectoryBatch(
-        prompt_ids=rng.integers(0, VOCABULARY, int(prompts.sum())).astype(np.int32),
-        prompt_lengths=prompts,
-        response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
-        response_lengths=responses,
-        loss_mask=mask,
-        rollout_log_probs=np.where(mask, -1.0, 0).astype(np.float32),
-        turn_ids=np.where(mask, 0, -1).astype(np.int16),
-        weight_versions=np.where(mask, 0, -1).astype(np.int32),
-        group_ids=np.zeros(len(prompts), np.int32),
-        indices=np.arange(len(prompts), dtype=np.int32),
-        rewards=np.zeros(len(prompts), np.float32),
-    )
+    batch = random_batch(rng, prompts, responses, VOCABULARY, mask)
     return batch.with_columns(advantages=rng.normal(0, 1, total), loss_weights=mask / mask.sum())
+
+
+def random_batch(
+    rng: np.random.Generator,
+    prompts: np.ndarray[Any, Any],
+    responses: np.ndarray[Any, Any],
+    vocabulary: int,
+    mask: np.ndarray[Any, Any] | None = None,
+) -> TrajectoryBatch:
+    """Responses of random tokens in a group of their own, whose log-probs by the engine are all 0.
+
+    Args:
+        prompts, responses: int32 [N], lengths.
+        mask: bool [T], tokens that were sampled; None: all.
+    """
+    count, total = len(responses), int(responses.sum())
+    sampled = np.ones(total, np.bool_) if mask is None else mask
+    return TrajectoryBatch(
+        prompt_ids=rng.integers(0, vocabulary, int(prompts.sum())).astype(np.int32),
+        prompt_lengths=prompts,
+        response_ids=rng.integers(0, vocabulary, total).astype(np.int32),
+        response_lengths=responses,
+        loss_mask=sampled,
+        rollout_log_probs=np.zeros(total, np.float32),
+        turn_ids=np.where(sampled, 0, -1).astype(np.int16),
+        weight_versions=np.where(sampled, 0, -1).astype(np.int32),
+        group_ids=np.zeros(count, np.int32),
+        indices=np.arange(count, dtype=np.int32),
+        rewards=np.zeros(count, np.float32),
+    )
+
+
+def sequences(batch: TrajectoryBatch) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Ids of each prompt and of its response."""
+    p = r = 0
+    for prompt, response in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
+        yield batch.prompt_ids[p : p + prompt], batch.response_ids[r : r + response]
+        p, r = p + prompt, r + response
 
 
 def compute(model: Any, batch: TrajectoryBatch, kind: str) -> dict[str, Any]:
     """Log-probs, loss and gradients of the policy loss where the old policy is the model itself."""
     found, rows = [], []
-    p = r = 0
-    for prompt, response in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
-        ids = np.concatenate([batch.prompt_ids[p : p + prompt], batch.response_ids[r : r + response]])
+    for prompt, response in sequences(batch):
+        ids = np.concatenate([prompt, response])
         options = {"output_router_logits": True} if kind == EXPERTS else {}
         output = model(torch.from_numpy(ids.astype(np.int64))[None], **options)
-        log_probs = output.logits[0, prompt - 1 : -1].log_softmax(-1)
-        targets = torch.from_numpy(ids[prompt:].astype(np.int64))
+        log_probs = output.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        targets = torch.from_numpy(response.astype(np.int64))
         found.append(log_probs.gather(-1, targets[:, None])[:, 0])
         if kind == EXPERTS:
             rows.append(torch.stack([logits.topk(CHOSEN).indices for logits in output.router_logits], dim=1))
-        p, r = p + prompt, r + response
     log_probs = torch.cat(found)
     weighted = torch.from_numpy(batch.columns["loss_weights"] * batch.columns["advantages"])
     # The ratio to the old policy is 1, whose gradient is that of the log-probs.
     (-(weighted * log_probs).sum()).backward()
     mask = torch.from_numpy(batch.loss_mask)
     gradients = {
-        name: tensor for key, parameter in model.named_parameters() for name, tensor in _stored(key, parameter.grad)
+        name: tensor
+        for key, parameter in model.named_parameters()
+        for name, tensor in stored_names(key, parameter.grad)
     }
     return {
         "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
@@ -138,7 +165,7 @@ def compute(model: Any, batch: TrajectoryBatch, kind: str) -> dict[str, Any]:
     }
 
 
-def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def stored_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter's tensors under the names that a checkpoint has; transformers fuses experts in memory."""
     if name.endswith("mlp.experts.gate_up_proj"):
         for expert, both in enumerate(tensor):

@@ -46,14 +46,8 @@ def run_ranks(session: Session, function: Callable[..., Any], world_size: int, *
     return pickle.loads(answers[0].read_bytes())
 
 
-class _Failure:
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
-def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, answer: Path, arguments: tuple[Any, ...]
-) -> None:
+def set_rank_environment(rank: int, world_size: int, port: int) -> None:
+    """What torchrun gives a rank whose group is on this host alone."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -62,7 +56,18 @@ def _rank(
         MASTER_PORT=str(port),
     )
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whose name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+
+
+class _Failure:
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, answer: Path, arguments: tuple[Any, ...]
+) -> None:
+    set_rank_environment(rank, world_size, port)
     import torch
 
     torch.set_num_threads(1)

@@ -12,12 +12,11 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.config import load_config
-from megatron_retool.doctor.model import mini_batch
+from megatron_retool.doctor.model import mini_batch, random_batch
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.session import Session
 from megatron_retool.learner.learner import Learner
 from megatron_retool.learner.precision import Acceleration
-from megatron_retool.trajectory import TrajectoryBatch
 
 LEAST_HOST_GB_S = 3.0
 """Between host and GPU: less is a link of fewer than four PCIe 4 lanes."""
@@ -50,16 +49,29 @@ def bandwidth(session: Session) -> list[Figure]:
 
 
 def _rate(copy: Callable[[], Any], size: int, device: torch.device | None = None) -> float:
+    return size / fastest_seconds(copy, 4, device) / 1e9
+
+
+def fastest_seconds(
+    work: Callable[[], Any], repeats: int, device: torch.device | None, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Of ``repeats`` calls of ``work`` the quickest, in seconds.
+
+    Args:
+        device: the GPU whose work counts too; None: the host's alone.
+        before: called before each, and not counted.
+    """
     seconds = []
-    for _ in range(4):
+    for _ in range(repeats):
+        before()
         if device is not None:
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        copy()
+        work()
         if device is not None:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return size / min(seconds) / 1e9
+    return min(seconds)
 
 
 def step_time(session: Session) -> list[Figure]:
@@ -74,7 +86,9 @@ def step_time(session: Session) -> list[Figure]:
             "ffn": 8192,
             "vocabulary": 32768,
         }
-        batch, tokens, dtype = _long_batch(8, 4000, sizes["vocabulary"]), 8192, "bfloat16"
+        prompts, responses = np.full(8, 16, np.int32), np.full(8, 4000, np.int32)
+        batch = random_batch(np.random.default_rng(0), prompts, responses, sizes["vocabulary"])
+        tokens, dtype = 8192, "bfloat16"
     else:
         sizes = {"hidden": 256, "layers": 2, "heads": 4, "groups": 2, "ffn": 512, "vocabulary": 512}
         batch, tokens, dtype = mini_batch(), 2048, "float32"
@@ -91,12 +105,8 @@ def step_time(session: Session) -> list[Figure]:
     )
     config = load_config(None, [f"learner.dtype={dtype}", f"learner.max_tokens_per_micro_batch={tokens}"])
     learner = Learner(config, optimizer=config.learner.optimizer, total_optimizer_steps=100, architecture=architecture)
-    seconds = []
-    for _ in range(_STEPS if session.gpus else 2):
-        began = time.perf_counter()
-        learner.sft_update(batch)
-        seconds.append(time.perf_counter() - began)
-    fastest, work = min(seconds), learner.model_flops(batch)
+    fastest = fastest_seconds(lambda: learner.sft_update(batch), _STEPS if session.gpus else 2, None)
+    work = learner.model_flops(batch)
     acceleration = Acceleration.detect()
     peak = flops.peak_flops(acceleration.gpu_name)
     least = LEAST_MFU_WITH_TRANSFORMER_ENGINE if acceleration.transformer_engine else LEAST_MFU_WITHOUT
@@ -111,22 +121,3 @@ def step_time(session: Session) -> list[Figure]:
     if session.gpus:
         figures.append(Figure("memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
     return figures
-
-
-def _long_batch(count: int, length: int, vocabulary: int) -> TrajectoryBatch:
-    """``count`` responses of ``length`` tokens to prompts of 16."""
-    rng = np.random.default_rng(0)
-    total = count * length
-    return TrajectoryBatch(
-        prompt_ids=rng.integers(0, vocabulary, 16 * count).astype(np.int32),
-        prompt_lengths=np.full(count, 16, np.int32),
-        response_ids=rng.integers(0, vocabulary, total).astype(np.int32),
-        response_lengths=np.full(count, length, np.int32),
-        loss_mask=np.ones(total, np.bool_),
-        rollout_log_probs=np.zeros(total, np.float32),
-        turn_ids=np.zeros(total, np.int16),
-        weight_versions=np.zeros(total, np.int32),
-        group_ids=np.zeros(count, np.int32),
-        indices=np.arange(count, dtype=np.int32),
-        rewards=np.zeros(count, np.float32),
-    )

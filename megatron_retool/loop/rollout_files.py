@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,15 @@ from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
     from megatron_retool.loop.experience import Collected
+
+
+_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+
+
+def stored_steps(rollouts: Path) -> list[int]:
+    """Numbers of the steps whose trajectories lie in ``rollouts``, ascending."""
+    found = (_STEP_FILE.fullmatch(path.name) for path in rollouts.glob("step_*.parquet"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def store_step(run: Deployment, step: int, collected: Collected, batch: TrajectoryBatch) -> None:

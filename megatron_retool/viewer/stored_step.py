@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.loop.rollout_files import read_estimates, stored_steps
 from megatron_retool.parquet_files import read_parquet
 from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.trajectory import Trajectory, read_trajectories
 
 Estimates = Mapping[str, npt.NDArray[np.float32]]
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,6 @@ class ViewedStep:
         raise ValueError(f"--group {group_id}: step {self.number} has groups {', '.join(map(str, groups))}")
 
 
-def stored_steps(run_dir: Path) -> list[int]:
-    """Numbers of the steps whose responses are on disk, ascending."""
-    found = (_STEP_FILE.fullmatch(path.name) for path in (run_dir / "rollouts").glob("step_*.parquet"))
-    return sorted(int(match[1]) for match in found if match)
-
-
 def load_step(run_dir: Path, number: int | None = None) -> ViewedStep:
     """Step ``number``, or the newest.
 
@@ -63,7 +55,7 @@ def load_step(run_dir: Path, number: int | None = None) -> ViewedStep:
         UnreadableFile: a file is damaged.
     """
     check_run_directory(run_dir)
-    steps = stored_steps(run_dir)
+    steps = stored_steps(run_dir / "rollouts")
     if not steps:
         raise FileNotFoundError(f"{run_dir / 'rollouts'} has no step_N.parquet: the run has not finished a step yet")
     if number is not None and number not in steps:

@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_retool.loop.samples import printable
+from megatron_retool.loop.samples import printable, sample_of
 from megatron_retool.trajectory import Trajectory
 from megatron_retool.viewer.columns import KINDS, Colour, ColumnKind, FloatArray, colour, largest_shown
 from megatron_retool.viewer.stored_step import ViewedStep
@@ -61,13 +61,13 @@ def print_response(
         columns: of ``token_columns``; must have ``coloured_by``.
     """
     prompt, pieces = texts
-    info = trajectory.reward_info
+    sample = sample_of(trajectory, _question(trajectory, prompt), "")
     console.rule(f"group {trajectory.group_id}, response {trajectory.index}", align="left")
     sampled, end = int(trajectory.loss_mask.sum()), trajectory.finish_reason.value
     rows = {
-        "question": _question(trajectory, prompt),
-        "ground truth": str(trajectory.extra_info.get("ground_truth", "not in the data")),
-        "prediction": str(info.get("pred", "none was found")),
+        "question": sample.question,
+        "ground truth": sample.truth,
+        "prediction": "none was found" if sample.prediction is None else sample.prediction,
         "reward": f"{trajectory.reward:+g}, accuracy {trajectory.accuracy:g}, ended by {end}",
         "tokens": f"{len(trajectory.response_ids)}, {sampled} of them sampled and trained on, "
         f"in {trajectory.num_turns} turns",

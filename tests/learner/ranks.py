@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
+from megatron_retool.doctor.ranks import set_rank_environment
+
 
 def run_ranks(
     function: Callable[..., Any],
@@ -80,14 +82,8 @@ def _context() -> Any:
 def _rank(
     function: Callable[..., Any], rank: int, world_size: int, port: int, directory: Path, args: tuple[Any, ...]
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    set_rank_environment(rank, world_size, port)
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
         answer = function(*args)

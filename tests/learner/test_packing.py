@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conversion.model.layout import ParallelLayout
+from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer, zigzag
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import random_batch, sequences
+from tests.learner.tiny_models import random_batch
 
 
 def _layout(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, virtual: int | None = None):

@@ -239,14 +239,6 @@ def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("parity")
-    for family in FAMILIES:
-        reference(family, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def comparisons(references: Path) -> dict[int, Any]:
     """Filled world by world, when its first case is asked for: starting processes costs more than a case."""
     return {}

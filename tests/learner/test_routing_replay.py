@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.config.algorithm import RolloutCorrectionConfig
+from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer
 from megatron_retool.learner.routing_replay import LayerReplay, _Choice, check_routers, cut_rows
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.forced_routing import distance, expectation, gradients_of_update, random_rows, with_rows
-from tests.learner.tiny_models import hf_model, random_batch, save_model, sequences
+from tests.learner.tiny_models import hf_model, random_batch, save_model
 
 LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
 OPTIONS: dict[str, Any] = {"num_hidden_layers": 2, "norm_topk_prob": False}

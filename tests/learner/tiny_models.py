@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_retool.doctor.model import sequences, stored_names
 from megatron_retool.trajectory import TrajectoryBatch
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
@@ -118,13 +118,6 @@ def hf_log_probs(model: Any, batch: TrajectoryBatch, temperature: float = 1.0) -
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-def sequences(batch: TrajectoryBatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    p = r = 0
-    for prompt, response in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
-        yield batch.prompt_ids[p : p + prompt], batch.response_ids[r : r + response]
-        p, r = p + prompt, r + response
-
-
 def stored_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients under the names that a checkpoint on disk has (transformers fuses experts in memory)."""
     return {name: tensor for key, p in model.named_parameters() for name, tensor in stored_names(key, p.grad)}
@@ -133,17 +126,3 @@ def stored_gradients(model: Any) -> dict[str, Tensor]:
 def stored_weights(model: Any) -> dict[str, Tensor]:
     """Weights under the names that a checkpoint on disk has."""
     return {name: t for key, p in model.named_parameters() for name, t in stored_names(key, p.detach().clone())}
-
-
-def stored_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if name.endswith("mlp.experts.gate_up_proj"):
-        prefix = name.removesuffix("gate_up_proj")
-        for expert, both in enumerate(tensor):
-            gate, up = both.chunk(2, dim=0)
-            yield f"{prefix}{expert}.gate_proj.weight", gate
-            yield f"{prefix}{expert}.up_proj.weight", up
-    elif name.endswith("mlp.experts.down_proj"):
-        for expert, down in enumerate(tensor):
-            yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down
-    else:
-        yield name, tensor

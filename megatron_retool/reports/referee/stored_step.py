@@ -21,7 +21,7 @@ from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
 from megatron_retool.config import Config, load_config
-from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.loop.rollout_files import read_estimates, stored_steps
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
@@ -128,8 +128,7 @@ def find_step(run_dir: str | Path, number: int | None = None) -> StoredStep:
 
 
 def _trained_steps(rollouts: Path) -> list[int]:
-    steps = (int(path.name.split("_")[1].split(".")[0]) for path in rollouts.glob("step_*.learner.parquet"))
-    return sorted(step for step in steps if (rollouts / f"step_{step:06d}.parquet").is_file())
+    return [step for step in stored_steps(rollouts) if (rollouts / f"step_{step:06d}.learner.parquet").is_file()]
 
 
 def _weights_before(run_dir: Path, config: Config, step: int) -> Weights | None:

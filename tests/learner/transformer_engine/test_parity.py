@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.learner.test_parity import compare, reference
+from tests.learner.test_parity import compare
 from tests.learner.tiny_models import FAMILIES
 from tests.learner.transformer_engine.conftest import Run
 
@@ -25,14 +25,6 @@ CASES = [
 
 def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
     return {(family, name): compare(world, family, name, directory) for w, family, name in CASES if w == world}
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("parity")
-    for family in FAMILIES:
-        reference(family, directory)
-    return directory
 
 
 @pytest.mark.parametrize("world", [1, 2])
