@@ -11,7 +11,9 @@ function in ``algorithms/`` speaks this layout.
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,6 +38,8 @@ from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import load_json, without_surrogates
 
 IntArray = npt.NDArray[np.int32]
+RowKey = tuple[int, int, int]
+"""group_id, index and segment of a row."""
 
 
 class FinishReason(StrEnum):
@@ -59,6 +63,8 @@ class ToolCall:
     output_tokens: int = 0
     position: int = -1
     """Response tokens before its text; -1: not recorded."""
+    started: float | None = None
+    """When it began to run, in seconds since 1970; None: not recorded, or it never ran."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +75,46 @@ class RolloutTiming:
         generation: from sending requests to engines to their answers, the engines' own queues included.
         tools: opening tools, and from a turn's calls to the last of their results.
         waiting: for a place at an engine, and for what engines that failed have cost.
+        started, ended: when the first of these seconds began and the last of them ended, since 1970 by the driver's
+            clock. None: not recorded.
+        engine: the one that answered last, by its number. None: not recorded.
     """
 
     generation: float = 0.0
     tools: float = 0.0
     waiting: float = 0.0
+    started: float | None = None
+    ended: float | None = None
+    engine: int | None = None
 
     @property
     def total(self) -> float:
         return self.generation + self.tools + self.waiting
 
-    def plus(self, *, generation: float = 0.0, tools: float = 0.0, waiting: float = 0.0) -> RolloutTiming:
-        return RolloutTiming(self.generation + generation, self.tools + tools, self.waiting + waiting)
+    def plus(
+        self, *, generation: float = 0.0, tools: float = 0.0, waiting: float = 0.0, engine: int | None = None
+    ) -> RolloutTiming:
+        """With so many seconds more, which end now."""
+        ended = time.time()
+        began = ended - generation - tools - waiting
+        return RolloutTiming(
+            self.generation + generation,
+            self.tools + tools,
+            self.waiting + waiting,
+            began if self.started is None else self.started,
+            ended,
+            self.engine if engine is None else engine,
+        )
 
 
 @dataclass
 class Trajectory:
     """One prompt and one response (several turns), token for token.
+
+    A rollout is all rows of one (group_id, index). It has one row, or several ``segments`` where what it has read was
+    rewritten on the way: a segment's prompt is what the engine really read, and only what was sampled after it is in
+    the loss. Rows of a rollout share reward, reward_info and extra_info, number its turns together (``turn_ids``), and
+    lie together in order of segment.
 
     All response arrays have length R; see docs/architecture.md for the table. ``rollout_log_probs`` hold
     log pi_rollout of the sampled token under the distribution that was sampled, 0 where ``loss_mask`` is false.
@@ -109,7 +138,9 @@ class Trajectory:
     routed_experts: ExpertArray | None = None
     """[P + R, layers, k]: what the engine chose for each token, prompt first; see megatron_retool/routed_experts.py."""
     timing: RolloutTiming | None = None
-    """None: not recorded."""
+    """Of the whole rollout, in its first row; None: not recorded."""
+    segment: int = 0
+    """Place in the rollout."""
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, dtype=np.int32)
@@ -123,21 +154,23 @@ class Trajectory:
     def check(self) -> None:
         """Raise ValueError where the columns do not line up."""
         length = len(self.response_ids)
+        label = f"trajectory {self.group_id}/{self.index}" + (f", segment {self.segment}" if self.segment else "")
         for name in ("loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
             if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"trajectory {self.group_id}/{self.index}: {name} has {len(getattr(self, name))} "
-                    f"entries for {length} response tokens"
-                )
+                raise ValueError(f"{label}: {name} has {len(getattr(self, name))} entries for {length} response tokens")
         if len(self.prompt_ids) == 0:
-            raise ValueError(f"trajectory {self.group_id}/{self.index} has an empty prompt")
+            raise ValueError(f"{label} has an empty prompt")
         outside = ~self.loss_mask
         unsampled = outside & (self.weight_versions < 0)
         if np.any(self.rollout_log_probs[outside]) or np.any(self.turn_ids[unsampled] != -1):
-            raise ValueError(f"trajectory {self.group_id}/{self.index}: tool tokens must have log-prob 0 and turn -1")
+            raise ValueError(f"{label}: tool tokens must have log-prob 0 and turn -1")
         if self.routed_experts is not None:
-            label = f"trajectory {self.group_id}/{self.index}"
             check_rows(self.routed_experts, len(self.prompt_ids) + length, label)
+
+    @property
+    def key(self) -> RowKey:
+        """What no other row of a step has."""
+        return self.group_id, self.index, self.segment
 
     @property
     def num_turns(self) -> int:
@@ -161,7 +194,8 @@ class TrajectoryBatch:
     """N trajectories as ragged columns.
 
     Shapes: prompt_ids int32 [sum P], prompt_lengths int32 [N], response_ids int32 [T] with T = sum R,
-    response_lengths int32 [N], the other response columns [T], group_ids and indices int32 [N], rewards float32 [N].
+    response_lengths int32 [N], the other response columns [T], group_ids, indices and segments int32 [N], rewards
+    float32 [N]. Without ``segments`` each row is segment 0.
     ``routed_experts`` runs along prompt and response.
     ``columns`` holds what later rooms add along the response ([T]): old_log_probs, ref_log_probs, entropy,
     advantages, returns, values, importance_weights, loss_weights.
@@ -180,6 +214,11 @@ class TrajectoryBatch:
     rewards: npt.NDArray[np.float32]
     routed_experts: RoutedExperts | None = None
     columns: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    segments: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if not len(self.segments):
+            self.segments = np.zeros(len(self), np.int32)
 
     def __len__(self) -> int:
         return len(self.response_lengths)
@@ -197,6 +236,43 @@ class TrajectoryBatch:
     def sequence_ids(self) -> npt.NDArray[np.int64]:
         """int64 [T]: the row each response token belongs to."""
         return np.repeat(np.arange(len(self), dtype=np.int64), self.response_lengths)
+
+    @functools.cached_property
+    def rollout_ids(self) -> npt.NDArray[np.int64]:
+        """int64 [N]: the rollout of each row, 0 … M - 1 in order; rows that follow one another may share one.
+
+        Raises:
+            ValueError: rows of a rollout do not lie together, or not in order of segment.
+        """
+        begins = np.ones(len(self), np.bool_)
+        same = (self.group_ids[1:] == self.group_ids[:-1]) & (self.indices[1:] == self.indices[:-1])
+        begins[1:] = ~(same & (self.segments[1:] > self.segments[:-1]))
+        first = np.flatnonzero(begins)
+        keys = list(zip(self.group_ids[first].tolist(), self.indices[first].tolist(), strict=True))
+        if self.segments.any() and len(set(keys)) < len(keys):
+            raise ValueError("rows of a rollout must lie together, in order of segment")
+        return np.cumsum(begins, dtype=np.int64) - 1
+
+    @property
+    def num_rollouts(self) -> int:
+        """M."""
+        return int(self.rollout_ids[-1]) + 1 if len(self) else 0
+
+    @property
+    def first_rows(self) -> npt.NDArray[np.int64]:
+        """int64 [M]: the first row of each rollout."""
+        return np.searchsorted(self.rollout_ids, np.arange(self.num_rollouts)).astype(np.int64)
+
+    @property
+    def token_rollout_ids(self) -> npt.NDArray[np.int64]:
+        """int64 [T]: the rollout that each response token belongs to."""
+        return np.repeat(self.rollout_ids, self.response_lengths)
+
+    @property
+    def rollout_response_lengths(self) -> IntArray:
+        """int32 [M]: response tokens of each rollout, in all its rows."""
+        totals = np.bincount(self.rollout_ids, self.response_lengths, minlength=self.num_rollouts)
+        return totals.astype(np.int32)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrajectoryBatch:
@@ -216,6 +292,7 @@ class TrajectoryBatch:
             group_ids=np.array([t.group_id for t in trajectories], np.int32),
             indices=np.array([t.index for t in trajectories], np.int32),
             rewards=np.array([t.reward for t in trajectories], np.float32),
+            segments=np.array([t.segment for t in trajectories], np.int32),
             routed_experts=RoutedExperts.of_sequences(
                 [t.routed_experts for t in trajectories],
                 np.array([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], np.int64),
@@ -239,6 +316,7 @@ class TrajectoryBatch:
             group_ids=self.group_ids[rows],
             indices=self.indices[rows],
             rewards=self.rewards[rows],
+            segments=self.segments[rows],
             routed_experts=None if self.routed_experts is None else self.routed_experts.select(rows),
             columns={name: column[take] for name, column in self.columns.items()},
         )
@@ -266,20 +344,38 @@ def _ranges(lengths: npt.NDArray[Any], rows: npt.NDArray[np.int64]) -> npt.NDArr
     return positions
 
 
+TOKEN_GROUP_BYTES = 8 << 20
+"""Of columns with a value for each token, routed experts among them, in a row group: who wants one response reads so
+much, and writing a file holds so much beside the trajectories."""
+
+
 def write_trajectories(
     trajectories: Sequence[Trajectory], path: str | Path, texts: Sequence[tuple[str, str]] | None = None
 ) -> None:
-    """Write one parquet file (to a temporary name, fsynced, renamed). ``texts`` adds decoded prompt and response."""
+    """Write one parquet file (to a temporary name, fsynced, renamed). ``texts`` adds decoded prompt and response.
+
+    Row groups are bounded, so that whoever wants one response reads little else.
+    """
     import pyarrow as pa
 
     schema = [(name, kind()) for name, kind in (_PARQUET_COLUMNS | _OPTIONAL_COLUMNS).items()]
     if texts is not None:
         schema += [("prompt", pa.string()), ("response", pa.string())]
-    sizes = [0 if t.routed_experts is None else t.routed_experts.nbytes for t in trajectories]
-    pieces = (_stored_rows(trajectories[part], None if texts is None else texts[part]) for part in row_groups(sizes))
+    sizes = [_bytes_of(t) for t in trajectories]
+    pieces = (
+        _stored_rows(trajectories[part], None if texts is None else texts[part])
+        for part in row_groups(sizes, TOKEN_GROUP_BYTES)
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as handle:
         write_row_groups(handle, pa.schema(schema), pieces)
+
+
+def _bytes_of(trajectory: Trajectory) -> int:
+    """Of its columns with a value for each token."""
+    experts = 0 if trajectory.routed_experts is None else trajectory.routed_experts.nbytes
+    columns = ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions")
+    return experts + sum(int(getattr(trajectory, name).nbytes) for name in columns)
 
 
 def _stored_rows(trajectories: Sequence[Trajectory], texts: Sequence[tuple[str, str]] | None) -> dict[str, list[Any]]:
@@ -295,6 +391,7 @@ def _stored_rows(trajectories: Sequence[Trajectory], texts: Sequence[tuple[str, 
             rows[name].append(json.dumps(getattr(t, name), default=str))
         rows["tool_calls"].append(json.dumps([vars(call) for call in t.tool_calls]))
         rows["routed_experts"].append(to_stored([] if t.routed_experts is None else [t.routed_experts]))
+        rows["segment"].append(t.segment)
         rows["timing"].append(None if t.timing is None else json.dumps(vars(t.timing)))
     if texts is not None:
         rows["prompt"], rows["response"] = ([without_surrogates(t[place]) for t in texts] for place in (0, 1))
@@ -353,5 +450,5 @@ _PARQUET_COLUMNS = {
     "tool_calls": _arrow("string"),
     "extra_info": _arrow("string"),
 }
-_OPTIONAL_COLUMNS = {"routed_experts": stored_type, "timing": _arrow("string")}
+_OPTIONAL_COLUMNS = {"routed_experts": stored_type, "timing": _arrow("string"), "segment": _arrow("int64")}
 """Of files that were written since there are such columns."""

@@ -72,10 +72,13 @@ class GroupFactory:
         for name in ("uid", "data_source", "ground_truth"):
             if hasattr(row, name):
                 extra_info.setdefault(name, getattr(row, name))
+        messages = getattr(row, "messages", ())
         branching = self.config.branching
         forks = branching.enable and purpose == "train"
         states = [
-            TrajectoryState(prompt_ids, row.group_id, index, extra_info, self.seed(row.group_id, index))
+            TrajectoryState(
+                *(prompt_ids, row.group_id, index, extra_info, self.seed(row.group_id, index)), messages=messages
+            )
             for index in range(min(size, branching.initial_rollouts) if forks else size)
         ]
         group = Group(row.group_id, states, size)
@@ -91,7 +94,8 @@ class GroupFactory:
         group.age = paused.age
         # With its prompt before it is looked at: routed experts out of a file are of the prompt's tokens too.
         group.states = [
-            replace(state, prompt_ids=first.prompt_ids, extra_info=first.extra_info).copy() for state in paused.states
+            replace(state, prompt_ids=first.prompt_ids, extra_info=first.extra_info, messages=first.messages).copy()
+            for state in paused.states
         ]
         if paused.branching is None:
             group.branching = None
@@ -105,7 +109,7 @@ class GroupFactory:
         """Trajectory ``index`` of a group, which begins at the prompt."""
         first = group.states[0]
         seed = self.seed(group.group_id, index)
-        return TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed)
+        return TrajectoryState(first.prompt_ids, group.group_id, index, first.extra_info, seed, messages=first.messages)
 
     def seed(self, group_id: int, index: int) -> int | None:
         """Sampling seed of a trajectory; the engine mixes the token's position into it."""

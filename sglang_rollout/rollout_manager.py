@@ -13,6 +13,7 @@ was started and not dropped comes out exactly once, with a finish reason.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -22,15 +23,18 @@ from dataclasses import dataclass, field
 
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.trajectory import Trajectory
-from sglang_rollout.agent.agents import make_agent
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.agents import is_task_agent, make_agent
+from sglang_rollout.agent.loop import Agent, TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.engine.base import Engine, make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
+from sglang_rollout.engine.router import NoEngineAvailable
+from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.groups import Group, GroupFactory, PromptRow, Purpose, unfinished
 from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import InFlight, RequestSettings, RolloutError, Session
+from sglang_rollout.task_agents.agent import TaskAgent, TaskAgents
 from tools.tool import ToolCaller
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ class _Running:
 
     settings: RequestSettings
     in_flight: InFlight
+    agent: Agent | TaskAgent
     working: Counter[int] = field(default_factory=Counter)
     ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
 
@@ -91,6 +96,7 @@ class RolloutManager:
         self.config = config
         rollout = config.rollout
         self.agent = make_agent(config, tokenizer, tools)
+        self.task_agents = TaskAgents(config, tokenizer) if is_task_agent(config) else None
         self.statistics = RolloutStatistics()
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)
         self.group_factory = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))
@@ -188,10 +194,17 @@ class RolloutManager:
                 routed_experts=trains and self.config.learner.routing_replay == "rollout",
             ),
             InFlight(self.statistics if trains else RolloutStatistics()),
+            self.agent,
         )
+        served = contextlib.AsyncExitStack()
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None
         pending = {group.group_id: group for group in groups}
         try:
+            if self.task_agents is not None:
+                serving = self.task_agents.serving(
+                    self._sampler(running), sampling, purpose, stop_strings=bool(self.agent.stop.strings)
+                )
+                running.agent = await served.enter_async_context(serving)
             for group in groups:
                 if group.finished():
                     # Its last trajectory finished while the stream before this one was being stopped.
@@ -206,9 +219,11 @@ class RolloutManager:
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
                 complete = running.at_rest(item) and item.full()
                 if complete and pending.pop(item.group_id, None) is not None:
-                    yield [state.to_trajectory(oldest) for state in item.states]
+                    yield [row for state in item.states for row in state.to_trajectories(oldest)]
         finally:
-            await self._stop(running.in_flight, keep=resume_paused)
+            # What a task agent has so far cannot be kept: there is nothing to wait for.
+            await self._stop(running.in_flight, keep=resume_paused and self.task_agents is None)
+            await served.aclose()
             if resume_paused:
                 self._paused += pending.values()
                 self.statistics.paused_trajectories += unfinished(pending.values())
@@ -227,6 +242,15 @@ class RolloutManager:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
+
+    def _sampler(self, running: _Running) -> PoolSampler:
+        settings = running.settings
+        return PoolSampler(
+            self.engines,
+            running.in_flight.statistics,
+            filtered_log_probs=settings.filtered_log_probs,
+            routed_experts=settings.routed_experts,
+        )
 
     def _take_paused(self) -> list[Group]:
         taken, self._paused = self._paused, []
@@ -265,7 +289,7 @@ class RolloutManager:
             idle = 0
             while True:
                 length = len(state.response_ids)
-                finished = await self.agent.run(state, generate, lambda: in_flight.pausing)
+                finished = await running.agent.run(state, generate, lambda: in_flight.pausing)
                 state.check_contract(finished)
                 if finished or in_flight.pausing:
                     break
@@ -281,7 +305,7 @@ class RolloutManager:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            if session.failed:
+            if session.failed or isinstance(error, NoEngineAvailable):
                 running.ready.put_nowait(error)
                 return
             self._abandon(state, error, running)

@@ -141,7 +141,9 @@ class Session:
                     await self._judge(engine, state, error)
                     continue
                 state.timing = state.timing.plus(
-                    generation=time.monotonic() - attempt_began, waiting=attempt_began - called
+                    generation=time.monotonic() - attempt_began,
+                    waiting=attempt_began - called,
+                    engine=engine.number,
                 )
                 statistics = self._in_flight.statistics
                 statistics.requests += 1

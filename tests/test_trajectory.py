@@ -29,9 +29,9 @@ def make_trajectory(prompt: int, response: int, index: int = 0, seed: int = 0) -
         finish_reason=FinishReason.STOP,
         reward=float(rng.choice([-1, 1])),
         reward_info={"acc": 1.0},
-        tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1, position=2)],
+        tool_calls=[ToolCall("code_interpreter", "{}", "ok", 0.1, position=2, started=1.7e9 + 0.5)],
         extra_info={"data_source": "x"},
-        timing=RolloutTiming(1.5, 0.5, 0.25) if index else None,
+        timing=RolloutTiming(1.5, 0.5, 0.25, 1.7e9, 1.7e9 + 2.25, 3) if index else None,
     )
 
 
@@ -83,3 +83,12 @@ def test_parquet_round_trip(tmp_path):
         for name in Trajectory.__dataclass_fields__:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
     assert [p.name for p in path.parent.iterdir()] == ["step.parquet"]
+
+
+def test_a_timing_begins_with_its_first_seconds_and_has_the_last_engine():
+    first = RolloutTiming().plus(generation=1.0, waiting=2.0, engine=1)
+    assert first.started == pytest.approx(first.ended - 3.0, abs=1e-6) and first.engine == 1
+    second = first.plus(tools=0.5)
+    assert (second.generation, second.tools, second.waiting) == (1.0, 0.5, 2.0)
+    assert second.started == first.started and second.ended >= first.ended and second.engine == 1
+    assert second.plus(engine=0).engine == 0

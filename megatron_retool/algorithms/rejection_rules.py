@@ -18,6 +18,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+NOT_FINITE, VETO, WEIGHT_MASK, OVERLONG, FIRST_RULE = 1, 2, 3, 4, 5
+"""Why a token gives no loss (``CorrectionResult.rejected_by``): a log-prob is not finite, the veto, the mask of
+importance weights, overlong filtering, or the first of the rules, which the others follow."""
+
 _TOKEN_STATISTICS = ("ratio", "k1", "k2", "k3")
 RULE_NAMES = (
     *(f"token_{statistic}" for statistic in _TOKEN_STATISTICS),

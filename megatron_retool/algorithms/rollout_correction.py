@@ -40,7 +40,14 @@ from torch import Tensor
 
 from megatron_retool.algorithms.importance_metrics import importance_metrics
 from megatron_retool.algorithms.ragged import CHUNK, require_matching_shapes, sequence_max, sequence_sum
-from megatron_retool.algorithms.rejection_rules import RejectionRule, parse_rejection_rules
+from megatron_retool.algorithms.rejection_rules import (
+    FIRST_RULE,
+    NOT_FINITE,
+    VETO,
+    WEIGHT_MASK,
+    RejectionRule,
+    parse_rejection_rules,
+)
 from megatron_retool.algorithms.settings import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionSettings
 
 _MAX_EXPONENT = 20.0
@@ -55,12 +62,15 @@ class CorrectionResult:
     importance_weights: float32 [T], 0 outside the loss mask, no gradient.
     keep_mask: bool [T], true at sampled tokens that may give loss; hand it to ``policy_loss.token_weights`` with the
         configured denominator.
+    rejected_by: int8 [T], why a sampled token may give none: 0 where it may and outside the loss mask, else the first
+        that holds of NOT_FINITE, VETO, WEIGHT_MASK and FIRST_RULE + the place of a rule in ``config.rejection``.
     skip_update: the batch filter fired; make no optimizer step on this batch.
     metrics: rollout_corr/*.
     """
 
     importance_weights: Tensor
     keep_mask: Tensor
+    rejected_by: Tensor
     skip_update: bool
     metrics: dict[str, float]
 
@@ -108,9 +118,10 @@ def rollout_correction(
     )
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
     units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
-    kept, vetoed = _kept_tokens(units, config)
+    reasons, vetoed = _reasons(units, config)
     weights, inside = _importance_weights(units, config)
-    kept = kept & inside
+    reasons = torch.where(inside | (reasons > 0), reasons, WEIGHT_MASK)
+    kept = reasons == 0
     if config.batch_normalize:
         weights = _normalized(units, weights, kept, config)
 
@@ -137,7 +148,9 @@ def rollout_correction(
     importance_weights[sampled] = weights.float()
     keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
     keep_mask[sampled] = kept
-    return CorrectionResult(importance_weights, keep_mask, bool(skip), metrics)
+    rejected_by = torch.zeros(len(loss_mask), dtype=torch.int8, device=loss_mask.device)
+    rejected_by[sampled] = reasons
+    return CorrectionResult(importance_weights, keep_mask, rejected_by, bool(skip), metrics)
 
 
 @torch.no_grad()
@@ -162,7 +175,7 @@ def rejection_mask(
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
     units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
     keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
-    keep_mask[sampled] = _kept_tokens(units, config)[0]
+    keep_mask[sampled] = _reasons(units, config)[0] == 0
     return keep_mask
 
 
@@ -238,21 +251,23 @@ def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
     return total / units.counts.clamp(min=1) if rule.reduction == "mean" else total
 
 
-def _kept_tokens(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
-    """(bool [sampled] kept by rules, veto and finiteness; bool [num_sequences] vetoed)."""
-    kept_responses = ~units.any_by_sequence(~units.finite)
-    kept_tokens = torch.ones_like(units.finite)
-    for rule in parse_rejection_rules(config.rejection):
-        statistic = _rule_statistic(units, rule)
-        inside = (statistic >= rule.lower) & (statistic <= rule.upper)
-        if rule.unit == "token":
-            kept_tokens &= inside
-        else:
-            kept_responses &= inside
-    vetoed = torch.zeros_like(kept_responses)
+def _reasons(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
+    """(int8 [sampled] why finiteness, veto or rules reject a token, 0 if none does; bool [num_sequences] vetoed)."""
+    reasons = torch.zeros(len(units), dtype=torch.int8, device=units.finite.device)
+    vetoed = torch.zeros_like(units.nonempty)
     if config.veto_threshold is not None:
         vetoed = units.any_by_sequence(units.difference < math.log(config.veto_threshold))
-    return kept_tokens & (kept_responses & ~vetoed)[units.sequence_ids], vetoed
+    rejecting = [
+        (NOT_FINITE, "response", units.any_by_sequence(~units.finite)),
+        (VETO, "response", vetoed),
+    ]
+    for place, rule in enumerate(parse_rejection_rules(config.rejection)):
+        statistic = _rule_statistic(units, rule)
+        outside = ~((statistic >= rule.lower) & (statistic <= rule.upper))
+        rejecting.append((FIRST_RULE + place, rule.unit, outside))
+    for reason, unit, rejected in reversed(rejecting):  # the first one has the last word
+        reasons[rejected if unit == "token" else rejected[units.sequence_ids]] = reason
+    return reasons, vetoed
 
 
 def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:
@@ -342,7 +357,7 @@ def _verl_metrics(
         if config.batch_normalize and bool(kept.any()):
             values["rollout_is_batch_norm_factor"] = float(_mean(_importance_weights(units, config)[0][kept]))
     if config.rejection:
-        ruled = _kept_tokens(units, replace(config, veto_threshold=None))[0]
+        ruled = _reasons(units, replace(config, veto_threshold=None))[0] == 0
         values["rollout_rs_masked_fraction"] = float(_mean(~ruled))
         values["rollout_rs_seq_masked_fraction"] = float(_mean(units.any_by_sequence(~ruled)[units.nonempty]))
     if config.veto_threshold is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,41 @@ def tool_entries(tools: Sequence[Any]) -> list[ToolEntry]:
     return entries
 
 
+DRAFT_MODEL_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: tokens are guessed cheaply, and the policy checks several in one pass. What is sampled, and
+    its log-probs, are the policy's own. For few long responses at a time; needs a GPU."""
+
+    algorithm: str | None = choice(None, "NGRAM", *DRAFT_MODEL_ALGORITHMS)
+    """Who guesses. NGRAM: what followed the same tokens before, without a model. EAGLE, EAGLE3: a head trained for the
+    model; STANDALONE: a smaller model. null: nobody."""
+    draft_model_path: str | None = None
+    """Hugging Face directory of the head or smaller model. It stays as it is while the policy learns."""
+    num_steps: int | None = at_least_one(None, maximum=64)
+    """Passes of the draft model for each check; null lets SGLang choose."""
+    eagle_topk: int | None = at_least_one(None, maximum=64)
+    """Guesses that each pass goes on from; null lets SGLang choose."""
+    num_draft_tokens: int | None = at_least_one(None, maximum=256)
+    """Tokens that are checked together; null lets SGLang choose."""
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError where settings of this section, which ``key`` names, contradict each other."""
+        if self.algorithm is None:
+            for name in ("draft_model_path", "num_steps", "eagle_topk", "num_draft_tokens"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{key}.{name}={getattr(self, name)} needs {key}.algorithm")
+        drafted = self.algorithm in DRAFT_MODEL_ALGORITHMS
+        if drafted and self.draft_model_path is None:
+            raise ConfigError(f"{key}.algorithm={self.algorithm} needs {key}.draft_model_path")
+        if self.algorithm == "NGRAM":
+            for name in ("draft_model_path", "num_steps", "eagle_topk"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{key}.{name}={getattr(self, name)}: NGRAM has no draft model: set it to null")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     backend: str = "sglang"
@@ -104,6 +140,15 @@ class EngineConfig:
     """Engines, each with all weights (data parallelism)."""
     tensor_parallel_size: int = at_least_one(1, maximum=1024)
     """GPUs that share the weights of one engine."""
+    expert_parallel_size: int | None = at_least_one(None, maximum=1024)
+    """Groups of those GPUs that have experts of their own, in a mixture of experts; null: every GPU is one (on a CPU
+    none). It divides tensor_parallel_size. Above 1 weight_sync.verify has no checksums."""
+    attention_data_parallel_size: int = at_least_one(1, maximum=1024)
+    """Groups of those GPUs that have requests and KV cache of their own: for models with fewer key-value heads than
+    tensor_parallel_size, whose cache would be kept several times. It divides tensor_parallel_size. Attention and
+    embedding are then in memory once for each group."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Speculative decoding."""
     device: str = choice("auto", "cpu", "cuda")
     """auto: cuda where there is a GPU."""
     dtype: str = choice("auto", "float32", "bfloat16", "float16")
@@ -128,6 +173,67 @@ class EngineConfig:
     """For an engine that does not answer a request to show that it lives; then it is replaced."""
     extra_args: list[str] = field(default_factory=list)
     """Passed to sglang.launch_server as they are."""
+
+    def check(self) -> None:
+        """Raise ConfigError where settings of this section contradict each other."""
+        key = "rollout.engine"
+        for name in ("expert_parallel_size", "attention_data_parallel_size"):
+            size = getattr(self, name) or 1
+            if self.tensor_parallel_size % size:
+                raise ConfigError(
+                    f"{key}.{name}={size} must divide {key}.tensor_parallel_size={self.tensor_parallel_size}"
+                )
+            if size > 1 and self.device == "cpu":
+                raise ConfigError(f"{key}.{name}={size} needs CUDA, and {key}.device=cpu: set it to 1")
+        self._check_own_settings_are_used(key)
+        self.speculative.check(f"{key}.speculative")
+        if self.speculative.algorithm is None:
+            return
+        said = f"{key}.speculative.algorithm={self.speculative.algorithm}"
+        if self.device == "cpu":
+            raise ConfigError(
+                f"{said} needs CUDA: on a CPU SGLang checks guesses by the most probable token, whatever the "
+                "temperature, and the samples would not be the policy's. Set it to null"
+            )
+        if self.random_seed is not None:
+            raise ConfigError(
+                f"{said}: what is guessed depends on which requests run together, so an engine with "
+                f"{key}.random_seed (trainer.deterministic) would not repeat itself: set one of them to null"
+            )
+        if self.attention_data_parallel_size > 1:
+            raise ConfigError(
+                f"{said} does not go with {key}.attention_data_parallel_size={self.attention_data_parallel_size}: "
+                "SGLang has draft models for one group alone. Use one of them"
+            )
+
+    def _check_own_settings_are_used(self, key: str) -> None:
+        for argument in self.extra_args:
+            flag = argument.partition("=")[0]
+            if flag.startswith("--speculative-accept-threshold"):
+                raise ConfigError(
+                    f"{key}.extra_args: {flag} accepts guesses that the policy would not have sampled as often, while "
+                    "their log-probs are the policy's: leave it out"
+                )
+            if ours := SETTINGS_OF_ARGUMENTS.get(flag):
+                raise ConfigError(
+                    f"{key}.extra_args: {flag} is the setting {key}.{ours} here, with its checks: use that"
+                )
+
+
+SETTINGS_OF_ARGUMENTS = {
+    **dict.fromkeys(("--ep-size", "--expert-parallel-size", "--ep"), "expert_parallel_size"),
+    **dict.fromkeys(
+        ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention"), "attention_data_parallel_size"
+    ),
+    **dict.fromkeys(("--dp-size", "--data-parallel-size"), "count"),
+    "--speculative-algorithm": "speculative.algorithm",
+    "--speculative-draft-model-path": "speculative.draft_model_path",
+    "--speculative-draft-model": "speculative.draft_model_path",
+    "--speculative-num-steps": "speculative.num_steps",
+    "--speculative-eagle-topk": "speculative.eagle_topk",
+    "--speculative-num-draft-tokens": "speculative.num_draft_tokens",
+}
+"""Arguments of SGLang that have rules here: data parallel replicas take no new weights, for one."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +277,22 @@ class BranchingConfig:
 
 
 @dataclass(frozen=True)
+class AgentLimitsConfig:
+    """Of agents that are functions or programs; a rollout beyond one ends, and is counted (docs/agents.md)."""
+
+    max_concurrent: int = at_least_one(64, maximum=100_000)
+    """Agents at work at a time; the others wait, which is not their time."""
+    max_calls: int = at_least_one(1000)
+    """Answers of the model in one rollout."""
+    max_sampled_tokens: int | None = at_least_one(None)
+    """Tokens of all answers together; null: no limit."""
+    memory_mb: int = at_least_one(4096)
+    """Resident memory of a program and all that it starts."""
+    max_processes: int = at_least_one(256)
+    """Processes of a program."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     train: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling of the responses that are trained on."""
@@ -180,10 +302,13 @@ class RolloutConfig:
     """What differs in quick validations (trainer.quick_test_freq)."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     """Turns, tools and how they are called."""
-    agent: str = "tool_calling"
-    """What drives a trajectory: "tool_calling", or package.module:Class or path/to/file.py:Class of an Agent."""
+    agent: Any = "tool_calling"
+    """What drives a trajectory: "tool_calling"; package.module:object or path/to/file.py:object, an Agent's class or a
+    function run(task, client); or {command: …}, a program that speaks a model's API (docs/agents.md)."""
     agent_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that class."""
+    """Keyword arguments of that class or function."""
+    agent_limits: AgentLimitsConfig = field(default_factory=AgentLimitsConfig)
+    """What one rollout of a function or program may use, besides rollout.multi_turn.max_wall_seconds."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The inference engines."""
     partial: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
@@ -201,6 +326,24 @@ class RolloutConfig:
     staleness: int = not_negative(0, maximum=1000)
     """Weight updates by which generation may run ahead of training; 0 is strictly on-policy."""
 
+    @property
+    def command(self) -> list[str]:
+        """The program of ``agent`` with its arguments.
+
+        Raises:
+            ConfigError: ``agent`` is neither text nor a mapping with a command.
+        """
+        given = self.agent.get("command") if isinstance(self.agent, Mapping) and len(self.agent) == 1 else None
+        words = shlex.split(given) if isinstance(given, str) else given
+        if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) for word in words):
+            raise ConfigError(
+                f"rollout.agent={self.agent!r} must be a name, package.module:object, path/to/file.py:object, or "
+                "{command: [program, argument, …]}"
+            )
+        if self.agent_kwargs:
+            raise ConfigError("rollout.agent_kwargs: a program takes none; write its arguments into the command")
+        return list(words)
+
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
         if self.train.temperature <= 0:
@@ -212,6 +355,8 @@ class RolloutConfig:
                 f"rollout.engine.threads={self.engine.threads}: threads share a product out by its rows, so a seeded "
                 "engine (rollout.engine.random_seed, trainer.deterministic) would not repeat itself: set threads to 1"
             )
+        self.engine.check()
+        self._check_speculative()
         train = self.train
         if train.top_k > 0 and train.top_p < 1 and train.min_p > 0:
             raise ConfigError(
@@ -221,5 +366,22 @@ class RolloutConfig:
                 "(top_k=-1, top_p=1, min_p=0)"
             )
         tool_entries(self.multi_turn.tools)
+        if not isinstance(self.agent, str):
+            self.command  # noqa: B018
         if self.branching.enable and self.branching.initial_rollouts > self.train.n:
             raise ConfigError("rollout.branching.initial_rollouts exceeds the budget rollout.train.n")
+
+    def _check_speculative(self) -> None:
+        algorithm = self.engine.speculative.algorithm
+        if algorithm is None:
+            return
+        said = f"rollout.engine.speculative.algorithm={algorithm}"
+        neutral = {"top_p": 1, "top_k": -1, "min_p": 0}
+        for name, value in neutral.items():
+            if getattr(self.train, name) != value:
+                raise ConfigError(
+                    f"{said} needs rollout.train.{name}={value}, not {getattr(self.train, name)}: SGLang samples what "
+                    "the filter leaves, but gives log-probs of the whole distribution"
+                )
+        if self.val.min_p:
+            raise ConfigError(f"{said} needs rollout.val.min_p=0: SGLang's check of guesses does not know it")

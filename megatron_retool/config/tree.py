@@ -91,6 +91,7 @@ def validate(config: Config) -> None:
             f"weight_sync.round_to={config.weight_sync.round_to} imitates a quantised engine, and "
             f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
         )
+    _check_engines(config)
     if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
         raise ConfigError(
             "learner.routing_replay=old_log_probs records experts while old log-probs are computed, which "
@@ -107,6 +108,32 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+
+
+def _check_engines(config: Config) -> None:
+    """What engines' settings say of weight sync, placement and replay."""
+    engine, sync = config.rollout.engine, config.weight_sync
+    speculative = engine.speculative
+    if sync.verify and (engine.expert_parallel_size or 1) * engine.attention_data_parallel_size > 1:
+        raise ConfigError(
+            "weight_sync.verify=true knows how engines split matrices over all their GPUs, and not how they lay them "
+            "out with rollout.engine.expert_parallel_size or attention_data_parallel_size above 1: set it to false"
+        )
+    if speculative.algorithm is None:
+        return
+    said = f"rollout.engine.speculative.algorithm={speculative.algorithm}"
+    if config.learner.routing_replay == "rollout":
+        raise ConfigError(
+            f"{said} does not go with learner.routing_replay=rollout: which of the guessed tokens' experts stay is not "
+            "known to be right. Set routing_replay to old_log_probs or none"
+        )
+    if speculative.draft_model_path is not None and sync.method == "disk":
+        raise ConfigError(
+            f"{said} needs weight_sync.method=tensor or distributed: from files SGLang loads the policy's weights into "
+            "the draft model too"
+        )
+    if speculative.draft_model_path is not None and sync.verify:
+        raise ConfigError(f"{said} with a draft model needs weight_sync.verify=false: its weights are hashed too")
 
 
 def _what_timing_decides(rollout: RolloutConfig) -> tuple[str, str] | None:

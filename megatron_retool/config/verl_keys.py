@@ -64,6 +64,13 @@ def fp8_recipe(word: Any) -> str | None:
     return str(word) if str(word) in ("tensorwise", "blockwise", "mxfp8") else None
 
 
+def moment_dtype(word: Any) -> str | None:
+    """A dtype of the optimizer's state in our words, of Megatron-Core's fp32 or torch's; None where there is none."""
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    name = str(word).removeprefix("torch.")
+    return names.get(name, name if name in names.values() else None)
+
+
 def find(key: str) -> VerlKey | None:
     """The row of a key, else of the longest prefix that has one, else None.
 
@@ -153,8 +160,12 @@ def _optimizer(verl: str, ours: str) -> list[VerlKey]:
           for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style")),
         VerlKey(f"{verl}.min_lr_ratio", (f"{ours}.min_lr",), "ratio x lr"),
         VerlKey(f"{verl}.override_optimizer_config.optimizer_cpu_offload", (f"{ours}.cpu_offload",), convert=_same),
-        *_rows(f"{verl}.override_optimizer_config",
-               "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer *",
+        VerlKey(f"{verl}.override_optimizer_config.use_precision_aware_optimizer",
+                (f"{ours}.use_precision_aware_optimizer",), "part of cpu_offload here, and set without it alone"),
+        *(VerlKey(f"{verl}.override_optimizer_config.{name}", (f"{ours}.{name}",),
+                  "with use_precision_aware_optimizer")
+          for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
+        *_rows(f"{verl}.override_optimizer_config", "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d *",
                "Megatron-Core's own settings of its optimizer stay as they are"),
         *_rows(verl, "total_training_steps", "the run's own length is taken"),
         VerlKey(f"{verl}.*", (), "the optimizer is Adam with a constant, linear or cosine schedule"),
@@ -276,6 +287,10 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey(f"{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type",
             ("learner.moe_token_dispatcher_type",), "packed sequences have no allgather; flex is DeepEP's",
             token_dispatcher),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.overlap_p2p_comm", ("learner.overlap_p2p_comm",),
+            "with virtual pipeline stages"),
+    VerlKey(f"{ACTOR}.megatron.override_transformer_config.batch_p2p_comm", ("learner.overlap_p2p_comm",),
+            "true where overlap_p2p_comm is false"),
     *(VerlKey(f"{ACTOR}.megatron.override_ddp_config.{name}", (f"learner.{name}",), "", _same)
       for name in ("overlap_grad_reduce", "overlap_param_gather")),
     VerlKey(f"{ACTOR}.megatron.override_ddp_config.bucket_size", ("learner.gradient_bucket_size",), "", _same),
@@ -315,6 +330,7 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey(f"{ROLLOUT}.tensor_model_parallel_size", ("rollout.engine.tensor_parallel_size",), "", _same),
     VerlKey(f"{ROLLOUT}.pipeline_model_parallel_size", ("rollout.engine.tensor_parallel_size",),
         "engines have no stages"),
+    VerlKey(f"{ROLLOUT}.expert_parallel_size", ("rollout.engine.expert_parallel_size",), "divides an engine's GPUs"),
     VerlKey(f"{ROLLOUT}.data_parallel_size", ("rollout.engine.count",), "engines fill the GPUs"),
     VerlKey(f"{ROLLOUT}.gpu_memory_utilization", ("rollout.engine.mem_fraction_static",), "weights and KV cache",
         _same),
@@ -324,7 +340,7 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey(f"{ROLLOUT}.quantization", ("rollout.engine.quantization",), "fp8", _same),
     *(VerlKey(f"{ROLLOUT}.{name}", ("rollout.engine.extra_args",), note) for name, note in (
         ("enforce_eager", "[--disable-cuda-graph]"), ("enable_prefix_caching", "false: [--disable-radix-cache]"),
-        ("expert_parallel_size", "[--ep-size, N]"), ("engine_kwargs.sglang.*", "[--name, value]"))),
+        ("engine_kwargs.sglang.*", "[--name, value]"))),
     *(VerlKey(f"{ROLLOUT}.{name}", ("weight_sync.bucket_bytes",), "in bytes: x 2^20", lambda value: int(value) * 2**20)
       for name in ("update_weights_bucket_megabytes", "checkpoint_engine.update_weights_bucket_megabytes")),
     VerlKey(f"{ROLLOUT}.prompt_length", ("data.max_prompt_length",), convert=_same),

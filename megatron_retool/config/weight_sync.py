@@ -22,6 +22,10 @@ class WeightSyncConfig:
     a scale for each round_group_size inputs. Embeddings, norms, routers and the output layer stay as they are."""
     round_group_size: int = at_least_one(32)
     """Inputs of a row that share a scale, with intN."""
+    fp8_scales: str = choice("auto", "float32", "power_of_two")
+    """Of FP8 blocks, with round_to=fp8 or rollout.engine.quantization=fp8. auto: those that FP8 kernels of the GPU take
+    that the weights come from, powers of two from Blackwell on, else float32. A name: always those, to imitate another
+    GPU, or where engines have another than the learner."""
     check_log_probs: bool = True
     """At a run's first sync, and at the next one after an engine or the learner was started anew: compare log-probs of
     a fixed text, engine against learner, and stop where they are not of the same model."""

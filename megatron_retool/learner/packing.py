@@ -67,7 +67,7 @@ class MicroBatch:
         slots: int64 [n], where those stand among the micro-batch's response tokens.
         response_positions: int64 [R], the micro-batch's response tokens as positions in the batch's columns, whole
             sequences on every context-parallel rank.
-        sequence_ids: int64 [R], 0 .. len(rows) - 1.
+        sequence_ids: int64 [R], the unit (``Packer.units``) of each response token, from 0 in order of ``rows``.
         token_positions: int64 [t], the local tokens as positions among the batch's, prompt and response of each
             sequence end to end; -1: padding.
         buckets: what attention does with it where Transformer Engine is absent.
@@ -129,7 +129,9 @@ class Packer:
         self.attention_buckets = attention_buckets
         self.pairs_per_call = pairs_per_call
 
-    def plan(self, lengths: Sequence[int] | npt.NDArray[Any]) -> list[list[Int64Array]]:
+    def plan(
+        self, lengths: Sequence[int] | npt.NDArray[Any], units: Int64Array | None = None
+    ) -> list[list[Int64Array]]:
         """Rows of every micro-batch of every data-parallel rank.
 
         All ranks get equally many micro-batches, under VPP a multiple of the pipeline size; ranks that have too few
@@ -137,6 +139,7 @@ class Packer:
 
         Args:
             lengths: tokens of each sequence.
+            units: [N], of ``units``; rows of one share a micro-batch. None: each row is one.
 
         Returns:
             plan[data_rank][micro_batch] = row numbers.
@@ -151,7 +154,10 @@ class Packer:
                 f"sequence {row} of the batch has {int(np.asarray(lengths)[row])} tokens, more than "
                 f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
             )
-        costs = np.asarray(sequence_cost(padded, 1.0, self.quadratic_cost), dtype=np.float64)
+        own_costs = np.asarray(sequence_cost(padded, 1.0, self.quadratic_cost), dtype=np.float64)
+        units = np.arange(len(padded)) if units is None else units
+        costs = np.asarray(np.bincount(units, own_costs), dtype=np.float64)
+        padded = np.bincount(units, padded).astype(np.int64, copy=False)
         if self.layout.data == 1:
             shares = [np.arange(len(padded))]
         else:
@@ -163,8 +169,22 @@ class Packer:
         plan = []
         for share in shares:
             packed = pack_micro_batches(padded[share], self.max_tokens, count, costs[share])
-            plan.append([share[np.asarray(rows, dtype=np.int64)] for rows in packed])
+            chosen = [share[np.asarray(part, dtype=np.int64)] for part in packed]
+            plan.append([np.flatnonzero(np.isin(units, part)) for part in chosen])
         return plan
+
+    def units(self, batch: TrajectoryBatch) -> Int64Array:
+        """int64 [N], 0 … n - 1: what is never cut. Rows of one rollout are one unit where a micro-batch has room.
+
+        A loss that judges responses (a mean over their tokens) then judges rollouts, as the rest of a step does. Of a
+        rollout that is too long for it each row is a unit.
+        """
+        rollouts = batch.rollout_ids
+        tokens = np.bincount(rollouts, self._padded(batch.total_lengths.astype(np.int64)))
+        begins = np.ones(len(batch), np.bool_)
+        begins[1:] = (rollouts[1:] != rollouts[:-1]) | (tokens[rollouts[1:]] > self.max_tokens)
+        units: Int64Array = np.cumsum(begins, dtype=np.int64) - 1
+        return units
 
     def micro_batches(self, batch: TrajectoryBatch, head_on: str = "loss_mask") -> list[MicroBatch]:
         """This rank's micro-batches.
@@ -175,14 +195,15 @@ class Packer:
                 response token (a critic's values).
         """
         lengths = batch.total_lengths.astype(np.int64)
-        stream = _Stream(batch)
-        return [self._cut(batch, stream, rows, head_on) for rows in self.plan(lengths)[self.data_rank]]
+        stream, units = _Stream(batch), self.units(batch)
+        plan = self.plan(lengths, units)[self.data_rank]
+        return [self._cut(batch, stream, units, rows, head_on) for rows in plan]
 
     def balance_metrics(self, batch: TrajectoryBatch) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
         lengths = batch.total_lengths.astype(np.int64)
         in_order = [int(part.sum()) for part in np.array_split(lengths, self.layout.data)]
-        planned = [sum(int(lengths[rows].sum()) for rows in share) for share in self.plan(lengths)]
+        planned = [sum(int(lengths[rows].sum()) for rows in share) for share in self.plan(lengths, self.units(batch))]
         return {
             "global_seqlen/mean": float(np.mean(in_order)),
             "global_seqlen/min": float(min(in_order)),
@@ -196,7 +217,9 @@ class Packer:
         multiple = self.layout.sequence_multiple
         return -(-lengths // multiple) * multiple
 
-    def _cut(self, batch: TrajectoryBatch, stream: _Stream, rows: Int64Array, head_on: str) -> MicroBatch:
+    def _cut(
+        self, batch: TrajectoryBatch, stream: _Stream, units: Int64Array, rows: Int64Array, head_on: str
+    ) -> MicroBatch:
         cp = self.layout.context
         # Long sequences first: neighbours are of similar length, which is what attention's buckets want.
         rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
@@ -260,7 +283,7 @@ class Packer:
             targets=tensor(targets),
             slots=tensor(slots),
             response_positions=response_positions,
-            sequence_ids=tensor(response_owner),
+            sequence_ids=tensor(_numbered(units[rows])[response_owner]),
             token_positions=token_positions[local],
             buckets=buckets,
         )
@@ -339,6 +362,13 @@ def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Ar
     firsts = np.stack([starts + context_rank * chunks, starts + (2 * context_size - 1 - context_rank) * chunks], axis=1)
     counts = np.repeat(chunks, 2)
     return np.repeat(firsts.reshape(-1), counts) + _ramp(counts)
+
+
+def _numbered(units: Int64Array) -> Int64Array:
+    """``units`` as 0, 1, … in the order in which they first occur."""
+    _, first, places = np.unique(units, return_index=True, return_inverse=True)
+    numbers: Int64Array = np.argsort(np.argsort(first))[places]
+    return numbers
 
 
 def _ramp(counts: Int64Array) -> Int64Array:

@@ -42,9 +42,15 @@ def use_host_threads(device: torch.device, threads: int) -> int:
 
     Ranks with GPUs compute on the host too: Adam where its state lies there, checksums, copies. LOCAL_WORLD_SIZE, the
     ranks of this node, is torchrun's name and set by the cluster room as well; without it each GPU has a rank.
+
+    Raises:
+        ConfigError: LOCAL_WORLD_SIZE is no number of ranks.
     """
     if device.type == "cuda":
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
+        given = os.environ.get("LOCAL_WORLD_SIZE")
+        if given and (not given.isdecimal() or int(given) < 1):
+            raise ConfigError(f"LOCAL_WORLD_SIZE={given}: it has to be the number of ranks on this node, or unset")
+        ranks = int(given or torch.cuda.device_count())
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     torch.set_num_threads(threads)
     return threads

@@ -1,6 +1,7 @@
 """What the update has to know of every token: log-probs, values, correction, advantages, loss weights.
 
-Each function takes the step's batch and gives it back with more columns ([T], see ``TrajectoryBatch``).
+Each function takes the step's batch and gives it back with more columns ([T], see ``TrajectoryBatch``). A response here
+is a rollout, whatever its number of rows: what is computed over responses does not change where one is cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages, share_branch_advantages
 from megatron_retool.algorithms.kl import kl_reward
 from megatron_retool.algorithms.loss_aggregation import token_weights
+from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
 from megatron_retool.loop.state import TrainerState
@@ -68,7 +70,7 @@ async def add_log_probs(
 def correct_rollout(
     config: Config, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], current_version: int
 ) -> tuple[TrajectoryBatch, dict[str, float], bool]:
-    """Weights and masks against the mismatch of learner and engine, as columns importance_weights and keep.
+    """Weights and masks against the mismatch of learner and engine: columns importance_weights, keep, rejected_by.
 
     ``trajectories`` are the batch's rows; the ones that overlong filtering marked give no loss either. In bypass mode
     the learner's log-probs are first known in the update, which applies rules and veto itself: here are no weights, no
@@ -83,8 +85,8 @@ def correct_rollout(
         torch.from_numpy(batch.columns["old_log_probs"]),
         torch.from_numpy(batch.rollout_log_probs),
         torch.from_numpy(batch.loss_mask),
-        torch.from_numpy(batch.sequence_ids),
-        len(batch),
+        torch.from_numpy(batch.token_rollout_ids),
+        batch.num_rollouts,
         torch.from_numpy(batch.turn_ids),
         correction,
         weight_versions=torch.from_numpy(batch.weight_versions),
@@ -93,9 +95,15 @@ def correct_rollout(
     metrics = result.metrics
     if correction.bypass_old_log_probs:
         metrics = {name: value for name, value in metrics.items() if name.startswith(_WITHOUT_LEARNER)}
-    metrics["rollout_corr/overlong_filtered"] = float(filtered.mean()) if len(filtered) else 0.0
-    keep = result.keep_mask.numpy() & ~np.repeat(filtered, batch.response_lengths)
-    batch = batch.with_columns(importance_weights=result.importance_weights.numpy(), keep=keep)
+    metrics["rollout_corr/overlong_filtered"] = float(filtered[batch.first_rows].mean()) if len(filtered) else 0.0
+    overlong = np.repeat(filtered, batch.response_lengths)
+    keep = result.keep_mask.numpy() & ~overlong
+    rejected_by = result.rejected_by.numpy()
+    batch = batch.with_columns(
+        importance_weights=result.importance_weights.numpy(),
+        keep=keep,
+        rejected_by=np.where(batch.loss_mask & overlong & (rejected_by == 0), OVERLONG, rejected_by),
+    )
     return batch, metrics, result.skip_update
 
 
@@ -112,7 +120,7 @@ def add_advantages(
         actor/reward_kl_penalty_coeff.
     """
     config = state.config
-    loss_mask, sequence_ids = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.sequence_ids)
+    loss_mask, first = torch.from_numpy(batch.loss_mask), batch.first_rows
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
     token_rewards, metrics = None, {}
     if config.algorithm.kl_in_reward:
@@ -126,15 +134,15 @@ def add_advantages(
             config.algorithm.kl_k3_limit,
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coefficient}
-        state.kl = state.kl.updated(measured, len(batch))
+        state.kl = state.kl.updated(measured, batch.num_rollouts)
     metrics |= reward_metrics(batch, None if token_rewards is None else token_rewards.numpy())
     inputs = AdvantageInputs(
-        rewards=torch.from_numpy(batch.rewards),
-        group_ids=torch.from_numpy(batch.group_ids),
+        rewards=torch.from_numpy(batch.rewards[first]),
+        group_ids=torch.from_numpy(batch.group_ids[first]),
         loss_mask=loss_mask,
-        sequence_ids=sequence_ids,
+        sequence_ids=torch.from_numpy(batch.token_rollout_ids),
         token_rewards=token_rewards,
-        reward_info=[trajectory.reward_info for trajectory in trajectories],
+        reward_info=[trajectories[row].reward_info for row in first],
         **{name: columns.get(name) for name in ("values", "old_log_probs", "entropy", "ref_log_probs")},
     )
     result = compute_advantages(config.algorithm.estimator, inputs)
@@ -147,18 +155,20 @@ def add_advantages(
 def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:
     """Shuffle the responses (seeded by run and step) and cut them into mini-batches, each with its loss_weights.
 
+    learner.mini_batch_size counts rollouts; all rows of one are in the same mini-batch.
+
     Every loss aggregation is a weight per token over the mini-batch as a whole, so the loss does not depend on how the
     learner cuts it into micro-batches or over ranks. Rejected tokens get weight 0.
     """
-    order = np.random.default_rng((config.trainer.seed, step)).permutation(len(batch))
-    count = max(1, round(len(batch) / config.learner.mini_batch_size))
-    for rows in np.array_split(order, count):
-        mini_batch = batch.select(np.sort(rows))
+    order = np.random.default_rng((config.trainer.seed, step)).permutation(batch.num_rollouts)
+    count = max(1, round(batch.num_rollouts / config.learner.mini_batch_size))
+    for rollouts in np.array_split(order, count):
+        mini_batch = batch.select(np.flatnonzero(np.isin(batch.rollout_ids, rollouts)))
         weights = token_weights(
             config.algorithm.aggregation,
             torch.from_numpy(mini_batch.loss_mask),
-            torch.from_numpy(mini_batch.sequence_ids),
-            len(mini_batch),
+            torch.from_numpy(mini_batch.token_rollout_ids),
+            mini_batch.num_rollouts,
             keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
             denominator=config.algorithm.rollout_correction.denominator,
             max_response_length=config.data.max_response_length,

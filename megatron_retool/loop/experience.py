@@ -14,6 +14,7 @@ from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import ProgressLine, progress_line
+from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import Trajectory, read_trajectories
 from sglang_rollout.agent.paused_groups import PausedGroup
 
@@ -113,7 +114,7 @@ async def collect_groups(
         metrics={
             **found.metrics(),
             "dynamic_sampling/rounds": float(rounds),
-            "dynamic_sampling/responses_per_group": len(generated) / len(groups),
+            "dynamic_sampling/responses_per_group": len(rollouts_of(generated)) / len(groups),
             **statistics_since(before, asdict(run.rollout.statistics)),
             **run.rewards.take_metrics(),
             **run.tools.take_metrics(),
@@ -121,7 +122,7 @@ async def collect_groups(
         },
         prompt_state=run.prompts.state_dict([group.group_id for group in paused]),
         paused=paused,
-        accuracies=[(str(g[0].extra_info.get("uid")), sum(t.accuracy for t in g) / len(g)) for g in groups],
+        accuracies=[(str(g[0].extra_info.get("uid")), mean_accuracy(g)) for g in groups],
     )
 
 
@@ -156,7 +157,7 @@ async def generate_round(
             with timer.phase(Phase.REWARD):
                 await asyncio.to_thread(run.rewards.score, group)
             groups.append(group)
-            progress.advance(len(group))
+            progress.advance(len(rollouts_of(group)))
             run.watchdog.progress(Phase.GENERATION)
             if partial.enable and len(groups) == count:
                 break
@@ -177,7 +178,13 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     prompts = run.prompts.next_batch(len(groups))
     for prompt, group in zip(prompts, groups.values(), strict=True):
-        if list(prompt.prompt_ids) != group[0].prompt_ids.tolist():
+        # An agent of one's own writes prompts itself: its rows name the data's row.
+        stored = group[0]
+        if AGENT_KEY in stored.reward_info:
+            same = stored.extra_info.get("uid") == prompt.uid
+        else:
+            same = list(prompt.prompt_ids) == stored.prompt_ids.tolist()
+        if not same:
             raise ValueError(
                 f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}: "
                 "rollout.replay_dir needs the data, tokenizer and trainer.seed of the run that it belongs to"
@@ -185,8 +192,15 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
     return list(groups.values())
 
 
+def mean_accuracy(group: list[Trajectory]) -> float:
+    """Over the rollouts of a group."""
+    accuracies = [rollout[0].accuracy for rollout in rollouts_of(group)]
+    return sum(accuracies) / len(accuracies)
+
+
 def filter_step(groups: list[list[Trajectory]], metric: str) -> GroupFilter:
-    rows = [trajectory for group in groups for trajectory in group]
+    """Which groups carry a signal; a rollout counts once, whatever its number of rows."""
+    rows = [rollout[0] for group in groups for rollout in rollouts_of(group)]
     accuracies = [t.accuracy for t in rows]
     values = accuracies if metric == "acc" else [t.reward for t in rows]
     return filter_groups([t.group_id for t in rows], values, accuracies)

@@ -66,7 +66,11 @@ class LearnerRecovery:
 
 
 class StragglerWatch:
-    """Finds ranks that are slower than the others in their own part of the updates, step after step."""
+    """Finds ranks that are slower than the others in their own part of the updates, step after step.
+
+    Attributes:
+        seconds: by role, each rank's own seconds in the updates of the step that was recorded last.
+    """
 
     minimum_excess_seconds = 1.0
     """Less is noise, whatever the ratio."""
@@ -76,13 +80,17 @@ class StragglerWatch:
         self._steps = config.trainer.straggler_steps
         self._console = console
         self._slow: Counter[tuple[str, int]] = Counter()
+        self.seconds: dict[str, list[float]] = {}
 
     def record(self, *groups: LearnerGroup | None) -> dict[str, float]:
         """perf/slowest_rank_ratio (for a critic with /critic behind it): the slowest rank's seconds to the others'
         median. Ranks that a warning is due for are printed with their nodes."""
         metrics = {}
+        self.seconds = {}
         for group in groups:
             seconds = group.take_rank_seconds() if group is not None else []
+            if group is not None:
+                self.seconds[group.role] = list(seconds)
             if group is None or len(seconds) < 2 or min(seconds) <= 0:
                 continue
             ratios = []

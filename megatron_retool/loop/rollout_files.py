@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.parquet_files import read_parquet
-from megatron_retool.runs.files import atomic_write
-from megatron_retool.trajectory import TrajectoryBatch, write_trajectories
+from megatron_retool.parquet_files import read_parquet, write_row_groups
+from megatron_retool.routed_experts import row_groups
+from megatron_retool.runs.files import atomic_write, write_text
+from megatron_retool.trajectory import TOKEN_GROUP_BYTES, RowKey, TrajectoryBatch, write_trajectories
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
     from megatron_retool.loop.experience import Collected
+    from megatron_retool.monitor.metrics import StepTimer
 
 
+_KEY = ("group_id", "index", "segment")
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -40,34 +45,57 @@ def store_step(run: Deployment, step: int, collected: Collected, batch: Trajecto
         write_estimates(batch, stored.with_suffix(".learner.parquet"))
 
 
-def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
-    """Write the batch's columns to a parquet file, one row a trajectory, named by group_id and index.
+def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapping[str, Sequence[float]]) -> None:
+    """rollouts/step_N.time.json: when each phase of the step began and how long it took, and the ranks' own seconds.
 
-    To a temporary name, fsynced, renamed.
+    Args:
+        rank_seconds: by role (learner, critic), of each rank in the step's updates.
+    """
+    path = run.config.run_dir / "rollouts" / f"step_{step:06d}.time.json"
+    found = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
+    with run.write_errors.tolerated(path):
+        write_text(path, json.dumps(found))
+
+
+def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
+    """Write the batch's columns to a parquet file, one row a trajectory, named by group_id, index and segment.
+
+    To a temporary name, fsynced, renamed; in row groups of bounded size, as the trajectories' file.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum(batch.response_lengths, dtype=np.int32)
     offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))
-    table = {"group_id": pa.array(batch.group_ids), "index": pa.array(batch.indices)}
+    keys = (batch.group_ids, batch.indices, batch.segments)
+    columns = {name: pa.array(column) for name, column in zip(_KEY, keys, strict=True)}
     for name, column in sorted(batch.columns.items()):
-        table[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
+    table = pa.table(columns)
+    token_bytes = sum(column.itemsize for column in batch.columns.values())
+    parts = row_groups([token_bytes * int(length) for length in batch.response_lengths], TOKEN_GROUP_BYTES)
     with atomic_write(path) as handle:
-        pq.write_table(pa.table(table), handle, compression="zstd", write_page_checksum=True)
+        write_row_groups(handle, table.schema, (_rows(table, part) for part in parts))
 
 
-def read_estimates(path: str | Path) -> dict[tuple[int, int], dict[str, npt.NDArray[np.float32]]]:
-    """What ``write_estimates`` wrote: (group_id, index) -> column -> float32 [R].
+def _rows(table: Any, part: slice) -> dict[str, Any]:
+    rows = table.slice(part.start, part.stop - part.start)
+    return {name: rows[name] for name in rows.column_names}
+
+
+def read_estimates(path: str | Path) -> dict[RowKey, dict[str, npt.NDArray[np.float32]]]:
+    """What ``write_estimates`` wrote: the row's key (``Trajectory.key``) -> column -> float32 [R].
+
+    Files without the column segment are of rollouts of one row.
 
     Raises:
         UnreadableFile: the file is missing or damaged.
     """
     table = read_parquet(path)
-    names = [name for name in table.column_names if name not in ("group_id", "index")]
-    keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), strict=True)
+    names = [name for name in table.column_names if name not in _KEY]
+    segments = table["segment"].to_pylist() if "segment" in table.column_names else [0] * len(table)
+    keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), segments, strict=True)
     columns = {name: table[name].combine_chunks() for name in names}
     return {
         key: {name: columns[name][row].values.to_numpy(zero_copy_only=False) for name in names}

@@ -21,11 +21,11 @@ from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
-from megatron_retool.loop.rollout_files import store_step
+from megatron_retool.loop.rollout_files import store_step, store_times
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.update import peak_memory, update_actor, update_critic
 from megatron_retool.loop.validation import validate, validate_after, validate_only
-from megatron_retool.loop.validation_metrics import check_early_stopping
+from megatron_retool.loop.validation_metrics import check_named_metrics
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
@@ -65,7 +65,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
         announce_start(config, console)
     check_rollouts(config)
     check_model(config, learns=True)  # once more: of the demo it was not there when the command began
-    check_early_stopping(config)  # the same
+    check_named_metrics(config)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
     run = Deployment(config, console)
@@ -136,7 +136,10 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **skipped.record(step, learned.skipped),
                 **stragglers.record(run.learner, run.critic),
                 **performance_metrics(
-                    int(batch.total_lengths.sum()), len(batch), timer.seconds[Phase.STEP], config.learner.world_size
+                    int(batch.total_lengths.sum()),
+                    batch.num_rollouts,
+                    timer.seconds[Phase.STEP],
+                    config.learner.world_size,
                 ),
                 **await peak_memory(run.learner, run.critic),
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
@@ -151,6 +154,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 with timer.phase(Phase.SAVE_CHECKPOINT):
                     contents = contents_after(run, state, collected) if complete else None
                     metrics |= await checkpointer.write(step, contents, wait=last or leaving, weights=weights)
+            store_times(run, step, timer, stragglers.seconds)
             # Before the checkpoint has its name: a run that is killed between the two repeats the step, row and all.
             log.log(step, metrics | timer.metrics())
             await checkpointer.commit()

@@ -22,6 +22,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics
+from megatron_retool.rollout_rows import rollouts_of, whole_rollouts
 from megatron_retool.trajectory import Trajectory, write_trajectories
 
 
@@ -57,7 +58,7 @@ async def validate(run: Deployment, step: int, log: MetricLogger | None = None) 
     trajectories = await _sampled(run, prompts, config.rollout.val, f"step {step} validation", Phase.VALIDATION)
     texts = _stored(run, trajectories, "validation", step)
     messages = {prompt.group_id: prompt.messages for prompt in prompts}
-    first_of_group = [(text, t) for text, t in zip(texts, trajectories, strict=True) if t.index == 0]
+    first_of_group = [(text, t) for text, t in zip(texts, trajectories, strict=True) if t.index == 0 and t.segment == 0]
     shown = [
         sample_of(t, question_of(messages[t.group_id], prompt), response)
         for (prompt, response), t in first_of_group[: config.trainer.log_val_generations]
@@ -66,7 +67,7 @@ async def validate(run: Deployment, step: int, log: MetricLogger | None = None) 
         print_sample(run.console, f"step {step}, validation sample {number} of {len(shown)}", sample)
     if log is not None:
         log.log_samples(step, [sample.row() for sample in shown])
-    return _metrics(run, trajectories) | difficulty_metrics(trajectories)
+    return _metrics(run, trajectories) | difficulty_metrics(whole_rollouts(trajectories))
 
 
 async def validate_quickly(run: Deployment, step: int) -> dict[str, float]:
@@ -90,9 +91,9 @@ async def _sampled(
         async for group in run.rollout.stream(prompts, sampling, "validation"):
             await asyncio.to_thread(run.rewards.score, group, "validation")
             trajectories += group
-            progress.advance(len(group))
+            progress.advance(len(rollouts_of(group)))
             run.watchdog.progress(phase)
-    return sorted(trajectories, key=lambda t: (t.group_id, t.index))
+    return sorted(trajectories, key=lambda t: t.key)
 
 
 def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, step: int) -> list[tuple[str, str]]:
@@ -114,8 +115,8 @@ def _metrics(run: Deployment, trajectories: Sequence[Trajectory]) -> dict[str, f
 
 
 def with_all(trajectories: Sequence[Trajectory]) -> list[EvaluationRecord]:
-    """Records by data source, and all of them once more under the source "all"."""
-    records = [EvaluationRecord.from_trajectory(trajectory) for trajectory in trajectories]
+    """Records of the rollouts by data source, and all of them once more under the source "all"."""
+    records = [EvaluationRecord.from_trajectory(trajectory) for trajectory in whole_rollouts(trajectories)]
     return records + [replace(record, data_source="all") for record in records]
 
 

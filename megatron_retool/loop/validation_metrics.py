@@ -53,8 +53,9 @@ def validation_metrics(config: Config, groups: Mapping[str, Iterable[str]]) -> l
     return list(dict.fromkeys(full + [quick_name(name) for name in quick]))
 
 
-def check_early_stopping(config: Config) -> None:
-    """Whether validations will have ``trainer.early_stopping.metric``, as far as can be told before they are held.
+def check_named_metrics(config: Config) -> None:
+    """Whether validations will have the metrics that early stopping and ``trainer.best_metric`` name, as far as can be
+    told before they are held.
 
     Data sources and their difficulties are those of data.val_files; before these are there any may come. What a reward
     function returns beside score, acc and pred is known at the first validation alone, which is checked as well.
@@ -63,13 +64,14 @@ def check_early_stopping(config: Config) -> None:
         ConfigError: they will not; naming the nearest of those that they have.
         DataError: a validation file is damaged.
     """
-    name = config.trainer.early_stopping.metric
-    if not name:
-        return
-    groups = _groups(config)
-    known = validation_metrics(config, groups or {source: () for source in {ALL, _source_of(name)}})
-    if name not in known and not (is_validation_metric(name) and _may_come(name, config, groups)):
-        raise ConfigError(unknown_metric("trainer.early_stopping.metric", name, known))
+    trainer = config.trainer
+    asked = {"trainer.early_stopping.metric": trainer.early_stopping.metric, "trainer.best_metric": trainer.best_metric}
+    asked = {key: name for key, name in asked.items() if name}
+    groups = _groups(config) if asked else None
+    for key, name in asked.items():
+        known = validation_metrics(config, groups or {source: () for source in {ALL, _source_of(name)}})
+        if name not in known and not (is_validation_metric(name) and _may_come(name, config, groups)):
+            raise ConfigError(unknown_metric(key, name, known))
 
 
 def unknown_metric(key: str, name: str, known: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
 from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
+from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of, whole_rollout
 from megatron_retool.trajectory import FinishReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -90,19 +91,26 @@ class RewardManager:
             raise ConfigError(str(error)) from error
 
     def score(self, trajectories: Sequence[Trajectory], purpose: str = "train") -> None:
-        """Score all of them; returns when every one has a reward. ``purpose`` names the counts that they go into."""
+        """Score all of them; returns when every one has a reward. ``purpose`` names the counts that they go into.
+
+        The rows of a rollout get one reward, that of their responses end to end. Where an agent has given the reward
+        itself, it stands.
+        """
         waiting = []
-        for trajectory in trajectories:
-            request = self._request(trajectory)
-            info = self._quick(request)
+        rollouts = rollouts_of(trajectories)
+        for rows in rollouts:
+            whole = whole_rollout(rows)
+            own = whole.reward_info.get(AGENT_KEY, {}).get("result")
+            request = self._request(whole)
+            info = dict(own) if own is not None else self._quick(request)
             if info is None:
-                waiting.append((trajectory, self._threads.submit(self._score_in_worker, request, purpose)))
+                waiting.append((rows, whole, self._threads.submit(self._score_in_worker, request, purpose)))
             else:
-                self._fill(trajectory, info)
-        for trajectory, future in waiting:
-            self._fill(trajectory, future.result())
+                self._fill(rows, whole, info)
+        for rows, whole, future in waiting:
+            self._fill(rows, whole, future.result())
         with self._lock:
-            self._counts[purpose]["scored"] += len(trajectories)
+            self._counts[purpose]["scored"] += len(rollouts)
 
     def take_metrics(self, purpose: str = "train") -> dict[str, float]:
         """reward/scored and reward/failures/<kind> of ``purpose`` since the last call."""
@@ -191,7 +199,8 @@ class RewardManager:
                 self._workers.append(worker)
         return worker
 
-    def _fill(self, trajectory: Trajectory, info: dict[str, Any]) -> None:
+    def _fill(self, rows: Sequence[Trajectory], trajectory: Trajectory, info: dict[str, Any]) -> None:
+        """The same for all ``rows`` of a rollout, of which ``trajectory`` is the whole."""
         overlong = self._config.overlong
         length = len(trajectory.response_ids)
         info = dict(info)
@@ -205,9 +214,10 @@ class RewardManager:
             info["overlong_penalty"] = penalty
         if overlong.filter and trajectory.finish_reason is FinishReason.LENGTH:
             info["overlong_filtered"] = True
-        trajectory.reward = float(info["score"]) + penalty
-        # What rollout wrote there stays: where a branch of ARPO began.
-        trajectory.reward_info = {**trajectory.reward_info, **info}
+        for row in rows:
+            row.reward = float(info["score"]) + penalty
+            # What rollout wrote there stays: where a branch of ARPO began.
+            row.reward_info = {**row.reward_info, **info}
 
 
 def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> None:

@@ -1,9 +1,14 @@
-"""rollout.agent: what drives the trajectories of a run."""
+"""rollout.agent: what drives the trajectories of a run.
+
+An ``Agent`` samples by itself, token for token. A task agent (docs/agents.md) is a function of a task and a client's
+settings, or a program, that knows a model's API alone: sglang_rollout/task_agents/ runs it behind the gateway.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_retool.config import Config
@@ -18,6 +23,33 @@ agents: Registry[Callable[..., Any]] = Registry(
 )
 
 
+BUILT_IN = "tool_calling"
+task_agents: Registry[Callable[..., Any]] = Registry("rollout.agent", takes=("task", "client"))
+"""run(task, client, *, its own settings) -> reward | None | dict, plain or asynchronous."""
+
+
+def is_task_agent(config: Config) -> bool:
+    """Whether rollout.agent is a program, or names a function whose first parameter is called task.
+
+    Raises:
+        ExtensionError: it cannot be loaded.
+    """
+    target = config.rollout.agent
+    if not isinstance(target, str):
+        return True
+    if target in agents.names:
+        return False
+    found = agents.load(target)
+    return not inspect.isclass(found) and next(iter(_parameters(found)), None) == "task"
+
+
+def _parameters(found: Any) -> Sequence[str]:
+    try:
+        return list(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
 def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent:
     """What rollout.agent names, made with rollout.agent_kwargs. Nothing is started.
 
@@ -26,6 +58,8 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent
         ChatTemplateError: the tokenizer's chat template cannot express tool results.
     """
     rollout = config.rollout
+    # Behind a task agent the built-in one says where a turn ends, and whether the chat template can be used.
+    target, kwargs = (BUILT_IN, {}) if is_task_agent(config) else (rollout.agent, rollout.agent_kwargs)
     setup = AgentSetup(
         rollout.multi_turn,
         tokenizer,
@@ -33,7 +67,7 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent
         max_response_length=config.data.max_response_length,
         context_length=rollout.engine.context_length,
     )
-    extension = agents.bind(rollout.agent, rollout.agent_kwargs)
+    extension = agents.bind(target, kwargs)
     try:
         made = extension(setup)
     except (ExtensionError, ChatTemplateError):
@@ -70,6 +104,26 @@ def check_agent(config: Config) -> None:
 
     The rest is checked where it is made, for which a tokenizer is needed.
     """
+    if is_task_agent(config):
+        if isinstance(config.rollout.agent, str):
+            task_agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
+        else:
+            check_program(config.rollout.command)
+        if config.rollout.branching.enable:
+            raise ExtensionError(
+                f"rollout.agent={config.rollout.agent}: rollout.branching forks trajectories of the built-in agent; "
+                "set rollout.branching.enable to false"
+            )
+        return
     extension = agents.bind(config.rollout.agent, config.rollout.agent_kwargs)
     if inspect.isclass(extension.object):
         _check_run(extension.object.__name__, getattr(extension.object, "run", None), extension.label, "self")
+
+
+def check_program(command: Sequence[str]) -> None:
+    """Raise ExtensionError where the program of rollout.agent.command is not on this machine."""
+    if shutil.which(command[0]) is None:
+        raise ExtensionError(
+            f"rollout.agent.command={' '.join(command)}: there is no program {command[0]!r} on PATH: name it by its "
+            "whole path, or install it on the node of the driver"
+        )

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from megatron_retool.config import BranchingConfig
 from megatron_retool.routed_experts import ExpertArray
-from megatron_retool.trajectory import Trajectory
+from megatron_retool.trajectory import RowKey, Trajectory
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 
@@ -204,17 +204,17 @@ def shared_token_ids(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.int64
     Every other token has an id of its own. ``algorithms.advantages.share_branch_advantages`` takes the result.
     A fork whose parent is not among ``trajectories`` counts as unrelated.
     """
-    ids: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+    ids: dict[RowKey, npt.NDArray[np.int64]] = {}
     following = 0
     # A fork's index is larger than its parent's: parents come first.
-    for trajectory in sorted(trajectories, key=lambda t: (t.group_id, t.index)):
+    for trajectory in sorted(trajectories, key=lambda t: t.key):
         own = np.arange(following, following + len(trajectory.response_ids), dtype=np.int64)
         following += len(own)
         branch = trajectory.reward_info.get(BRANCH_KEY)
-        parent = ids.get((trajectory.group_id, branch["parent"])) if branch else None
+        parent = ids.get((trajectory.group_id, branch["parent"], 0)) if branch else None
         if branch and parent is not None:
             shared = min(int(branch["shared_tokens"]), len(own), len(parent))
             own[:shared] = parent[:shared]
-        ids[(trajectory.group_id, trajectory.index)] = own
-    parts = [ids[(trajectory.group_id, trajectory.index)] for trajectory in trajectories]
+        ids[trajectory.key] = own
+    parts = [ids[trajectory.key] for trajectory in trajectories]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)

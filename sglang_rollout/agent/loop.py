@@ -26,7 +26,7 @@ from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.routing_record import still_true, whole_column
-from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format
+from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
 from sglang_rollout.engine.base import GenerateResult, StopConditions
 from tools.tool import EarlierCall, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
@@ -48,6 +48,8 @@ class TrajectoryState:
         routed_experts: rows [n, layers, k] of the tokens from the prompt's first on, in consecutive chunks, which end
             where no engine has answered yet, before the last token. Copies share them: none is ever changed.
         routed_ids: int32, the tokens that those rows were received for; None: for those that it has.
+        messages: of the prompt, where the data have them.
+        rows: what a finished task agent has left, in place of the lists here.
     """
 
     prompt_ids: list[int]
@@ -71,6 +73,8 @@ class TrajectoryState:
     age: int = 0
     finish_reason: FinishReason | None = None
     reward_info: dict[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
+    rows: list[Trajectory] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -130,6 +134,14 @@ class TrajectoryState:
             reward_info=dict(self.reward_info),
         )
 
+    def unstarted(self) -> TrajectoryState:
+        """The same trajectory before anything of it was sampled."""
+        return TrajectoryState(
+            *(self.prompt_ids, self.group_id, self.index, self.extra_info, self.seed),
+            age=self.age,
+            messages=self.messages,
+        )
+
     def fork(self, index: int, seed: int | None) -> TrajectoryState:
         """An independent trajectory with the same past, which samples on its own from here."""
         return replace(self.copy(), index=index, seed=seed)
@@ -161,6 +173,12 @@ class TrajectoryState:
             self.routed_experts = []
         self.reward_info = {**self.reward_info, "agent_failure": reason}
 
+    def to_trajectories(self, oldest_version: int | None = None) -> list[Trajectory]:
+        """The rows of the finished rollout; see ``to_trajectory``."""
+        if not self.rows:
+            return [self.to_trajectory(oldest_version)]
+        return [without_older(row, oldest_version) for row in self.rows]
+
     def to_trajectory(self, oldest_version: int | None = None) -> Trajectory:
         """The finished trajectory. Sampled tokens of versions before ``oldest_version`` are taken out of the loss.
 
@@ -168,19 +186,13 @@ class TrajectoryState:
         """
         if self.finish_reason is None:
             raise ValueError(f"trajectory {self.group_id}/{self.index} is not finished")
-        loss_mask = np.array(self.loss_mask, np.bool_)
-        log_probs = np.array(self.log_probs, np.float32)
-        versions = np.array(self.weight_versions, np.int32)
-        if oldest_version is not None:
-            older = loss_mask & (versions < oldest_version)
-            loss_mask[older], log_probs[older] = False, 0.0
-        return Trajectory(
+        whole = Trajectory(
             prompt_ids=np.array(self.prompt_ids, np.int32),
             response_ids=np.array(self.response_ids, np.int32),
-            loss_mask=loss_mask,
-            rollout_log_probs=log_probs,
+            loss_mask=np.array(self.loss_mask, np.bool_),
+            rollout_log_probs=np.array(self.log_probs, np.float32),
             turn_ids=np.array(self.turn_ids, np.int16),
-            weight_versions=versions,
+            weight_versions=np.array(self.weight_versions, np.int32),
             group_id=self.group_id,
             index=self.index,
             finish_reason=self.finish_reason,
@@ -190,6 +202,15 @@ class TrajectoryState:
             routed_experts=whole_column(self.routed_experts, self.length) if self.routed_tokens() else None,
             timing=self.timing,
         )
+        return without_older(whole, oldest_version)
+
+
+def without_older(row: Trajectory, oldest_version: int | None) -> Trajectory:
+    """``row`` with sampled tokens of versions before ``oldest_version`` taken out of the loss; None: of no version."""
+    if oldest_version is None:
+        return row
+    younger = row.loss_mask & (row.weight_versions >= oldest_version)
+    return replace(row, loss_mask=younger, rollout_log_probs=np.where(younger, row.rollout_log_probs, 0.0))
 
 
 Generate = Callable[[TrajectoryState, int, float], Awaitable[GenerateResult]]
@@ -309,7 +330,7 @@ class AgentLoop:
         ended = result.matched_stop == self.glue.end_of_turn_id
         calls = []
         if ended == self.format.uses_chat_template:
-            calls = self._parsed(self._turn_text(state, without_last=ended))
+            calls = parsed_calls(self.format, self._turn_text(state, without_last=ended))
         if not calls:
             state.finish_reason = FinishReason.STOP
         elif (
@@ -355,15 +376,6 @@ class AgentLoop:
             return
         state.turn += 1
         state.turn_start = len(state.response_ids)
-
-    def _parsed(self, text: str) -> list[ParsedCall]:
-        try:
-            return self.format.parse(text)
-        except Exception as error:
-            # A format of one's own, tried on a few texts alone. The model is told, as of any call that it wrote badly.
-            logger.exception("rollout.multi_turn.format: parse raised on %.200r", text)
-            message = f"Error: invalid tool call: reading it failed: {type(error).__name__}"
-            return [ParsedCall("", {}, text, error=message)]
 
     def _turn_text(self, state: TrajectoryState, without_last: bool) -> str:
         ids = state.response_ids[state.turn_start : -1 if without_last else None]
@@ -421,7 +433,7 @@ async def run_call(tools: ToolSession, call: ParsedCall) -> tuple[ToolCall, str]
     arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
     if call.error:
         return ToolCall(call.name, arguments, "parse_error", 0.0), call.error
-    began = time.monotonic()
+    began, started = time.monotonic(), time.time()
     try:
         result = await tools.call(call.name, call.arguments)
         status, text, seconds = result.status, result.text, result.seconds
@@ -432,7 +444,7 @@ async def run_call(tools: ToolSession, call: ParsedCall) -> tuple[ToolCall, str]
         # One broken tool must not end a step of hundreds of trajectories; it is counted and the model is told.
         logger.exception("tool %s raised", call.name)
         status, text, seconds = "error", f"Error: the tool failed: {type(error).__name__}", time.monotonic() - began
-    return ToolCall(call.name, arguments, status, seconds), text
+    return ToolCall(call.name, arguments, status, seconds, started=started), text
 
 
 def stop_conditions(call_format: ToolCallFormat, tokenizer: Tokenizer, end_of_turn_id: int) -> StopConditions:

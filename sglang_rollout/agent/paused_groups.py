@@ -4,6 +4,7 @@ One parquet file, one row a trajectory; what concerns a whole group lies in the 
 stored: the data position gives each group id its prompt again. Routed experts are, the prompt's rows too: an engine
 that continues the trajectory sends only what comes after them. Nothing of the tools is stored either: their
 sessions are opened anew and learn which calls were made before, and calls whose results are missing are made again.
+A task agent keeps its state to itself: its rollouts in a group that is not complete start again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import Any
 import pyarrow as pa
 
 from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
-from megatron_retool.routed_experts import from_stored, row_groups, split_stored, stored_type, to_stored
+from megatron_retool.routed_experts import (
+    ROW_GROUP_BYTES,
+    from_stored,
+    row_groups,
+    split_stored,
+    stored_type,
+    to_stored,
+)
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from megatron_retool.untrusted import load_json
@@ -66,7 +74,8 @@ def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None
     """Write one file (to a temporary name, fsynced, renamed). Prompts and their extra_info are left out."""
     about = [{"group_id": g.group_id, "size": g.size, "age": g.age, "branching": g.branching} for g in groups]
     states = [(group.group_id, state) for group in groups for state in group.states]
-    parts = row_groups([sum(chunk.nbytes for chunk in state.routed_experts) for _, state in states])
+    sizes = [sum(chunk.nbytes for chunk in state.routed_experts) for _, state in states]
+    parts = row_groups(sizes, ROW_GROUP_BYTES)
     with atomic_write(path) as handle:
         schema = _SCHEMA.with_metadata({"groups": json.dumps(about)})
         write_row_groups(handle, schema, (_stored_rows(states[part]) for part in parts))
@@ -74,7 +83,8 @@ def write_paused_groups(groups: Sequence[PausedGroup], path: str | Path) -> None
 
 def _stored_rows(states: Sequence[tuple[int, TrajectoryState]]) -> dict[str, list[Any]]:
     rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
-    for group_id, state in states:
+    for group_id, known in states:
+        state = known.unstarted() if known.rows else known
         rows["group_id"].append(group_id)
         rows["index"].append(state.index)
         for name in _TOKEN_COLUMNS:

@@ -17,6 +17,7 @@ rollout.multi_turn.format names a class of ``formats`` or anybody's own, made wi
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
 from megatron_retool.untrusted import load_json
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,17 @@ class ArpoFormat:
 
     def render_results(self, results: Sequence[str]) -> str:
         return "".join(f" <result>\n{result}\n</result>" for result in results)
+
+
+def parsed_calls(call_format: ToolCallFormat, text: str) -> list[ParsedCall]:
+    """The calls of a turn. What a format raises is told to the model, as of any call that it wrote badly."""
+    try:
+        return call_format.parse(text)
+    except Exception as error:
+        # It was tried on a few texts alone.
+        logger.exception("rollout.multi_turn.format: parse raised on %.200r", text)
+        message = f"Error: invalid tool call: reading it failed: {type(error).__name__}"
+        return [ParsedCall("", {}, text, error=message)]
 
 
 def make_format(config: MultiTurnConfig) -> ToolCallFormat:

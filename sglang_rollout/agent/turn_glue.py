@@ -60,6 +60,7 @@ class TurnGlue:
 
     Attributes:
         end_of_turn_id: token that the model samples at the end of a turn.
+        end_of_turn_text: its text.
 
     Raises:
         ChatTemplateError: the template does not render tool messages, or ends a turn with no single token.
@@ -85,13 +86,21 @@ class TurnGlue:
         # Without the token of what is unknown, which any text may hold.
         self._control_ids = {tokenizer.get_added_vocab()[token] for token in tokens} - set(self._mark)
         if call_format.uses_chat_template:
-            self.end_of_turn_id = self._template_end_of_turn()
+            self.end_of_turn_text = self._template_end_of_turn()
+            identifier = tokenizer.convert_tokens_to_ids(self.end_of_turn_text)
+            assert identifier is not None
+            self.end_of_turn_id = identifier
         elif tokenizer.eos_token_id is None:
             raise ChatTemplateError(
                 "the tokenizer has no eos_token, at which a response could end: set it in its tokenizer_config.json"
             )
         else:
             self.end_of_turn_id = tokenizer.eos_token_id
+            self.end_of_turn_text = self._decode([tokenizer.eos_token_id])
+
+    def limited(self, result: str) -> str:
+        """A tool's result as the model may read it: no longer than it may be, and without control tokens."""
+        return self._limited(result)[0]
 
     def render(self, results: Sequence[str]) -> RenderedResults:
         """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order."""
@@ -176,7 +185,7 @@ class TurnGlue:
             *({"role": "tool", "content": _RESULT.format(index)} for index in range(results)),
         ]
         after_turn = self._rendered_after_turn(messages)
-        end_of_turn = self._end_of_turn_text()
+        end_of_turn = self.end_of_turn_text
         if not after_turn.startswith(end_of_turn):
             raise ChatTemplateError(
                 f"the chat template ends an assistant turn differently before a tool message: {_CURE}"
@@ -196,12 +205,7 @@ class TurnGlue:
             raise ChatTemplateError(f"the chat template does not show the content of assistant messages: {_CURE}")
         return tail
 
-    def _template_end_of_turn(self) -> int:
-        identifier = self._tokenizer.convert_tokens_to_ids(self._end_of_turn_text())
-        assert identifier is not None
-        return identifier
-
-    def _end_of_turn_text(self) -> str:
+    def _template_end_of_turn(self) -> str:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ASSISTANT}]
         after = self._rendered_after_turn(messages, generation_prompt=False)
         for token in sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True):

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.algorithms.rejection_rules import RULE_NAMES, parse_rejection_rule
+from megatron_retool.algorithms.rejection_rules import (
+    FIRST_RULE,
+    NOT_FINITE,
+    RULE_NAMES,
+    VETO,
+    WEIGHT_MASK,
+    parse_rejection_rule,
+)
 from megatron_retool.algorithms.rollout_correction import rejection_mask, rollout_correction
 from megatron_retool.config import ConfigError, RolloutCorrectionConfig, load_config
 from tests.algorithms.ragged_batches import pad, ragged, unpad
@@ -169,6 +176,26 @@ def test_rejection_works_without_weights_and_weights_without_rejection():
     expected = GOLDEN[:4].sum(1).exp().clamp(0.5, 1.001)
     torch.testing.assert_close(on.importance_weights[:16:4], expected.float())
     assert on.importance_weights[16:].tolist() == [0.0] * 4
+
+
+def test_every_rejected_token_has_the_first_reason_that_holds():
+    rules = ["token_ratio 0.625 1.666", "geometric_ratio 0.999 1.0016"]
+    result = correct_golden(veto_threshold=1e-4, rejection=rules, mode="mask", level="token", lower=0.5, upper=1.4)
+    expected = [
+        [WEIGHT_MASK, FIRST_RULE, 0, 0],  # exp(0.5) is inside the rule's bounds, and above those of the weights' mask
+        [0] * 4,
+        [FIRST_RULE + 1] * 4,
+        [VETO] * 4,
+        [0] * 4,
+    ]
+    assert result.rejected_by.view(5, 4).tolist() == expected
+    assert torch.equal(result.rejected_by == 0, result.keep_mask | (ROWS == 4))
+    broken = torch.tensor([0.0, math.nan])
+    result = rollout_correction(
+        broken, torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, torch.zeros(2),
+        RolloutCorrectionConfig(mode="none", rejection=rules, veto_threshold=1e-4),
+    )  # fmt: skip
+    assert result.rejected_by.tolist() == [NOT_FINITE, NOT_FINITE]
 
 
 def test_veto_is_strict_and_unclamped():

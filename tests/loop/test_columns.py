@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.config import load_config
 from megatron_retool.loop.columns import (
     add_advantages,
@@ -48,6 +49,7 @@ def test_overlong_responses_keep_their_weight_and_give_no_loss():
     (mini_batch,) = split_mini_batches(config, batch, step=1)
     weights = mini_batch.columns["loss_weights"].reshape(4, 4)
     assert np.all(weights[1] == 0)
+    assert batch.columns["rejected_by"].reshape(4, 4)[1].tolist() == [OVERLONG * trained for trained in MASK]
     # Token mean over the 12 sampled tokens before the filter.
     np.testing.assert_allclose(weights[[0, 2, 3]], np.tile(np.array(MASK) / 12, (3, 1)), rtol=1e-6)
 

@@ -79,11 +79,11 @@ def test_the_loop_goes_on_and_leaves_no_debris(tmp_path: Path, monkeypatch: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
     assert sorted(path.name for path in rollouts.iterdir()) == [
-        f"step_00000{step}.{kind}" for step in (1, 3) for kind in ("learner.parquet", "parquet")
+        f"step_00000{step}.{kind}" for step in (1, 3) for kind in ("learner.parquet", "parquet", "time.json")
     ]
     assert len(read_trajectories(rollouts / "step_000003.parquet")) == 2
     rows = read_metrics(config.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and saved == [3]
-    # Two parquet files, and then the row itself.
-    assert [row.get("monitor/write_errors") for row in rows] == [None, 2.0, 3.0]
+    # Two parquet files and the times of the step, and then the row itself.
+    assert [row.get("monitor/write_errors") for row in rows] == [None, 3.0, 4.0]
     assert "step_000002.parquet was not written" in console.export_text()

@@ -32,6 +32,7 @@ def test_rank_that_stays_slow_is_named_with_its_node() -> None:
     for _ in range(2):
         assert stragglers.record(slow, None) == {"perf/slowest_rank_ratio": 3.0}
     assert console.export_text() == ""
+    assert stragglers.seconds == {"learner": [10.0, 10.5, 9.5, 30.0]}
     stragglers.record(slow)
     text = console.export_text()
     assert "learner rank 3 on node1 needed 30.0 s" in text and "others is 10.0 s, 3 steps in a row" in text

@@ -159,7 +159,8 @@ def check(config: Config) -> None:
     assert waited == [(0.0, 0.0), (0.0, 1.0)]
     assert all("timing_s/save_checkpoint" in row for row in rows[1:])
     assert scalar_steps(run_dir / "tensorboard") == [1, 2]
-    names = [f"step_00000{step}{kind}.parquet" for step in (1, 2) for kind in (".learner", "")]
+    kinds = (".learner.parquet", ".parquet", ".time.json")
+    names = [f"step_00000{step}{kind}" for step in (1, 2) for kind in kinds]
     assert sorted(path.name for path in (run_dir / "rollouts").iterdir()) == names
     for step in (1, 2):
         stored = read_trajectories(run_dir / "rollouts" / f"step_00000{step}.parquet")

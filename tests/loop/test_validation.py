@@ -18,7 +18,7 @@ from rich.console import Console
 from megatron_retool.config import Config, ConfigError, TrainerConfig, load_config
 from megatron_retool.data.prompts import PromptRow, evenly_drawn
 from megatron_retool.loop.validation import validate, validate_quickly
-from megatron_retool.loop.validation_metrics import check_early_stopping, validation_metrics
+from megatron_retool.loop.validation_metrics import check_named_metrics, validation_metrics
 from megatron_retool.loop.validation_schedule import Validation, validation_after
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import read_trajectories
@@ -142,11 +142,12 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
     assert (full | quick).keys() <= set(validation_metrics(config, groups)), "what early stopping may name"
 
 
-# ---- what early stopping may name
+# ---- what early stopping and the best checkpoints may name
 
 
 def asked_for(metric: str, *overrides: str) -> None:
-    check_early_stopping(load_config(None, [f"trainer.early_stopping.metric={metric}", *overrides]))
+    check_named_metrics(load_config(None, [f"trainer.early_stopping.metric={metric}", *overrides]))
+    check_named_metrics(load_config(None, [f"trainer.best_metric={metric}", *overrides]))
 
 
 QUICKLY = ("trainer.quick_test_freq=2", "rollout.quick_val.n=2")
@@ -179,6 +180,8 @@ def test_unknown_names_are_refused_with_the_nearest(metric: str, words: str) -> 
     with pytest.raises(ConfigError, match=words) as caught:
         asked_for(metric, *QUICKLY)
     assert str(caught.value).startswith(f"trainer.early_stopping.metric={metric} is no metric of this run's valid")
+    with pytest.raises(ConfigError, match=rf"^trainer\.best_metric={metric} is no metric"):
+        check_named_metrics(load_config(None, [f"trainer.best_metric={metric}", *QUICKLY]))
 
 
 def test_the_files_tell_sources_and_their_groups(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ def test_concurrency_limit_and_order(tokenizer):
     timings = [trajectory.timing for group in groups for trajectory in group]
     # Two requests of 2 ms each; four trajectories have a place at once, the others wait for one of them at least.
     assert all(timing.generation >= 0.004 for timing in timings)
+    assert all(timing.ended - timing.started >= timing.generation - 1e-3 for timing in timings)
+    assert {timing.engine for timing in timings} == {0}
     assert sum(timing.waiting >= 0.004 for timing in timings) >= 8
 
 

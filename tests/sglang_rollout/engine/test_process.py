@@ -15,6 +15,7 @@ import pytest
 
 from megatron_retool import scratch
 from megatron_retool.config import EngineConfig
+from megatron_retool.config.rollout import SpeculativeConfig
 from megatron_retool.process_tree import descendants
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
@@ -95,6 +96,42 @@ def test_an_fp8_engine_that_waits_for_synced_weights_has_their_layout(model_dire
     quantized.mkdir()
     (quantized / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     assert flag(make_engine(quantized, tmp_path, device="cuda", settings=settings), "--quantization") is None
+
+
+def test_groups_of_experts_and_of_attention_are_passed_on(model_directory, tmp_path):
+    experts = Path(__file__).parents[1] / "traced_model"
+    settings = {"tensor_parallel_size": 4}
+    assert flag(make_engine(experts, tmp_path, device="cuda", settings=settings), "--ep-size") == "4"
+    settings |= {"expert_parallel_size": 1, "attention_data_parallel_size": 2}
+    own = make_engine(experts, tmp_path, device="cuda", settings=settings)
+    assert flag(own, "--ep-size") == "1" and flag(own, "--attn-dp-size") == "2"
+    dense = make_engine(model_directory, tmp_path, device="cuda", settings={"tensor_parallel_size": 4})
+    assert flag(dense, "--ep-size") is None and flag(dense, "--attn-dp-size") is None
+    for name in ("expert_parallel_size", "attention_data_parallel_size"):
+        with pytest.raises(EngineStartError, match=f"{name} above 1 needs CUDA"):
+            make_engine(experts, tmp_path, settings={"tensor_parallel_size": 2, name: 2}).command()
+
+
+def test_speculative_decoding_is_passed_on_with_the_draft_models_weights_safe(model_directory, tmp_path):
+    ngram = SpeculativeConfig(algorithm="NGRAM", num_draft_tokens=8)
+    plain = make_engine(model_directory, tmp_path, device="cuda", settings={"speculative": ngram}, colocated=True)
+    assert flag(plain, "--speculative-algorithm") == "NGRAM" and flag(plain, "--speculative-num-draft-tokens") == "8"
+    assert "--enable-draft-weights-cpu-backup" not in plain.command()
+    draft = SpeculativeConfig(algorithm="EAGLE3", draft_model_path="/draft", num_steps=3, eagle_topk=1)
+    settings = {"speculative": draft, "quantization": "fp8"}
+    drafted = make_engine(
+        model_directory, tmp_path, device="cuda", settings=settings, colocated=True, weights_from_sync=True
+    )
+    assert (
+        flag(drafted, "--speculative-draft-model-path") == "/draft" and flag(drafted, "--speculative-num-steps") == "3"
+    )
+    assert flag(drafted, "--speculative-eagle-topk") == "1"
+    assert "--enable-draft-weights-cpu-backup" in drafted.command()
+    # Only the policy's weights may start empty.
+    assert flag(drafted, "--load-format") == "dummy" and flag(drafted, "--speculative-draft-load-format") == "auto"
+    with pytest.raises(EngineStartError, match="algorithm=NGRAM needs CUDA"):
+        make_engine(model_directory, tmp_path, settings={"speculative": ngram}).command()
+    assert flag(make_engine(model_directory, tmp_path), "--speculative-algorithm") is None
 
 
 def test_ranks_without_numa_nodes_are_told_their_cores(model_directory, tmp_path, monkeypatch):

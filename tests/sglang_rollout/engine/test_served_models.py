@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from conversion.model.family import built_in_families
 from megatron_retool.config import Config, ConfigError, load_config
-from sglang_rollout.engine.served_models import OWN_OUTPUT_LAYER, WHOLE_PAST, check_served_model
+from sglang_rollout.engine.served_models import ATTENTION_GROUPS, OWN_OUTPUT_LAYER, WHOLE_PAST, check_served_model
 from tests.learner.tiny_models import hf_model
 
 
@@ -61,6 +61,21 @@ def test_a_window_is_refused_where_a_text_can_outgrow_it(name: str, tmp_path: Pa
     check_served_model(configured(tmp_path, **{**keys, "sliding_window": None}))
 
 
+def test_groups_of_gpus_have_to_fit_the_model(tmp_path: Path) -> None:
+    size = "rollout.engine.tensor_parallel_size=8"
+    experts, attention = "rollout.engine.expert_parallel_size=", "rollout.engine.attention_data_parallel_size="
+    moe, dense = of_class("Qwen3MoeForCausalLM") | EXPERTS, of_class("LlamaForCausalLM")
+    check_served_model(configured(tmp_path, size, f"{experts}4", f"{attention}8", **moe))
+    check_served_model(configured(tmp_path, size, f"{experts}1", **dense))
+    for keys, override, words in (
+        (moe, f"{experts}8", "must divide the model's 4 experts"),
+        (dense, f"{experts}2", "is a dense model"),
+        (dense, f"{attention}2", "LlamaForCausalLM does not give requests to groups"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_served_model(configured(tmp_path, size, override, **keys))
+
+
 def test_models_that_are_not_there_are_left_to_those_who_fetch_them() -> None:
     check_served_model(load_config(None, ["model.path=Qwen/Qwen3-30B-A3B"]))
     check_served_model(load_config(None, []))
@@ -80,6 +95,8 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
         inherits = parent is not None and parent[1] in WHOLE_PAST
         if not inherits and "tie_word_embeddings" not in source:
             own_head.add(name)
+        in_groups = "attn_tp_size" in source and not inherits
+        assert in_groups is (name in ATTENTION_GROUPS), name
     assert own_head == OWN_OUTPUT_LAYER
     declared = {name for family in built_in_families().values() for name in family.engine_classes}
     assert declared <= WHOLE_PAST

@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
+from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from megatron_retool.config import ConfigError, ModelConfig, load_config
+from megatron_retool.reports.referee.referee_model import engine_format
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.weight_sync.push import make_weight_sync
-from sglang_rollout.weight_sync.quantization import Rounding, round_to_integers
+from sglang_rollout.weight_sync.quantization import Rounding, round_to_integers, weight_conversion
 
 ROW = [7.0, 3.4, -1.2, 0.4, 14.0]
 
@@ -52,6 +54,27 @@ def test_experts_are_rounded_and_embeddings_norms_routers_and_the_output_layer_a
     attention = {f"{layer}.self_attn.{part}_proj.weight" for part in "qkvo"}
     experts = {f"{layer}.mlp.experts.{e}.{part}_proj.weight" for e in (0, 1) for part in ("gate", "up", "down")}
     assert names == attention | experts
+
+
+def test_a_blackwell_engine_is_imitated_on_any_machine(tmp_path):
+    Qwen2Config(hidden_size=256, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
+    name, weight = "model.layers.0.self_attn.q_proj.weight", torch.randn(256, 256)
+    sent = {}
+    for scales in ("auto", "float32", "power_of_two"):
+        config = load_config(
+            None, [f"model.path={tmp_path}", "weight_sync.round_to=fp8", f"weight_sync.fp8_scales={scales}"]
+        )
+        ((_, sent[scales]),) = weight_conversion(config)([(name, weight)])
+        # The real engine's, and what the referee takes for them, are the same numbers.
+        real = load_config(
+            None, [f"model.path={tmp_path}", "rollout.engine.quantization=fp8", f"weight_sync.fp8_scales={scales}"]
+        )
+        quantized, scale = (tensor for _, tensor in weight_conversion(real)([(name, weight)]))
+        assert torch.equal(dequantize_blockwise(quantized, scale), sent[scales])
+        architecture = Architecture.from_pretrained(tmp_path)
+        for each in (config, real):
+            assert torch.equal(engine_format(each, architecture).round(name, weight), sent[scales])
+    assert torch.equal(sent["auto"], sent["float32"]) and not torch.equal(sent["auto"], sent["power_of_two"])
 
 
 @pytest.mark.parametrize("round_to", ["fp8", "int4"])

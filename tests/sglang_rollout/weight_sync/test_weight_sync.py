@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config
 
+from conversion.model.block_fp8 import takes_power_of_two
 from megatron_retool.config import ModelConfig, load_config
 from sglang_rollout.weight_sync import distributed, quantization
 from sglang_rollout.weight_sync.base import is_local
@@ -115,6 +116,9 @@ def test_the_order_of_a_push(engines):
     ]  # fmt: skip
     bodies = dict(engine.calls)
     assert bodies["/pause_generation"] == {"mode": "retract"}
+    # A draft model of speculative decoding would take the policy's weights too.
+    assert bodies["/begin_weight_update"] == {"selector": "target"}
+    assert bodies["/update_weights_from_tensor"]["selector"] == "target"
     assert len(bodies["/update_weights_from_tensor"]["serialized_named_tensors"]) == 2  # one for each rank
     assert (report.version, report.tensors, report.bytes) == (7, 3, 4 * (16 + 3 + 2))
 
@@ -221,7 +225,9 @@ def test_blocks_are_quantised_where_an_fp8_checkpoint_has_them(tmp_path):
 @pytest.mark.parametrize(("capability", "scale"), [((9, 0), 3 / 448), ((10, 0), 2**-7)])
 def test_block_scales_are_of_the_gpus_kind(tmp_path, monkeypatch, capability, scale):
     Qwen2Config(hidden_size=128, num_attention_heads=1, num_key_value_heads=1, head_dim=128).save_pretrained(tmp_path)
-    monkeypatch.setattr(quantization, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(quantization, "takes_power_of_two", lambda kind, device: takes_power_of_two(kind, gpu))
     name = "model.layers.0.self_attn.q_proj.weight"
     sent = dict(Fp8(ModelConfig(path=str(tmp_path)))([(name, torch.full((128, 128), 3.0))]))
     assert sent[f"{name}_scale_inv"].item() == pytest.approx(scale, rel=1e-6)

@@ -1,0 +1,79 @@
+"""Rollouts and their rows: one each, or several where the context was rewritten on the way (``Trajectory.segment``).
+
+Whoever counts or scores what a policy did counts rollouts; whoever trains or stores reads rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from megatron_retool.trajectory import Trajectory
+
+AGENT_KEY = "agent"
+"""In reward_info: how an agent that samples through the gateway ended (outcome, message) and, where it has given the
+reward itself, its result (score and what else it said)."""
+
+
+class AgentOutcome(StrEnum):
+    """How an agent that samples through the gateway ended; every rollout has exactly one.
+
+    FINISHED: it returned. CRASH: it raised, or its program ended with another status than 0. TIMEOUT: it was not done
+    after rollout.multi_turn.max_wall_seconds. RESOURCES: its program had more memory or processes than
+    rollout.agent_limits allows. CONTEXT_OVERFLOW: it crashed after a call for whose answer its context had no room.
+    BAD_RESULT: what it returned is no reward.
+    """
+
+    FINISHED = "finished"
+    CRASH = "crash"
+    TIMEOUT = "timeout"
+    RESOURCES = "resources"
+    CONTEXT_OVERFLOW = "context_overflow"
+    BAD_RESULT = "bad_result"
+
+
+def rollouts_of(rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The rows of each rollout, which lie together in order of segment; see ``TrajectoryBatch.rollout_ids``."""
+    found: list[list[Trajectory]] = []
+    for row in rows:
+        last = found[-1][-1] if found else None
+        same = last is not None and (row.group_id, row.index) == (last.group_id, last.index)
+        if last is not None and same and row.segment > last.segment:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def whole_rollouts(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """Each rollout as one trajectory, for whoever counts rollouts; see ``whole_rollout``."""
+    return [whole_rollout(own) for own in rollouts_of(rows)]
+
+
+def whole_rollout(rows: Sequence[Trajectory]) -> Trajectory:
+    """The rows of one rollout as if it had never been cut: the first prompt, then all responses end to end.
+
+    A rollout of one row is that row. Routed experts are left out: those of prompts in between have no place in it.
+    It is for scores and metrics, never for training: a later segment's tokens were sampled in its own context.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    tool_calls, length = [], 0
+    for row in rows:
+        tool_calls += [
+            replace(call, position=call.position + length if call.position >= 0 else -1) for call in row.tool_calls
+        ]
+        length += len(row.response_ids)
+    names = ("response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions")
+    columns: dict[str, Any] = {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
+    return replace(
+        rows[0],
+        **columns,
+        tool_calls=tool_calls,
+        finish_reason=rows[-1].finish_reason,
+        routed_experts=None,
+    )

@@ -1,0 +1,125 @@
+"""What a call asks for and what it is answered, whichever API it came by; and when two messages are the same.
+
+A message is a dictionary as chat templates take them: role, content (a text), ``tool_calls`` of an assistant with
+arguments as an object (as text where it is none), ``tool_call_id`` of a tool's result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_retool.data.chat_template import normalize_messages
+from megatron_retool.untrusted import without_surrogates
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, translated.
+
+    Attributes:
+        tools: schemas in Chat Completions' form; None: the session's.
+        max_tokens: most tokens of each answer; None: as many as there is room for.
+        stop: texts at which an answer ends.
+        choices: answers that are wanted.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    choices: int = 1
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class SpokenCall:
+    """A tool call that the model wrote.
+
+    Attributes:
+        arguments: JSON; where the call is malformed what the model wrote.
+        error: what is wrong with it; None: nothing.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn as clients see it.
+
+    Attributes:
+        content: its text without tool calls and end of turn.
+        finish_reason: stop, length or tool_calls.
+        matched_stop: the text of ``Call.stop`` at which it ended.
+        tokens: (text, log-prob) of each sampled token.
+    """
+
+    content: str
+    calls: tuple[SpokenCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    matched_stop: str | None = None
+    tokens: list[tuple[str, float]] = field(default_factory=list)
+
+    def message(self) -> Message:
+        """As it is expected back in the history of the next call."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        message: Message = {"role": "assistant", "content": self.content, "tool_calls": calls}
+        return normalize_messages([message])[0]
+
+
+def call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """The ids of an assistant's tool calls."""
+    return tuple(str(call.get("id")) for call in message.get("tool_calls", ()))
+
+
+def message_key(message: Mapping[str, Any], asked: Sequence[str] = ()) -> bytes:
+    """Equal for messages that tell the model the same.
+
+    White space around a text does not count, nor the form of a call's arguments as JSON, nor the ids of calls: a
+    result is known by its place among the calls that it may answer.
+
+    Args:
+        asked: ids of the calls of the assistant's turn before a tool's result.
+    """
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        calls.append([function.get("name"), function.get("arguments")])
+    identifier = message.get("tool_call_id")
+    place = asked.index(identifier) if identifier in asked else -1
+    parts = [message["role"], message["content"].strip(), message.get("reasoning_content", ""), calls, place]
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(without_surrogates(text).encode(), digest_size=16).digest()
+
+
+def history_digests(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[bytes]:
+    """[len(messages) + 1] digests: of the tools alone, then of each beginning of the history."""
+    shown = json.dumps(list(tools or ()), ensure_ascii=False)
+    digests = [hashlib.blake2b(without_surrogates(shown).encode(), digest_size=16).digest()]
+    asked: tuple[str, ...] = ()
+    for message in messages:
+        digests.append(followed_by(digests[-1], message, asked))
+        if message["role"] == "assistant":
+            asked = call_ids(message)
+    return digests
+
+
+def followed_by(digest: bytes, message: Mapping[str, Any], asked: Sequence[str] = ()) -> bytes:
+    """The digest of a history of ``digest`` and then ``message``."""
+    return hashlib.blake2b(digest + message_key(message, asked), digest_size=16).digest()

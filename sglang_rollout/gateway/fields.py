@@ -1,0 +1,131 @@
+"""Reading the fields of a request's JSON: what is wrong is an ``ApiError`` of status 400 with the field's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_rollout.gateway.conversation import Message
+from sglang_rollout.gateway.errors import invalid, unsupported
+
+Json = Mapping[str, Any]
+
+_RANGES = {"temperature": (0, 2), "top_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2)}
+
+
+def items(body: Json, name: str, path: str = "") -> list[Json]:
+    """The list of objects in ``name``; empty where it is missing."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise invalid(path + name, f"expected an array, got {_kind(value)}")
+    for place, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise invalid(f"{path}{name}[{place}]", f"expected an object, got {_kind(item)}")
+    return value
+
+
+def text(body: Json, name: str, path: str = "", default: str | None = None) -> str:
+    """The text in ``name``; without one ``default``, where there is a default."""
+    value = body.get(name, default)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        raise invalid(path + name, f"expected a string, got {_kind(value)}")
+    return value
+
+
+def integer(body: Json, name: str, low: int, path: str = "") -> int | None:
+    """The whole number in ``name``; None where it is missing."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise invalid(path + name, f"expected an integer, got {_kind(value)}")
+    if value < low or value >= 1 << 63:
+        raise invalid(path + name, f"expected an integer of at least {low}, got {value}")
+    return value
+
+
+def flag(body: Json, name: str, path: str = "") -> bool:
+    """The truth value in ``name``; false where it is missing."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(path + name, f"expected a boolean, got {_kind(value)}")
+    return bool(value)
+
+
+def texts(body: Json, name: str) -> tuple[str, ...]:
+    """One text or a list of at most four, none empty."""
+    value = body.get(name)
+    if value is None:
+        return ()
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found) or len(found) > 4:
+        raise invalid(name, "expected a string or an array of at most 4 strings, none of them empty")
+    return tuple(found)
+
+
+def check_sampling(body: Json) -> None:
+    """Refuse sampling settings out of range; the session's own are used in any case."""
+    for name, (low, high) in _RANGES.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise invalid(name, f"expected a number, got {_kind(value)}")
+        if not low <= value <= high:
+            raise invalid(name, f"expected a number from {low} to {high}, got {value}")
+
+
+def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
+    """A message's content: a text, or parts of these ``kinds`` with a text each. None is an empty one."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(path, f"expected a string or an array, got {_kind(value)}")
+    found = []
+    for place, part in enumerate(value):
+        where = f"{path}[{place}]"
+        if not isinstance(part, dict):
+            raise invalid(where, f"expected an object, got {_kind(part)}")
+        if part.get("type") not in kinds:
+            raise unsupported(f"{where}.type", f"{part.get('type')!r:.40}; the model reads text alone")
+        found.append(text(part, "refusal" if part["type"] == "refusal" else "text", f"{where}."))
+    return "".join(found)
+
+
+def function_schema(function: Json, path: str, parameters: str = "parameters") -> dict[str, Any]:
+    """A tool as chat templates take it, from an object with its name, description and JSON schema."""
+    schema: dict[str, Any] = {"name": text(function, "name", path)}
+    if not schema["name"]:
+        raise invalid(f"{path}name", "it is empty")
+    for name, kind in (("description", str), (parameters, dict)):
+        value = function.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, kind):
+            raise invalid(path + name, f"expected {'a string' if kind is str else 'an object'}, got {_kind(value)}")
+        schema["parameters" if name == parameters else name] = value
+    return {"type": "function", "function": schema}
+
+
+def tool_call(identifier: str, name: str, arguments: Any) -> dict[str, Any]:
+    """An assistant's call, whose arguments are an object, or text where they are none."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": written}}
+
+
+def check_history(messages: list[Message], path: str) -> None:
+    """Refuse a history in which nobody but the assistant has spoken."""
+    if not any(message["role"] != "assistant" for message in messages):
+        raise invalid(path, "expected at least one message of a user, system or tool")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

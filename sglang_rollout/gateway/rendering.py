@@ -1,0 +1,177 @@
+"""From messages to token ids, and from sampled ids to what a client reads.
+
+What the built-in loop makes of a conversation this makes too, id for id: the first prompt is the chat template's text,
+tokenised once; results of a turn's calls are put into the template's text around them (``TurnGlue``). Known turns are
+never rendered: where they lie in a history, their sampled ids take the place of a mark in the rendered text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_retool.config import MultiTurnConfig
+from megatron_retool.data.chat_template import ChatTemplateError as RenderError
+from megatron_retool.data.chat_template import render
+from megatron_retool.registry import ExtensionError
+from megatron_retool.untrusted import without_surrogates
+from sglang_rollout.agent.loop import stop_conditions
+from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format, parsed_calls
+from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
+from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
+from sglang_rollout.gateway.errors import invalid
+
+_OPENING_TAG = re.compile(r"\s*<[^<>\s]*>\s*\Z")
+
+
+class ContextRenderer:
+    """Renders for one tokenizer and one tool-call format.
+
+    Attributes:
+        end_of_turn_id: the token that ends a turn.
+        stop: where every turn ends.
+
+    Raises:
+        ExtensionError: rollout.multi_turn.format cannot be used, or writes results outside the chat template.
+        ChatTemplateError: the template cannot express tool results.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: MultiTurnConfig) -> None:
+        self._tokenizer = tokenizer
+        self._format: ToolCallFormat = make_format(config)
+        if not self._format.uses_chat_template:
+            raise ExtensionError(
+                f"rollout.multi_turn.format={config.format}: its results are no messages of the chat template, which "
+                "an API client sends: use hermes, or a format with uses_chat_template=True"
+            )
+        self._glue = TurnGlue(tokenizer, self._format, config.max_tool_response_tokens)
+        self.end_of_turn_id = self._glue.end_of_turn_id
+        self.stop = stop_conditions(self._format, tokenizer, self.end_of_turn_id)
+        # Nobody can guess it, so no message can hold it.
+        self._mark = f"\u2039turn {secrets.token_hex(8)} {{}}\u203a"
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        known: Mapping[int, Sequence[int]] | None = None,
+    ) -> list[int]:
+        """Token ids of a whole history with the header of the next turn.
+
+        Args:
+            known: sampled ids of the turns at these places.
+
+        Raises:
+            ApiError: the template refuses the messages.
+        """
+        known = known or {}
+        shown = self._shown(messages)
+        for place in known:
+            shown[place] = {"role": "assistant", "content": self._mark.format(place)}
+        text = self._rendered(shown, tools)
+        ids: list[int] = []
+        for place, sampled in known.items():
+            before, found, text = text.partition(self._mark.format(place))
+            if not found or not text.startswith(self._glue.end_of_turn_text):
+                # This template shows such a turn differently, or not at all: then it is text like any other.
+                return self.prompt(messages, tools)
+            text = text[len(self._glue.end_of_turn_text) :]
+            ids += [*self._encode(before), *self._ended(sampled)]
+        return [*ids, *self._encode(text)]
+
+    def after_turn(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Token ids of ``messages`` that follow a turn of ids ``sampled``, with the header of the next turn.
+
+        Raises:
+            ApiError: the template refuses the messages.
+        """
+        missing = self._ended(sampled)[len(sampled) :]
+        if messages and all(message["role"] == "tool" for message in messages):
+            return [*missing, *self._glue.render([message["content"] for message in messages]).ids]
+        mark = self._mark.format("")
+        before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
+        _, _, text = self._rendered([*before, *self._shown(messages)], None).partition(mark)
+        if not text.startswith(self._glue.end_of_turn_text):
+            raise invalid("messages", "the chat template cannot show these messages after an assistant's turn")
+        return [*missing, *self._encode(text[len(self._glue.end_of_turn_text) :])]
+
+    def answer(
+        self, result: GenerateResult, stop: Sequence[str], prompt_tokens: int, with_tokens: bool = False
+    ) -> Answer:
+        """What a client reads of a turn.
+
+        Args:
+            stop: the call's own stop texts.
+            with_tokens: fill ``Answer.tokens``.
+        """
+        ids = result.output_ids
+        ended = result.finish_reason == "stop" and bool(ids) and ids[-1] == self.end_of_turn_id
+        visible = ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids
+        text = self._tokenizer.decode(visible, skip_special_tokens=False) if visible else ""
+        parsed = parsed_calls(self._format, text) if ended else []
+        matched = None
+        if not ended and result.finish_reason == "stop":
+            found = [(text.find(each), each) for each in stop if each in text]
+            if found:
+                place, matched = min(found)
+                text = text[:place]
+        calls = tuple(_spoken(call) for call in parsed)
+        reason = "tool_calls" if calls else "length" if result.finish_reason != "stop" else "stop"
+        return Answer(
+            content=_before_calls(text, parsed),
+            calls=calls,
+            finish_reason=reason,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            sampled_tokens=len(ids),
+            matched_stop=matched,
+            tokens=[
+                (self._tokenizer.decode([token], skip_special_tokens=False), log_prob)
+                for token, log_prob in zip(ids, result.log_probs, strict=True)
+            ]
+            if with_tokens
+            else [],
+        )
+
+    def _ended(self, sampled: Sequence[int]) -> list[int]:
+        """``sampled`` with the end of turn, which is missing where the turn ended otherwise."""
+        ids = list(sampled)
+        return ids if ids and ids[-1] == self.end_of_turn_id else [*ids, self.end_of_turn_id]
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """With tool results as the model may read them: limited, and without control tokens."""
+        return [
+            {**message, "content": self._glue.limited(message["content"])} if message["role"] == "tool" else message
+            for message in messages
+        ]
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        schemas = [dict(tool) for tool in tools] if tools else None
+        try:
+            return render(self._tokenizer, [messages], schemas, add_generation_prompt=True)[0]
+        except (RenderError, ChatTemplateError) as error:
+            raise invalid("messages", str(error)) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False)
+
+
+def _spoken(call: ParsedCall) -> SpokenCall:
+    identifier = f"call_{secrets.token_hex(12)}"
+    if call.error:
+        return SpokenCall(identifier, call.name, call.raw, call.error)
+    return SpokenCall(identifier, call.name, json.dumps(call.arguments, ensure_ascii=False))
+
+
+def _before_calls(text: str, calls: Sequence[ParsedCall]) -> str:
+    """What a turn says before its first call, without the tag that opens the call."""
+    if not calls:
+        return text
+    # The model may have considered the same call in its reasoning.
+    reasoned = text.find("</think>")
+    place = text.find(calls[0].raw, max(reasoned, 0))
+    return _OPENING_TAG.sub("", text[:place]) if place >= 0 else text

@@ -1,0 +1,245 @@
+"""The turns that a session has sampled, as a tree: what a request's history is matched against, and its segments.
+
+**Nodes.** A ``Turn`` is what one engine request sampled. Its context is its parent's context, the parent's sampled ids
+and ``glue_ids``: what was sent between the two. A turn without a parent has its whole context in ``glue_ids``.
+
+**Matching.** Every turn is filed under the digest of the history that a client would send it back with: tools, the
+messages of its request, its answer (``conversation.history_digests``). A request's history is digested from the first
+message on, and the longest beginning that ends with a turn is continued: its ids are taken as they were sampled, and
+what follows is tokenised. Where several turns fit (the same text sampled twice), the ids of their tool calls decide,
+then the newest is taken. Where none fits, the history is new: it is rendered as a whole, and known turns in it (the
+same answer in another history) are put in as their sampled ids.
+
+**Segments.** The first turn sampled after another goes on with its segment; every other child, and every turn without a
+parent, begins a segment, whose prompt is the turn's context.
+
+**Invariants.**
+
+1. For every turn, the ids before it in its segment's row are the ids that were sent to the engine for it.
+2. Every turn lies in the response of exactly one segment, whole; in the loss masks every sampled token is true once.
+3. Turns are added when they are sampled and never change: segments only grow.
+
+Nothing here knows of networks, engines or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_retool.trajectory import FinishReason
+from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.routing_record import whole_column
+from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.gateway.conversation import (
+    Answer,
+    Message,
+    call_ids,
+    followed_by,
+    history_digests,
+    message_key,
+)
+from sglang_rollout.gateway.interface import Segment
+from sglang_rollout.gateway.rendering import ContextRenderer
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+
+
+@dataclass(eq=False)
+class Turn:
+    """Sampled ids in their context.
+
+    Attributes:
+        number: 0, 1, … in the order of the answers.
+        glue_ids: sent after the parent's ids, or all that was sent where there is none.
+        continued_by: the turn that goes on with its segment.
+        call_ids: of its answer's tool calls.
+    """
+
+    number: int
+    parent: Turn | None
+    glue_ids: list[int]
+    result: GenerateResult
+    call_ids: tuple[str, ...]
+    continued_by: Turn | None = None
+
+    def path(self) -> list[Turn]:
+        """From the first turn of its context to itself."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Where a request's answer is sampled: after ``glue_ids``, which follow ``parent``.
+
+    Attributes:
+        digest: of the history.
+        earlier: answers that were asked for in the same history before.
+    """
+
+    parent: Turn | None
+    glue_ids: list[int]
+    digest: bytes
+    earlier: int
+
+    def state(self, group_id: int = 0, index: int = 0, seed: int | None = None) -> TrajectoryState:
+        """The context as the state of a trajectory, whose next turn is the answer."""
+        if self.parent is None:
+            return TrajectoryState(list(self.glue_ids), group_id, index, seed=seed)
+        state = _state_of(self.parent.path(), group_id, index, seed)
+        state.append_unsampled(self.glue_ids)
+        state.turn += 1
+        state.turn_start = len(state.response_ids)
+        return state
+
+
+class SessionTree:
+    """One session's turns.
+
+    Args:
+        renderer: of the run's tokenizer.
+    """
+
+    def __init__(self, renderer: ContextRenderer) -> None:
+        self._renderer = renderer
+        self._turns: list[Turn] = []
+        self._by_history: dict[bytes, list[Turn]] = {}
+        self._by_answer: dict[bytes, Turn] = {}
+        self._asked: dict[bytes, int] = {}
+        self._overflow: tuple[Turn, list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def match(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, choices: int = 1
+    ) -> Context:
+        """The context in which a request is answered, ``choices`` times.
+
+        Raises:
+            ApiError: the chat template refuses the messages.
+        """
+        digests = history_digests(messages, tools)
+        parent, glue = None, None
+        for place in range(len(messages) - 1, -1, -1):
+            candidates = self._by_history.get(digests[place + 1])
+            if candidates:
+                parent = _chosen(candidates, messages[place])
+                glue = self._renderer.after_turn(parent.result.output_ids, messages[place + 1 :])
+                break
+        if glue is None:
+            glue = self._renderer.prompt(messages, tools, self._known(messages))
+        earlier = self._asked.get(digests[-1], 0)
+        self._asked[digests[-1]] = earlier + choices
+        return Context(parent, glue, digests[-1], earlier)
+
+    def add(self, context: Context, result: GenerateResult, answer: Answer) -> Turn:
+        """File what was sampled in ``context`` (at least one token) and answered as ``answer``."""
+        message = answer.message()
+        turn = Turn(len(self._turns), context.parent, context.glue_ids, result, call_ids(message))
+        self._turns.append(turn)
+        if context.parent is not None and context.parent.continued_by is None:
+            context.parent.continued_by = turn
+        self._by_history.setdefault(followed_by(context.digest, message), []).append(turn)
+        self._by_answer[message_key(message)] = turn
+        self._overflow = None
+        return turn
+
+    def overflowed(self, context: Context, room: int) -> None:
+        """``context`` was too long to be answered: its first ``room`` tokens beyond the parent's had room."""
+        if context.parent is not None:
+            self._overflow = (context.parent, context.glue_ids[: max(room, 0)])
+
+    def segments(self) -> list[Segment]:
+        """All that was sampled, in the order in which the segments began."""
+        return [
+            self._segment(turn) for turn in self._turns if turn.parent is None or turn.parent.continued_by is not turn
+        ]
+
+    def _segment(self, first: Turn) -> Segment:
+        turns = [first]
+        while (following := turns[-1].continued_by) is not None:
+            turns.append(following)
+        before = first.path()[:-1]
+        state = _state_of([*before, *turns])
+        # Where the response of the first turn begins, in the response of the whole path.
+        start = 0
+        for place, turn in enumerate(before):
+            start += len(turn.result.output_ids) + (len(turn.glue_ids) if place else 0)
+        if before:
+            start += len(first.glue_ids)
+        finish = _FINISH[turns[-1].result.finish_reason]
+        if self._overflow is not None and self._overflow[0] is turns[-1]:
+            state.append_unsampled(self._overflow[1])
+            finish = FinishReason.LENGTH
+        turn_ids = np.array(state.turn_ids[start:], np.int16)
+        turn_ids[turn_ids >= 0] -= len(before)
+        return Segment(
+            prompt_ids=np.array([*state.prompt_ids, *state.response_ids[:start]], np.int32),
+            response_ids=np.array(state.response_ids[start:], np.int32),
+            loss_mask=np.array(state.loss_mask[start:], np.bool_),
+            rollout_log_probs=np.array(state.log_probs[start:], np.float32),
+            turn_ids=turn_ids,
+            weight_versions=np.array(state.weight_versions[start:], np.int32),
+            finish_reason=finish,
+            routed_experts=whole_column(state.routed_experts, state.length) if state.routed_tokens() else None,
+            calls=tuple(turn.number for turn in turns),
+        )
+
+    def _known(self, messages: Sequence[Message]) -> dict[int, list[int]]:
+        """Sampled ids of the turns in a history that is new as a whole, by their place in it."""
+        known = {}
+        for place, message in enumerate(messages):
+            turn = self._by_answer.get(message_key(message)) if message["role"] == "assistant" else None
+            if turn is not None:
+                known[place] = turn.result.output_ids
+        return known
+
+
+def _chosen(candidates: Sequence[Turn], message: Message) -> Turn:
+    ids = call_ids(message)
+    return next((turn for turn in reversed(candidates) if turn.call_ids == ids), candidates[-1])
+
+
+def _state_of(path: Sequence[Turn], group_id: int = 0, index: int = 0, seed: int | None = None) -> TrajectoryState:
+    """The trajectory of the turns of ``path``, the first of which has no parent."""
+    state = TrajectoryState(list(path[0].glue_ids), group_id, index, seed=seed)
+    for place, turn in enumerate(path):
+        if place:
+            state.append_unsampled(turn.glue_ids)
+        state.turn = place
+        state.turn_start = len(state.response_ids)
+        state.append_sampled(turn.result)
+    return state
+
+
+def seed_of(seed: int | None, earlier: int) -> int | None:
+    """The seed of the answer that is sampled after ``earlier`` others in one history; the first one's is ``seed``."""
+    return None if seed is None else (seed + 0x9E3779B97F4A7C15 * earlier) & (2**63 - 1)
+
+
+def joined(first: GenerateResult | None, second: GenerateResult) -> GenerateResult:
+    """One turn that was sampled in two requests, the second of which went on from the first."""
+    if first is None:
+        return second
+    rows: list[Any] = [each.routed_experts for each in (first, second) if each.routed_experts is not None]
+    return replace(
+        second,
+        output_ids=[*first.output_ids, *second.output_ids],
+        log_probs=[*first.log_probs, *second.log_probs],
+        weight_versions=[*first.weight_versions, *second.weight_versions],
+        routed_experts=np.concatenate(rows) if rows else None,
+        routed_experts_start=next(
+            (each.routed_experts_start for each in (first, second) if each.routed_experts is not None), None
+        ),
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+    )

@@ -1,0 +1,226 @@
+"""An open session: its limits, its calls under way, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_retool.config import SamplingConfig
+from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.engine.router import NoEngineAvailable
+from sglang_rollout.gateway.conversation import Answer, Call
+from sglang_rollout.gateway.errors import ApiError, context_overflow, invalid, limit_reached, session_closed
+from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Segment, SessionLimits, TurnRequest
+from sglang_rollout.gateway.rendering import ContextRenderer
+from sglang_rollout.gateway.session_tree import Context, SessionTree, seed_of
+from sglang_rollout.session import RolloutError
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """How a session's calls are sampled; see ``Gateway.open_session``."""
+
+    sampling: SamplingConfig
+    limits: SessionLimits
+    tools: list[dict[str, Any]] | None
+    seed: int | None
+    group_id: int
+    index: int
+
+
+class OpenSession:
+    """One agent's calls. Implements ``interface.SessionHandle``; all methods belong to one event loop.
+
+    Args:
+        root_url: the server's, without a slash at its end.
+        forget: called with the session when it is closed.
+
+    Attributes:
+        failure: of the engines, at the last call that they could not answer.
+        overflowed: a call's context had no room for an answer.
+        responses: histories of the Responses API by the id of their response.
+    """
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        renderer: ContextRenderer,
+        sampler: Sampler,
+        statistics: GatewayStatistics,
+        root_url: str,
+        forget: Callable[[OpenSession], None],
+    ) -> None:
+        self.settings = settings
+        self.id, self.key = secrets.token_urlsafe(16), secrets.token_urlsafe(24)
+        self.base_url = f"{root_url}/sessions/{self.id}/v1"
+        self.anthropic_base_url = f"{root_url}/sessions/{self.id}"
+        self.failure: Exception | None = None
+        self.overflowed = False
+        self.responses: dict[str, list[dict[str, Any]]] = {}
+        self._renderer = renderer
+        self._sampler = sampler
+        self._statistics = statistics
+        self._forget = forget
+        self._tree = SessionTree(renderer)
+        self._running: set[asyncio.Task[GenerateResult]] = set()
+        self._concurrent = 0
+        self._promised = 0
+        self._sampled_tokens = 0
+        self._opened = time.monotonic()
+        self._held_seconds = self._held_until = 0.0
+        self._closed: list[Segment] | None = None
+
+    def seconds_left(self) -> float:
+        """Until max_wall_seconds are over, at least a second while a call is under way: it may be held, and then ends
+        by its own deadline."""
+        left = self._remaining_seconds()
+        return max(left, 1.0) if self._running else left
+
+    def segments(self) -> list[Segment]:
+        """What has been sampled so far, in the order in which the segments began."""
+        return self._tree.segments() if self._closed is None else self._closed
+
+    async def close(self) -> list[Segment]:
+        """End the session: calls under way are cancelled, later ones get status 404. A second call gives the same."""
+        if self._closed is None:
+            self._closed = self._tree.segments()
+            self._statistics.segments += len(self._closed)
+            self._forget(self)
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+        return self._closed
+
+    async def answer(self, call: Call, with_tokens: bool = False) -> list[Answer]:
+        """Sample ``call.choices`` answers and keep them.
+
+        Args:
+            with_tokens: fill ``Answer.tokens``.
+
+        Raises:
+            ApiError: the call is wrong, or beyond a limit, or the session has ended, or no engine can answer.
+        """
+        limits = self.settings.limits
+        self._check_limits(call)
+        tools = self.settings.tools if call.tools is None else call.tools
+        context = self._tree.match(call.messages, tools, call.choices)
+        self._promised += call.choices
+        self._concurrent += 1
+        try:
+            state = context.state(self.settings.group_id, self.settings.index)
+            request = self._request(call, context, state)
+            results = await self._sampled(call, context, state, request)
+        finally:
+            self._concurrent -= 1
+            self._promised -= call.choices
+        if self._closed is not None:
+            raise session_closed()
+        answers = []
+        for result in results:
+            answer = self._renderer.answer(result, call.stop, state.length, with_tokens)
+            self._sampled_tokens += len(result.output_ids)
+            if result.output_ids:
+                self._tree.add(context, result, answer)
+            answers.append(answer)
+        self._statistics.calls += 1
+        if any(result.finish_reason == "abort" for result in results):
+            raise limit_reached("max_wall_seconds", limits.max_wall_seconds)
+        return answers
+
+    def _check_limits(self, call: Call) -> None:
+        limits = self.settings.limits
+        if self._closed is not None:
+            raise session_closed()
+        if call.choices > limits.max_choices:
+            raise invalid("n", f"at most {limits.max_choices} choices, got {call.choices}")
+        if self._remaining_seconds() <= 0:
+            raise limit_reached("max_wall_seconds", limits.max_wall_seconds)
+        if len(self._tree) + self._promised + call.choices > limits.max_calls:
+            raise limit_reached("max_calls", limits.max_calls)
+        if self._concurrent >= limits.max_concurrent_calls:
+            raise limit_reached("max_concurrent_calls", limits.max_concurrent_calls)
+        if limits.max_sampled_tokens is not None and self._sampled_tokens >= limits.max_sampled_tokens:
+            raise limit_reached("max_sampled_tokens", limits.max_sampled_tokens)
+
+    def _request(self, call: Call, context: Context, state: TrajectoryState) -> TurnRequest:
+        """How each choice is sampled."""
+        limits = self.settings.limits
+        rooms = []
+        if limits.context_length is not None:
+            rooms.append((limits.context_length, state.length, "context_length"))
+        if limits.max_response_length is not None:
+            rooms.append((limits.max_response_length, len(state.response_ids), "max_response_length"))
+        room = call.max_tokens
+        for limit, used, name in rooms:
+            if used >= limit:
+                self.overflowed = True
+                self._tree.overflowed(context, limit - used + len(context.glue_ids))
+                raise context_overflow(used, limit, name)
+            room = limit - used if room is None else min(room, limit - used)
+        if limits.max_sampled_tokens is not None:
+            left = limits.max_sampled_tokens - self._sampled_tokens
+            room = left if room is None else min(room, left)
+        if room is None:
+            raise invalid("max_tokens", "the session has no context_length, so every call must say max_tokens")
+        stop = self._renderer.stop
+        stop = replace(stop, strings=(*stop.strings, *call.stop))
+        return TurnRequest(room, self.settings.sampling, stop, self._remaining_seconds())
+
+    async def _sampled(
+        self, call: Call, context: Context, state: TrajectoryState, request: TurnRequest
+    ) -> list[GenerateResult]:
+        """One result for each choice, or none of them."""
+        settings = self.settings
+        tasks = []
+        for choice in range(call.choices):
+            # A call's own seed is meant to repeat its answer.
+            of_session = seed_of(settings.seed, context.earlier + choice)
+            seed = of_session if call.seed is None else seed_of(call.seed, choice)
+            own = state.fork(settings.index, seed) if call.choices > 1 else replace(state, seed=seed)
+            tasks.append(asyncio.create_task(self._held(own, request)))
+        self._running.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed is not None and (task is None or not task.cancelling()):
+                raise session_closed() from None
+            raise  # the client has gone
+        except (RolloutError, NoEngineAvailable) as error:
+            self.failure = error
+            raise ApiError(503, f"the engines cannot answer: {error}", code="engines_unavailable") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._running.difference_update(tasks)
+
+    async def _held(self, state: TrajectoryState, request: TurnRequest) -> GenerateResult:
+        try:
+            return await self._sampler.generate(state, request)
+        finally:
+            # Calls that were held side by side count once.
+            now = time.monotonic()
+            if state.seconds < 0:
+                self._held_seconds += now - min(now, max(now + state.seconds, self._held_until))
+                self._held_until = now
+
+    def _remaining_seconds(self) -> float:
+        return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
+
+
+def session_settings(
+    sampling: SamplingConfig,
+    tools: Sequence[Mapping[str, Any]] | None,
+    limits: SessionLimits | None,
+    seed: int | None,
+    group_id: int,
+    index: int,
+) -> SessionSettings:
+    """The settings of a session, with copies of what the caller may change."""
+    schemas = None if tools is None else [dict(tool) for tool in tools]
+    return SessionSettings(sampling, limits or SessionLimits(), schemas, seed, group_id, index)

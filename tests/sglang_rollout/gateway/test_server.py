@@ -1,0 +1,351 @@
+"""The APIs over HTTP: what clients get, what is refused and how, and what becomes of calls that are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+
+import aiohttp
+import openai
+import pytest
+
+from megatron_retool.config import MultiTurnConfig, SamplingConfig
+from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.engine.router import NoEngineAvailable
+from sglang_rollout.gateway.interface import SessionLimits
+from sglang_rollout.gateway.server import Gateway
+from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
+from tests.sglang_rollout.scripted import Counter
+
+END = "<|im_end|>"
+QUESTION = [{"role": "user", "content": "question"}]
+FUNCTION = Counter.schema["function"]
+CLAUDE_TOOL = {"name": "code_interpreter", "input_schema": FUNCTION["parameters"], "description": "Count."}
+
+
+class Script:
+    """Says its turns one after another; keeps the ids it was asked to continue."""
+
+    def __init__(self, tokenizer, turns) -> None:
+        self.tokenizer, self.turns = tokenizer, list(turns)
+        self.requests, self.contexts = [], []
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def generate(self, state, request):
+        self.contexts.append([*state.prompt_ids, *state.response_ids])
+        self.requests.append(request)
+        await self.held.wait()
+        text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        if isinstance(text, Exception):
+            raise text
+        ids = self.tokenizer.encode(text, add_special_tokens=False)[: request.max_new_tokens]
+        reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        if any(stop in text for stop in request.stop.strings):
+            reason = "stop"
+        return GenerateResult(ids, [-0.25] * len(ids), [1] * len(ids), reason, cached_tokens=2)
+
+
+@contextlib.asynccontextmanager
+async def served(tokenizer, turns, host="127.0.0.1", stop_strings=True, **limits):
+    script = Script(tokenizer, turns)
+    config = MultiTurnConfig(max_tool_response_tokens=60)
+    limits = SessionLimits(**{"context_length": 2000, **limits})
+    async with (
+        Gateway(script, tokenizer, config, host=host, stop_strings=stop_strings) as gateway,
+        aiohttp.ClientSession() as http,
+    ):
+        session = gateway.open_session(SamplingConfig(), limits=limits)
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+        async with client:
+            yield SimpleNamespace(script=script, gateway=gateway, session=session, client=client, http=http)
+
+
+async def post(at, path, body, headers=None):
+    data = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    url = at.session.anthropic_base_url + path
+    async with at.http.post(url, data=data, headers=headers) as response:
+        text = await response.text()
+        return response.status, text if response.content_type == "text/event-stream" else json.loads(text)
+
+
+def of_stream(text):
+    """(event, data) of each server-sent event."""
+    blocks = [dict(line.split(": ", 1) for line in block.splitlines()) for block in text.strip().split("\n\n")]
+    return [(block.get("event"), json.loads(block["data"])) for block in blocks if block["data"] != "[DONE]"]
+
+
+def test_chat_completions(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + CALL + CALL_BROKEN + END, ANSWER + END]) as at:
+            asked = {"model": "mine", "messages": QUESTION, "tools": [Counter.schema], "logprobs": True}
+            whole = await at.client.chat.completions.create(**asked, seed=3)
+            (choice,) = whole.choices
+            good, bad = choice.message.tool_calls
+            assert (choice.finish_reason, choice.message.content, whole.model) == ("tool_calls", WORD, "mine")
+            assert json.loads(good.function.arguments) == {"code": "print(6*7)"} and good.id != bad.id
+            assert "invalid tool call" in bad.error
+            assert [token.token for token in choice.logprobs.content] == [WORD, CALL, CALL_BROKEN, END]
+            assert {token.logprob for token in choice.logprobs.content} == {-0.25}
+            usage = whole.usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(at.script.contexts[0]), 4)
+            assert usage.prompt_tokens_details.cached_tokens == 2
+            # The same, streamed.
+            at.script.turns = [WORD + CALL + END, ANSWER + END]
+            text, arguments, finish, last = "", "", None, None
+            options = {"include_usage": True}
+            stream = await at.client.chat.completions.create(**asked, stream=True, stream_options=options, n=2)
+            async for chunk in stream:
+                for piece in chunk.choices:
+                    if piece.index == 0:
+                        text += piece.delta.content or ""
+                        arguments += "".join(c.function.arguments for c in piece.delta.tool_calls or ())
+                        finish = piece.finish_reason or finish
+                last = chunk
+            assert (text, json.loads(arguments)["code"], finish) == (WORD, "print(6*7)", "tool_calls")
+            assert last.usage.completion_tokens == 3 + 2
+            assert len(await at.session.close()) == 3
+
+    asyncio.run(run())
+
+
+def test_stop_texts_and_length(tokenizer):
+    async def run():
+        async with served(tokenizer, ["say halt now", WORD * 9]) as at:
+            stopped = await at.client.chat.completions.create(model="", messages=QUESTION, stop=["now", "halt"])
+            assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("say ", "stop")
+            assert set(at.script.requests[0].stop.strings) == {"halt", "now"}
+            cut = await at.client.chat.completions.create(model="", messages=QUESTION, max_completion_tokens=4)
+            assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (WORD * 4, "length")
+            # The end of turn, which nobody sampled, is put in before the next message.
+            history = [*QUESTION, {"role": "assistant", "content": WORD * 4}, *QUESTION]
+            await at.client.chat.completions.create(model="", messages=history, max_tokens=1)
+            _, segment = await at.session.close()
+            assert segment.loss_mask.sum() == 5
+            assert tokenizer.decode(segment.response_ids[4:6].tolist()) == END + "\n"
+            assert not segment.loss_mask[4]
+
+    asyncio.run(run())
+
+
+def test_responses(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + CALL + END, ANSWER + END]) as at:
+            tool = {"type": "function", **FUNCTION}
+            asked = {"model": "mine", "instructions": "Be brief.", "tools": [tool]}
+            first = await at.client.responses.create(**asked, input="question")
+            message, call = first.output
+            assert (message.content[0].text, call.name, first.status) == (WORD, "code_interpreter", "completed")
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+            events = []
+            async with at.client.responses.stream(**asked, input=[result], previous_response_id=first.id) as stream:
+                async for event in stream:
+                    events.append(event.type)
+                second = await stream.get_final_response()
+            assert second.output_text == ANSWER
+            assert events[0] == "response.created" and events[-1] == "response.completed"
+            # Items instead of the id of the earlier response: the same history, so no further segment's context.
+            items = [
+                {"role": "user", "content": [{"type": "input_text", "text": "question"}]},
+                message.model_dump(),
+                call.model_dump(),
+                result,
+            ]
+            await at.client.responses.create(**asked, input=items)
+            assert at.script.contexts[1] == at.script.contexts[2]
+            first_segment, again = await at.session.close()
+            assert (first_segment.calls, again.calls) == ((0, 1), (2,))
+            with pytest.raises(openai.NotFoundError):
+                await at.client.responses.create(model="", input="more")
+
+    asyncio.run(run())
+
+
+def test_anthropic_messages(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + CALL + END, ANSWER + END]) as at:
+            asked = {"model": "mine", "max_tokens": 50, "system": "Be brief.", "tools": [CLAUDE_TOOL]}
+            status, first = await post(at, "/v1/messages", {**asked, "messages": QUESTION})
+            assert (status, first["stop_reason"], first["role"]) == (200, "tool_use", "assistant")
+            said, use = first["content"]
+            assert (said["text"], use["name"], use["input"]) == (WORD, "code_interpreter", {"code": "print(6*7)"})
+            result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "42"}]}
+            history = [
+                *QUESTION,
+                {"role": "assistant", "content": first["content"]},
+                {"role": "user", "content": [result]},
+            ]
+            _, text = await post(at, "/v1/messages", {**asked, "messages": history, "stream": True})
+            events = of_stream(text)
+            assert all(name == event["type"] for name, event in events)
+            assert [name for name, _ in events] == [
+                "message_start",
+                "content_block_start",
+                "content_block_delta",
+                "content_block_stop",
+                "message_delta",
+                "message_stop",
+            ]
+            assert events[2][1]["delta"]["text"] == ANSWER and events[4][1]["delta"]["stop_reason"] == "end_turn"
+            (segment,) = await at.session.close()
+            assert segment.turn_ids.max() == 1
+
+    asyncio.run(run())
+
+
+def test_a_streamed_call_of_a_tool_in_anthropics_form(tokenizer):
+    async def run():
+        async with served(tokenizer, [CALL + CALL_BROKEN + END]) as at:
+            _, text = await post(at, "/v1/messages", {"max_tokens": 9, "messages": QUESTION, "stream": True})
+            written = {}
+            for name, event in of_stream(text):
+                if name == "content_block_delta":
+                    written[event["index"]] = written.get(event["index"], "") + event["delta"]["partial_json"]
+            assert json.loads(written[0]) == {"code": "print(6*7)"} and list(json.loads(written[1])) == ["malformed"]
+
+    asyncio.run(run())
+
+
+USER = {"role": "user", "content": "x"}
+BAD = [
+    ("/v1/chat/completions", "{", "body"),
+    ("/v1/chat/completions", "[]", "body"),
+    ("/v1/chat/completions", {}, "messages"),
+    ("/v1/chat/completions", {"messages": ["x"]}, "messages[0]"),
+    ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ("/v1/chat/completions", {"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    ("/v1/chat/completions", {"messages": [USER], "n": 0}, "n"),
+    ("/v1/chat/completions", {"messages": [USER], "n": 999}, "n"),
+    ("/v1/chat/completions", {"messages": [USER], "temperature": "hot"}, "temperature"),
+    ("/v1/chat/completions", {"messages": [USER], "top_logprobs": 3}, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": [USER], "stop": ["a", ""]}, "stop"),
+    ("/v1/chat/completions", {"messages": [USER], "seed": 1.5}, "seed"),
+    ("/v1/chat/completions", {"messages": [USER], "tool_choice": "required"}, "tool_choice"),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function"),
+    ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/responses", {}, "input"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0].type"),
+    ("/v1/messages", {"messages": [USER]}, "max_tokens"),
+    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ("/v1/messages", {"max_tokens": 5, "messages": [USER, {"role": "assistant", "content": "x"}]}, "messages"),
+    ("/v1/messages", {"max_tokens": 5, "messages": [USER], "tool_choice": {"type": "any"}}, "tool_choice"),
+]
+
+
+def test_malformed_requests_are_told_the_field(tokenizer):
+    async def run():
+        async with served(tokenizer, [ANSWER + END]) as at:
+            for path, body, field in BAD:
+                status, answer = await post(at, path, body)
+                error = answer["error"]
+                assert status == 400 and error["type"] == "invalid_request_error", (body, answer)
+                assert field in error["message"].split()[0].rstrip(":"), (body, answer)
+                assert path == "/v1/messages" or error["param"] == field
+            assert not at.script.requests and sum(at.gateway.statistics.errors.values()) == len(BAD)
+
+    asyncio.run(run())
+
+
+def test_limits_and_dead_sessions(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD * 20 + END], context_length=120, max_calls=2) as at:
+            create = at.client.chat.completions.create
+            with pytest.raises(openai.APIStatusError) as raised:
+                await create(model="", messages=[{"role": "user", "content": "x" * 200}])
+            error = raised.value
+            assert (error.status_code, error.code) == (413, "context_length_exceeded")
+            assert "120" in error.message and "context_length" in error.message
+            await create(model="", messages=QUESTION, n=2)
+            with pytest.raises(openai.RateLimitError) as raised:
+                await create(model="", messages=QUESTION)
+            assert raised.value.code == "max_calls"
+            await at.session.close()
+            with pytest.raises(openai.NotFoundError):
+                await create(model="", messages=QUESTION)
+            status, answer = await post(at, "/v1/messages", {})
+            assert (status, answer["error"]["type"]) == (404, "not_found_error")
+            assert at.gateway.statistics.errors == {"context_length_exceeded": 1, "max_calls": 1, "not_found": 2}
+            assert at.gateway.open_sessions == 0
+
+    asyncio.run(run())
+
+
+def test_sampled_tokens_time_and_stop_texts_are_limits_too(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD * 20 + END], max_sampled_tokens=5, stop_strings=False) as at:
+            answer = await at.client.chat.completions.create(model="", messages=QUESTION)
+            assert answer.usage.completion_tokens == 5
+            with pytest.raises(openai.RateLimitError, match="max_sampled_tokens"):
+                await at.client.chat.completions.create(model="", messages=QUESTION)
+            with pytest.raises(openai.BadRequestError, match="stop"):
+                await at.client.chat.completions.create(model="", messages=QUESTION, stop="x")
+            spent = at.gateway.open_session(SamplingConfig(), limits=SessionLimits(max_wall_seconds=0.0))
+            with pytest.raises(openai.RateLimitError, match="max_wall_seconds"):
+                await at.client.with_options(base_url=spent.base_url).chat.completions.create(
+                    model="", messages=QUESTION
+                )
+
+    asyncio.run(run())
+
+
+def test_a_client_that_goes_away_and_a_session_that_ends(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END]) as at:
+            at.script.held.clear()
+            call = asyncio.create_task(at.client.chat.completions.create(model="", messages=QUESTION))
+            while not at.script.requests:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            while at.session._running:
+                await asyncio.sleep(0.01)
+            call = asyncio.create_task(at.client.chat.completions.create(model="", messages=QUESTION))
+            while len(at.script.requests) < 2:
+                await asyncio.sleep(0.01)
+            assert await at.session.close() == []
+            with pytest.raises(openai.NotFoundError, match="ended"):
+                await call
+
+    asyncio.run(run())
+
+
+def test_keys(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END]) as at:
+            root = at.session.base_url.partition("/sessions/")[0] + "/v1"
+            by_key = at.client.with_options(base_url=root)
+            assert (await by_key.models.list()).data[0].id == "policy"
+            await by_key.chat.completions.create(model="", messages=QUESTION)
+            with pytest.raises(openai.NotFoundError):
+                await by_key.with_options(api_key="wrong").chat.completions.create(model="", messages=QUESTION)
+            await at.client.with_options(api_key="any").chat.completions.create(model="", messages=QUESTION)
+            assert len(at.session.segments()) == 2
+        async with served(tokenizer, [WORD + END], host="0.0.0.0") as at:
+            await at.client.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                await at.client.with_options(api_key="any").models.list()
+
+    asyncio.run(run())
+
+
+def test_engines_that_are_gone(tokenizer):
+    async def run():
+        gone = NoEngineAvailable("all engines are dead")
+        async with served(tokenizer, [gone, ValueError("a bug"), WORD + END]) as at:
+            with pytest.raises(openai.InternalServerError, match="all engines are dead"):
+                await at.client.chat.completions.create(model="", messages=QUESTION)
+            assert at.session.failure is gone
+            with pytest.raises(openai.InternalServerError, match="the gateway failed: ValueError"):
+                await at.client.chat.completions.create(model="", messages=QUESTION)
+            await at.client.chat.completions.create(model="", messages=QUESTION)
+
+    asyncio.run(run())
