@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -40,6 +43,86 @@ def read_parquet(path: str | Path, columns: Sequence[str] | None = None, optiona
         except (pa.ArrowException, OSError, ValueError) as error:
             raise _damaged(path, error, _place_of_damage(file, columns)) from error
     return table
+
+
+def column_names(path: str | Path) -> list[str]:
+    """Of a file's table.
+
+    Raises:
+        UnreadableFile: the file is missing or damaged.
+    """
+    import pyarrow.parquet as pq
+
+    with damage_named(path):
+        return list(pq.read_schema(path).names)
+
+
+def read_row(
+    path: str | Path, row: int, columns: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A row as ``read_parquet`` would have it; its row group alone is read.
+
+    Args:
+        row: from 0, within the file.
+
+    Raises:
+        UnreadableFile: naming file, row and column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        found = file.schema_arrow.names
+        _check_columns(path, found, columns)
+        if columns is not None:
+            columns = [*columns, *(name for name in optional if name in found)]
+        before = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if row < before + rows:
+                break
+            before += rows
+        else:
+            raise UnreadableFile(f"{path} has {before} rows, and no row {row}")
+        try:
+            table = file.read_row_group(group, columns=columns).slice(row - before, 1)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _damaged(path, error, _place_of_damage(file, columns)) from error
+    return dict(table.to_pylist()[0])
+
+
+def list_groups(
+    path: str | Path, names: Sequence[str]
+) -> Iterator[dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]]:
+    """Columns of lists, a row group after another: of each its offsets [rows + 1] and its values end to end.
+
+    Raises:
+        UnreadableFile: naming file, row and column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        _check_columns(path, file.schema_arrow.names, names)
+        for name in names:
+            if not pa.types.is_list(kind := file.schema_arrow.field(name).type):
+                raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of lists")
+        for group in range(file.num_row_groups):
+            try:
+                table = file.read_row_group(group, columns=list(names)).combine_chunks()
+                table.validate(full=True)
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise _damaged(path, error, _place_of_damage(file, names)) from error
+            found = {}
+            for name in names:
+                column = table[name].combine_chunks()
+                offsets = column.offsets.to_numpy().astype(np.int64)
+                values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+                found[name] = (offsets - offsets[0], values)
+            yield found
 
 
 def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[str, Any]]) -> None:

@@ -25,7 +25,6 @@ from rich.console import Console
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
-from megatron_retool.reports.run import write_report
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
 from megatron_retool.runs.demo_base import (
@@ -40,6 +39,7 @@ from megatron_retool.runs.demo_base import (
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import REQUEUE, LeaveAsked, LeaveRequest, passed_on
 from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.viewer.report import write_report
 
 ROOT = Path(__file__).parents[1]
 Train = Callable[[Config, Console, LeaveRequest], int]
@@ -98,7 +98,7 @@ def _finish(config: Config, stages: Stages) -> int:
     base = DemoBase(Path(stages.state.get("base", run_dir)))
     summary = summarise(run_dir, base.run_dir / "untrained" / "metrics.jsonl", stages.seconds)
     if "report" in wanted and read_metrics(run_dir / "metrics.jsonl"):
-        left.append(f"report {write_report(run_dir, notes=summary.text())}")
+        left.append(f"report {write_report(run_dir, summary.text())}")
     if "summary" in wanted:
         summary.print(stages.console)
     for line in left:

@@ -1,7 +1,6 @@
 """docs/metrics.md names every metric that the code writes."""
 
 import ast
-import itertools
 import re
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.rewards.difficulty import difficulty_metrics
 from megatron_retool.rewards.evaluation import evaluation_metrics
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory, TrajectoryBatch
+from megatron_retool.viewer.metric_captions import caption_of
 from sglang_rollout.rollout_statistics import RolloutStatistics
 
 ROOT = Path(__file__).parents[1]
@@ -31,21 +31,8 @@ FIRST_WORDS = (
 )
 
 
-def documented():
-    """Patterns of the names in the tables' first column."""
-    patterns = []
-    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `"):
-            for name in re.findall(r"`([^`]+)`", line.removeprefix("| ").partition(" | ")[0]):
-                parts = re.split(r"\{([^}]*)\}", name)
-                choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
-                patterns += ["".join(words) for words in itertools.product(*choices)]
-    return [re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", pattern)))) for pattern in patterns]
-
-
 def undocumented(names):
-    patterns = documented()
-    return sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in patterns))
+    return sorted(name for name in names if caption_of(name) is None)
 
 
 def trajectories():
@@ -120,3 +107,10 @@ def test_every_name_in_the_source_is_in_the_glossary():
 @pytest.mark.parametrize("name", ["actor/pg_loss/mean", "val-core/all/acc/mean", "invented/metric"])
 def test_a_name_that_nobody_explains_is_found(name):
     assert undocumented([name]) == [name]
+
+
+def test_a_caption_is_the_text_of_the_page_cell_by_cell():
+    norm, k3 = caption_of("actor/grad_norm"), caption_of("rollout_corr/k3_kl")
+    assert norm.unit == "" and norm.good == "steady; spikes: look at the batch"
+    assert k3.unit == "nats" and "E|d|" in k3.meaning and "`" not in k3.meaning
+    assert caption_of("actor/pg_loss").meaning == "the policy loss (algorithms.md)"

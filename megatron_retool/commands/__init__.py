@@ -42,7 +42,7 @@ COMMANDS = (
     ),
     Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
     Command("doctor", "whether this machine can train: every layer, with the cure", "megatron_retool.commands.doctor"),
-    Command("report", "plots of a run", "megatron_retool.commands.report"),
+    Command("report", "a run in one file: summary, curves, time", "megatron_retool.commands.report"),
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"
     ),
@@ -51,7 +51,7 @@ COMMANDS = (
     Command("config reference", "every setting: type, default, meaning", "megatron_retool.commands.config_reference"),
     Command("config from-verl", "verl's settings in our words", "megatron_retool.commands.config_from_verl"),
     Command("view", "a step's groups, or a response with its tokens coloured", "megatron_retool.commands.view"),
-    Command("diff", "runs side by side: settings that differ, figures", "megatron_retool.commands.diff"),
+    Command("diff", "runs side by side, and where they part", "megatron_retool.commands.diff"),
 )
 
 

@@ -1,6 +1,9 @@
-"""Runs side by side: the settings in which they differ, and what each came to.
+"""Runs side by side: the settings in which they differ, what each came to, and where they part.
 
-example:
+Each further run is held against the first one: its curves, and the first step, response, token and column that are not
+equal in both. What the clock measures is left out.
+
+examples:
   megatron-retool diff runs/demo runs/gspo
 """
 
@@ -19,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.reports.compare import compare_runs
+    from megatron_retool.viewer.compare_runs import print_comparison
 
     compare_runs([options.first, *options.others], console)
+    for other in options.others:
+        print_comparison(options.first, other, console)
     return 0

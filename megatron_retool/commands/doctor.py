@@ -11,6 +11,7 @@ examples:
   megatron-retool doctor --gpus 8 --output doctor_8xh100.json
   megatron-retool doctor --steps kernels learner_bf16
   megatron-retool doctor --slurm "--nodes=2 --gpus-per-node=8 --partition=h100"
+  megatron-retool doctor --nodes 2 --node-rank 0 --rendezvous node1:29400
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
+from megatron_retool.config import ConfigError
+from megatron_retool.doctor.session import Nodes
 from megatron_retool.interruption import interrupts
 
 EXIT_STATUS = {1: "a step failed, or an error, which the last line says"}
@@ -37,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", metavar="DIR", type=Path, help="leave logs and files of the steps in DIR")
     parser.add_argument(
+        "--nodes", metavar="N", type=at_least(2), help="measure the network too, between N hosts that all call this"
+    )
+    parser.add_argument("--node-rank", metavar="R", type=at_least(0), help="with --nodes: this host's number, from 0")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="with --nodes: the first host, and a port that is free there"
+    )
+    parser.add_argument(
         "--slurm",
         metavar="OPTIONS",
         nargs="?",
@@ -51,7 +61,32 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.list:
         doctor.show_steps(options.chosen, console)
         return 0
+    nodes = _nodes(options)
     if options.slurm is not None:
         return doctor.submit(options.slurm, options.gpus, options.chosen, options.output)
     with interrupts():
-        return doctor.examine(options.gpus, options.chosen, options.output, options.keep, console)
+        return doctor.examine(options.gpus, options.chosen, options.output, options.keep, console, nodes)
+
+
+def _nodes(options: argparse.Namespace) -> Nodes | None:
+    """What --nodes, --node-rank and --rendezvous say together.
+
+    Raises:
+        ConfigError: one of them is missing or does not fit the others.
+    """
+    given = {"--nodes": options.nodes, "--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: --nodes, --node-rank and --rendezvous belong together")
+    if options.slurm is not None:
+        raise ConfigError("--slurm counts the nodes of its allocation itself: leave out --nodes")
+    if options.node_rank >= options.nodes:
+        raise ConfigError(
+            f"--node-rank {options.node_rank}: {options.nodes} nodes have the numbers 0 to {options.nodes - 1}"
+        )
+    host, _, port = options.rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--rendezvous {options.rendezvous}: it has to be of the form HOST:PORT, as in node1:29400")
+    return Nodes(options.nodes, options.node_rank, host, int(port))

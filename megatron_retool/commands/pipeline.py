@@ -14,16 +14,19 @@ examples:
   megatron-retool pipeline
   megatron-retool pipeline trainer.experiment_name=mine trainer.total_steps=40
   megatron-retool pipeline --config configs/retool_qwen2.5_32b_8xh200.yaml
+  megatron-retool pipeline --config configs/smollm2_135m_cpu.yaml --quick
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
 from megatron_retool.commands.running import LEFT, train
-from megatron_retool.commands.settings import add_config, config_file, load
+from megatron_retool.commands.settings import add_config, config_file
+from megatron_retool.config import ConfigError, load_config
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 
@@ -36,19 +39,42 @@ EXIT_STATUS = LEFT
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the configuration's short form, FILE_quick.yaml beside it: every stage in minutes",
+    )
+
+
+def quick_form(config_file: str) -> str:
+    """``configs/demo_cpu_quick.yaml`` for ``configs/demo_cpu.yaml``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(config_file)
+    quick = path.with_name(f"{path.stem}_quick{path.suffix}")
+    if not quick.is_file():
+        others = sorted(other.name.replace("_quick", "") for other in path.parent.glob("*_quick.yaml"))
+        raise ConfigError(
+            f"--quick: there is no {quick}. "
+            + (f"Configurations with a short form: {', '.join(others)}" if others else "Write one that `extends` it")
+        )
+    return str(quick)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    config = load(options)
+    path = quick_form(config_file(options)) if options.quick else config_file(options)
+    config = load_config(path, options.overrides)
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
-    from megatron_retool.loop.validation_metrics import check_early_stopping
+    from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config)
     check_extensions(config)
-    check_early_stopping(config)
+    check_named_metrics(config)
     if not config.demo.enable:
         check_model(config, learns=True)
     from megatron_retool.pipeline import run_pipeline
 
     with LeaveRequest() as leave, interrupts():
-        return run_pipeline(config, config_file(options), options.overrides, console, train, leave)
+        return run_pipeline(config, path, options.overrides, console, train, leave)

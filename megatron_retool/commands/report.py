@@ -1,4 +1,7 @@
-"""Curves of a run as one page, report/index.html in the run's directory, from its metrics.jsonl.
+"""A run as one page that opens without a server, report/index.html in its directory: what it came to, curves, time, and
+the newest step's responses.
+
+Beside it lie plots.html with the curves as PNG files, and the accuracy of each held-out problem.
 
 example:
   megatron-retool report runs/demo
@@ -7,6 +10,7 @@ example:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,8 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from megatron_retool.reports.run import write_report
+    from megatron_retool.reports.summary import summarise
+    from megatron_retool.viewer.report import write_report
 
     with interrupts():
-        console.print(f"wrote {write_report(options.run_dir)}")
+        console.print(f"wrote {write_report(options.run_dir, summarise(Path(options.run_dir)).text())}")
     return 0

@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
-    from megatron_retool.loop.validation_metrics import check_early_stopping
+    from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config)
     check_extensions(config)
-    check_early_stopping(config)
+    check_named_metrics(config)
     config = running.on_base(config, options)
     from megatron_retool.pipeline import Stages, naming_the_base, run_training
 

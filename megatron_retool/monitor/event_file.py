@@ -30,7 +30,10 @@ class EventFile:
 
     def __init__(self, directory: Path, first_step: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        place = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        # TensorBoard takes files in the order of their names: of two within a second the number of the process, which
+        # wraps around, would decide.
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        place = f"{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._file = AppendFile(directory / f"events.out.tfevents.{place}")
         self._header = _record(Event(file_version="brain.Event:2"))
         self._header += _record(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))

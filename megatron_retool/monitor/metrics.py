@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megatron_retool.monitor.code_metrics import code_metrics
 from megatron_retool.monitor.phases import TIMING_PREFIX, Phase
 from megatron_retool.rewards.base import extra_values
+from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, whole_rollouts
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 
 _EXECUTED = ("ok", "error", "timeout")
@@ -33,10 +34,12 @@ def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_l
     """critic/score, critic/advantages, critic/returns, response_length and prompt_length of the trained batch.
 
     response/aborted_ratio is the share of empty responses, which response_length_non_aborted leaves out. clip_ratio is
-    the share of sequences at the limit. With a critic also critic/values and critic/vf_explained_var =
+    the share of sequences at the limit. A rollout of several rows counts once, with the sum of its responses and the
+    prompt of its first row. With a critic also critic/values and critic/vf_explained_var =
     1 - Var(returns - values) / Var(returns) over sampled tokens: 1 is a perfect critic, 0 one that knows the mean.
     """
-    metrics = _spread("critic/score", batch.rewards)
+    metrics = _spread("critic/score", batch.rewards[batch.first_rows])
+    responses = batch.rollout_response_lengths
     sampled = {name: column[batch.loss_mask].astype(np.float64) for name, column in batch.columns.items()}
     for name in ("advantages", "returns", "values"):
         if name in sampled:
@@ -45,15 +48,15 @@ def batch_metrics(batch: TrajectoryBatch, max_prompt_length: int, max_response_l
         error = (sampled["returns"] - sampled["values"]).var()
         metrics["critic/vf_explained_var"] = float(1.0 - error / sampled["returns"].var())
     for name, lengths, limit in (
-        ("response_length", batch.response_lengths, max_response_length),
-        ("prompt_length", batch.prompt_lengths, max_prompt_length),
+        ("response_length", responses, max_response_length),
+        ("prompt_length", batch.prompt_lengths[batch.first_rows], max_prompt_length),
     ):
         metrics |= _spread(name, lengths)
         if len(lengths):
             metrics[f"{name}/clip_ratio"] = float((lengths >= limit).mean())
-    if len(batch.response_lengths):
-        there = batch.response_lengths[batch.response_lengths > 0]
-        metrics["response/aborted_ratio"] = 1.0 - len(there) / len(batch.response_lengths)
+    if len(responses):
+        there = responses[responses > 0]
+        metrics["response/aborted_ratio"] = 1.0 - len(there) / len(responses)
         metrics |= _spread("response_length_non_aborted", there)
         if len(there):
             metrics["response_length_non_aborted/clip_ratio"] = float((there >= max_response_length).mean())
@@ -66,10 +69,10 @@ def reward_metrics(batch: TrajectoryBatch, token_rewards: npt.NDArray[Any] | Non
     Args:
         token_rewards: float [T], the KL penalty in the reward (negative); None: there is none.
     """
-    rewards = batch.rewards.astype(np.float64)
+    rewards = batch.rewards[batch.first_rows].astype(np.float64)
     if token_rewards is not None:
-        rewards = rewards + np.bincount(batch.sequence_ids, token_rewards, minlength=len(batch))
-    return _spread("critic/rewards", rewards[batch.response_lengths > 0])
+        rewards = rewards + np.bincount(batch.token_rollout_ids, token_rewards, minlength=batch.num_rollouts)
+    return _spread("critic/rewards", rewards[batch.rollout_response_lengths > 0])
 
 
 _TOKENS_OF_PHASES = (Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE, Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC)
@@ -89,8 +92,8 @@ def per_token_metrics(seconds: Mapping[Phase, float], prompt_tokens: int, respon
     }
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What the policy did, over every trajectory generated in the step, kept for training or not.
+def rollout_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
+    """What the policy did, over every rollout generated in the step, kept for training or not.
 
     rollout/score and rollout/acc are unbiased by dynamic sampling, which critic/score is not. tool/* follow the
     statuses of ToolCall; a parse error is a call that never reached a tool. tool/use_rate is the share of
@@ -98,8 +101,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     numbers that the reward function returned beside its score, over the trajectories that have them. code/* and
     timing_s/agent_loop/* are those of ``code_metrics`` and ``agent_loop_metrics``.
     """
-    if not trajectories:
+    if not rows:
         return {}
+    trajectories = whole_rollouts(rows)
     calls = [call for t in trajectories for call in t.tool_calls]
     executed = [call for call in calls if call.status in _EXECUTED]
     total = max(len(calls), 1)
@@ -109,6 +113,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/score/mean": float(np.mean([t.reward for t in trajectories])),
         "rollout/acc/mean": float(np.mean([t.accuracy for t in trajectories])),
         "rollout/trajectories": float(len(trajectories)),
+        "rollout/segments": len(rows) / len(trajectories),
         "tool/calls": len(calls) / len(trajectories),
         "tool/use_rate": float(np.mean([bool(t.tool_calls) for t in trajectories])),
         "tool/success_rate": sum(call.status == "ok" for call in calls) / total,
@@ -129,7 +134,24 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"rollout/finish_reason/{reason.value}"] = float(
             np.mean([t.finish_reason is reason for t in trajectories])
         )
-    return metrics | code_metrics(trajectories) | agent_loop_metrics(trajectories)
+    return metrics | code_metrics(trajectories) | agent_loop_metrics(trajectories) | task_agent_metrics(trajectories)
+
+
+def task_agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """agent/*, of rollouts that a function or program has driven (docs/agents.md); nothing where there are none.
+
+    agent/outcome/<outcome> is the share that ended so, agent/own_reward the share to which the agent gave the reward,
+    and agent/seconds how long they took.
+    """
+    ends = [t.reward_info[AGENT_KEY] for t in trajectories if AGENT_KEY in t.reward_info]
+    if not ends:
+        return {}
+    metrics = {
+        f"agent/outcome/{outcome}": sum(end["outcome"] == outcome for end in ends) / len(ends)
+        for outcome in AgentOutcome
+    }
+    metrics["agent/own_reward"] = sum("result" in end for end in ends) / len(ends)
+    return metrics | _spread("agent/seconds", np.array([end["seconds"] for end in ends]))
 
 
 def agent_loop_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -166,12 +188,15 @@ class StepTimer:
 
     Attributes:
         running: phases under way, the latest last.
+        spans: (phase, when it began, its seconds) of each time that a phase has ended; from the timer's own beginning.
         last_change: time.monotonic() when a phase last began or ended, or ``touch`` was called.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[Phase, float] = {}
         self.running: list[Phase] = []
+        self.spans: list[tuple[Phase, float, float]] = []
+        self._began = time.perf_counter()
         self.touch()
 
     def touch(self) -> None:
@@ -188,7 +213,9 @@ class StepTimer:
         finally:
             self.running.remove(phase)
             self.touch()
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+            self.spans.append((phase, start - self._began, seconds))
 
     def metrics(self) -> dict[str, float]:
         return {phase.metric: seconds for phase, seconds in self.seconds.items()}

@@ -61,16 +61,22 @@ def _settings(run_dir: Path) -> dict[str, str]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give directories of runs, as runs/demo")
-    flat: dict[str, str] = {}
+    settings = flat_settings(OmegaConf.to_container(OmegaConf.load(path)))
+    return {key: str(value) for key, value in settings.items()}
+
+
+def flat_settings(tree: Any) -> dict[str, Any]:
+    """Leaves of a configuration by dotted key; an empty section is a leaf."""
+    flat: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
                 add(f"{prefix}.{key}" if prefix else str(key), inner)
         else:
-            flat[prefix] = str(value)
+            flat[prefix] = value
 
-    add("", OmegaConf.to_container(OmegaConf.load(path)))
+    add("", tree)
     return flat
 
 

@@ -86,7 +86,7 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
         step = int(file.name.split("_")[1].split(".")[0])
         estimates = read_estimates(file)
         stored = read_trajectories(directory / f"step_{step:06d}.parquet", routed_experts=False)
-        trajectories = {(t.group_id, t.index): t for t in stored}
+        trajectories = {t.key: t for t in stored}
         for key, columns in estimates.items():
             trajectory = trajectories.get(key)
             if trajectory is None or len(columns["old_log_probs"]) != len(trajectory.response_ids):

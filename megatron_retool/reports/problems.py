@@ -26,6 +26,7 @@ LABELLED_PROBLEMS = 60
 """Above it, rows have no name of their own in a heat map."""
 
 _COLUMNS = ("group_id", "reward", "reward_info", "extra_info")
+_OPTIONAL = ("segment",)
 _MAX_TICKS = 20
 _ROW_INCHES, _LEAST_INCHES, _MOST_INCHES = 0.16, 2.5, 14.0
 
@@ -96,7 +97,12 @@ def draw_problems(run_dir: Path, rows: Sequence[Mapping[str, Any]], target: Path
 
 def _read(path: Path) -> list[tuple[Mapping[str, Any], float]]:
     """(extra_info, mean accuracy) of each problem in a validation's file."""
-    table = read_parquet(path, _COLUMNS)
+    import pyarrow.compute as pc
+
+    table = read_parquet(path, _COLUMNS, _OPTIONAL)
+    if "segment" in table.column_names:
+        # The rows of a rollout share its reward: it counts once.
+        table = table.filter(pc.equal(table["segment"], 0))
     accuracies: dict[int, list[float]] = {}
     infos: dict[int, Mapping[str, Any]] = {}
     with damage_named(path):

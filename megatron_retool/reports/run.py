@@ -1,4 +1,7 @@
-"""The run's curves as PNG files and one index.html, from what the run left on disk (metrics.jsonl, validation/)."""
+"""The run's curves as PNG files and one page of them, plots.html, for papers and for readers without a script.
+
+They are made of what the run left on disk (metrics.jsonl, validation/); the report itself is viewer/report.py's.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ _DRAWN_PHASES = (
     Phase.UPDATE_ACTOR,
     Phase.WEIGHT_SYNC,
 )
+PLOTS_PAGE = "plots.html"
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,8 @@ def _is_overall_mean(name: str) -> bool:
     return name.startswith("val-core/all/acc/mean@")
 
 
-def write_report(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
-    """Draw every curve that the run has into runs/<name>/report/ and an index.html beside them.
+def write_plots(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
+    """Draw every curve that the run has into runs/<name>/report/ and a plots.html beside them.
 
     The accuracy of each validation problem at each step is a picture and a table (validation_problems.csv) beside them.
 
@@ -182,7 +186,7 @@ def write_report(run_dir: str | Path, title: str | None = None, notes: str = "")
         plt.close(canvas)
         pictures.append(figure)
     pictures += [Figure(name, title, []) for name, title in draw_problems(run_dir, rows, target)]
-    page = target / "index.html"
+    page = target / PLOTS_PAGE
     write_text(page, _page(title or run_dir.name, notes, pictures, rows[-1]))
     return page
 

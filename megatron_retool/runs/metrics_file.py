@@ -16,17 +16,24 @@ def check_run_directory(run_dir: Path) -> None:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl in order; none where there is no such file. A line that a crash cut off, or a disk
     damaged, is left out."""
-    rows = []
+    return read_metrics_and_problems(path)[0]
+
+
+def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows, as ``read_metrics``, and a sentence for each line that is none."""
+    rows, problems = [], []
     path = Path(path)
     if path.is_file():
-        for line in path.read_bytes().splitlines():
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 row = json.loads(line)
             except ValueError:  # JSON's or UTF-8's
-                continue
+                row = None
             if isinstance(row, dict):
                 rows.append(row)
-    return rows
+            else:
+                problems.append(f"{path}, line {number} is no JSON object, or only half of one: it is left out")
+    return rows, problems
 
 
 def drop_rows_from(path: Path, step: int) -> None:

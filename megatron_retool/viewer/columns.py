@@ -7,13 +7,14 @@ without a sign from nothing to violet, and categories take turns in Okabe and It
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.algorithms.rejection_rules import FIRST_RULE, NOT_FINITE, OVERLONG, VETO, WEIGHT_MASK
 from megatron_retool.trajectory import Trajectory
 
 FloatArray = npt.NDArray[np.float64]
@@ -22,9 +23,10 @@ Colour = tuple[int, int, int]
 Scale = Literal["flag", "category", "share", "amount", "signed"]
 
 _BLUE, _ORANGE, _VIOLET, _YELLOW = (0, 114, 178), (213, 94, 0), (122, 81, 149), (240, 228, 66)
-_CATEGORIES: tuple[Colour, ...] = (
+CATEGORIES: tuple[Colour, ...] = (
     (86, 180, 233), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (0, 114, 178), (213, 94, 0),
 )  # fmt: skip
+HUES: dict[str, Colour] = {"flag": _YELLOW, "amount": _VIOLET, "positive": _ORANGE, "negative": _BLUE}
 _LARGEST_PERCENTILE = 99.0
 
 
@@ -62,6 +64,7 @@ KINDS: dict[str, ColumnKind] = {
         ColumnKind("importance_weight", "logarithm of the rollout correction's weight: blue counts less", "signed",
                    learner=True),
         ColumnKind("rejected", "tokens that the rollout correction took out of the loss", "flag", learner=True),
+        ColumnKind("rejected_by", "which rule took them out, or the veto", "category", learner=True),
     )
 }  # fmt: skip
 
@@ -104,7 +107,20 @@ def token_columns(
             columns["importance_weight"] = _where(sampled, np.log(found["importance_weights"].astype(np.float64)))
     if "keep" in found:
         columns["rejected"] = (sampled & (found["keep"] == 0)).astype(np.float64)
+    if "rejected_by" in found:
+        columns["rejected_by"] = _where(sampled & (found["rejected_by"] > 0), found["rejected_by"])
     return columns
+
+
+def rejection_reasons(rules: Sequence[str]) -> dict[int, str]:
+    """What the values of ``rejected_by`` stand for.
+
+    Args:
+        rules: algorithm.rollout_correction.rejection of the run.
+    """
+    known = {NOT_FINITE: "a log-prob is not finite", VETO: "the veto", WEIGHT_MASK: "the mask of importance weights",
+             OVERLONG: "overlong filtering"}  # fmt: skip
+    return known | {FIRST_RULE + place: str(rule) for place, rule in enumerate(rules)}
 
 
 def _where(mask: npt.NDArray[np.bool_], values: npt.NDArray[np.generic]) -> FloatArray:
@@ -130,9 +146,10 @@ def colour(kind: ColumnKind, value: float, largest: float) -> tuple[Colour, floa
     if np.isnan(value):
         return None
     if kind.scale == "category":
-        return _CATEGORIES[int(value) % len(_CATEGORIES)], 1.0
+        return CATEGORIES[int(value) % len(CATEGORIES)], 1.0
     if kind.scale == "flag":
-        return (_YELLOW, 1.0) if value else None
+        return (HUES["flag"], 1.0) if value else None
     strength = float(min(1.0, abs(value) / largest))
-    hue = _VIOLET if kind.scale in ("share", "amount") else _ORANGE if value > 0 else _BLUE
+    sign = "positive" if value > 0 else "negative"
+    hue = HUES["amount" if kind.scale in ("share", "amount") else sign]
     return (hue, strength) if strength > 0 else None

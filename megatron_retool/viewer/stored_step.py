@@ -12,7 +12,7 @@ import numpy.typing as npt
 from megatron_retool.loop.rollout_files import read_estimates, stored_steps
 from megatron_retool.parquet_files import read_parquet
 from megatron_retool.runs.metrics_file import check_run_directory
-from megatron_retool.trajectory import Trajectory, read_trajectories
+from megatron_retool.trajectory import RowKey, Trajectory, read_trajectories
 
 Estimates = Mapping[str, npt.NDArray[np.float32]]
 
@@ -23,27 +23,30 @@ class ViewedStep:
     Attributes:
         trajectories: in the order of the file, without routed experts.
         prompts: the prompt of each as text; "" where the file has none.
-        estimates: columns [R] by (group_id, index), of the responses that were trained on.
+        estimates: columns [R] by the row's key, of the responses that were trained on.
     """
 
     number: int
     trajectories: list[Trajectory]
     prompts: list[str]
-    estimates: Mapping[tuple[int, int], Estimates]
+    estimates: Mapping[RowKey, Estimates]
 
-    def find(self, group_id: int, index: int) -> int:
+    def find(self, group_id: int, index: int, segment: int = 0) -> int:
         """Row of a response.
 
         Raises:
             ValueError: the step has none such; the message says which it has.
         """
-        rows = {(t.group_id, t.index): row for row, t in enumerate(self.trajectories)}
-        if (group_id, index) in rows:
-            return rows[group_id, index]
-        responses = sorted(index for group, index in rows if group == group_id)
+        rows = {t.key: row for row, t in enumerate(self.trajectories)}
+        if (group_id, index, segment) in rows:
+            return rows[group_id, index, segment]
+        segments = sorted(third for *rollout, third in rows if rollout == [group_id, index])
+        if segments:
+            raise ValueError(f"--segment {segment}: response {group_id}/{index} has segments {segments}")
+        responses = sorted({second for first, second, _ in rows if first == group_id})
         if responses:
             raise ValueError(f"--index {index}: group {group_id} of step {self.number} has responses {responses}")
-        groups = list(dict.fromkeys(group for group, _ in rows))
+        groups = list(dict.fromkeys(group for group, *_ in rows))
         raise ValueError(f"--group {group_id}: step {self.number} has groups {', '.join(map(str, groups))}")
 
 

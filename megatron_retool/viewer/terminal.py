@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_retool.loop.samples import printable, sample_of
+from megatron_retool.rollout_rows import rollouts_of, whole_rollouts
 from megatron_retool.trajectory import Trajectory
 from megatron_retool.viewer.columns import KINDS, Colour, ColumnKind, FloatArray, colour, largest_shown
 from megatron_retool.viewer.stored_step import ViewedStep
@@ -21,7 +22,7 @@ _PAPER: Colour = (24, 24, 28)
 
 def print_groups(console: Console, step: ViewedStep) -> None:
     """A line for each group of a step: its rewards, whether it was trained on, lengths, tools and question."""
-    table = Table(title=f"step {step.number}: {len(step.trajectories)} responses", title_justify="left")
+    table = Table(title=f"step {step.number}: {len(rollouts_of(step.trajectories))} responses", title_justify="left")
     for name, justify in (("group", "right"), ("rewards", "left"), ("trained", "left"), ("tokens", "right"),
                           ("calls", "right"), ("question", "left")):  # fmt: skip
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=name != "question")
@@ -30,7 +31,8 @@ def print_groups(console: Console, step: ViewedStep) -> None:
     for trajectory, prompt in zip(step.trajectories, step.prompts, strict=True):
         groups.setdefault(trajectory.group_id, []).append(trajectory)
         prompts[trajectory.group_id] = prompt
-    for group_id, group in groups.items():
+    for group_id, rows in groups.items():
+        group = whole_rollouts(rows)
         rewards = Text()
         for trajectory in sorted(group, key=lambda each: each.index):
             rewards.append("█" if trajectory.reward > 0 else "░", _reward_style(trajectory.reward))
@@ -62,7 +64,8 @@ def print_response(
     """
     prompt, pieces = texts
     sample = sample_of(trajectory, _question(trajectory, prompt), "")
-    console.rule(f"group {trajectory.group_id}, response {trajectory.index}", align="left")
+    segment = f", segment {trajectory.segment}" if trajectory.segment else ""
+    console.rule(f"group {trajectory.group_id}, response {trajectory.index}{segment}", align="left")
     sampled, end = int(trajectory.loss_mask.sum()), trajectory.finish_reason.value
     rows = {
         "question": sample.question,

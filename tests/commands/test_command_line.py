@@ -14,8 +14,9 @@ import pytest
 from megatron_retool.__main__ import main
 from megatron_retool.commands import COMMANDS, Command
 from megatron_retool.commands.command_line import parser_of
+from megatron_retool.commands.pipeline import quick_form
 from megatron_retool.commands.settings import settings_text
-from megatron_retool.config import Config
+from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.config.tree import walk
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +121,18 @@ def test_python_without_packages_is_told_where_they_are(tmp_path: Path, made: bo
     (line,) = done.stderr.splitlines()
     assert f"lacks the package rich, which `megatron-retool` needs: `{'source' if made else 'bash'} " in line
     assert f"source {venv}/bin/activate" in line
+
+
+def test_quick_takes_the_short_form_beside_the_configuration() -> None:
+    assert quick_form("configs/demo_cpu.yaml") == "configs/demo_cpu_quick.yaml"
+    with pytest.raises(ConfigError, match=r"no configs/demo_moe_cpu_quick\.yaml.*demo_cpu\.yaml, smollm2"):
+        quick_form("configs/demo_moe_cpu.yaml")
+
+
+@pytest.mark.parametrize("quick", sorted((ROOT / "configs").glob("*_quick.yaml")), ids=lambda path: path.stem)
+def test_a_short_form_has_the_same_stages_and_a_run_of_its_own(quick: Path) -> None:
+    whole, short = load_config(quick.with_name(quick.name.replace("_quick", ""))), load_config(quick)
+    assert short.trainer.experiment_name == f"{whole.trainer.experiment_name}_quick"
+    assert [stage.name for stage in short.sft.stages] == [stage.name for stage in whole.sft.stages]
+    assert short.trainer.total_steps <= 4
+    assert short.trainer.total_steps % short.trainer.test_freq == 0

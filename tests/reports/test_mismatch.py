@@ -80,7 +80,7 @@ def test_what_cannot_be_reported_is_said(run_dir, tmp_path_factory):
     with pytest.raises(FileNotFoundError, match="no step trained on a response"):
         write_mismatch_report(nothing)
     write_trajectories([trajectory(5, [-1.0, -1.0, 0.0, -1.0])], run_dir / "rollouts" / "step_000002.parquet")
-    with pytest.raises(ValueError, match=r"step_000002\.learner\.parquet: row \(0, 0\)"):
+    with pytest.raises(ValueError, match=r"step_000002\.learner\.parquet: row \(0, 0, 0\)"):
         write_mismatch_report(run_dir)
     bypass = ["algorithm.rollout_correction.bypass_old_log_probs=true", "algorithm.rollout_correction.mode=none"]
     save_config(load_config(None, bypass), run_dir / "config.yaml")

@@ -77,9 +77,7 @@ def test_a_learner_that_is_off_is_named_with_its_layer(dense_run, tmp_path, monk
     for trajectory in trajectories:
         trajectory.rollout_log_probs = (trajectory.rollout_log_probs - second_turn(trajectory)).astype(np.float32)
     estimates = read_estimates(stored.with_suffix(".learner.parquet"))
-    columns = [
-        estimates[t.group_id, t.index]["old_log_probs"] + 0.02 * t.loss_mask * (t.group_id == 2) for t in trajectories
-    ]
+    columns = [estimates[t.key]["old_log_probs"] + 0.02 * t.loss_mask * (t.group_id == 2) for t in trajectories]
     batch = TrajectoryBatch.from_trajectories(trajectories).with_columns(old_log_probs=np.concatenate(columns))
     write_trajectories(trajectories, stored.with_suffix(".parquet"))
     write_estimates(batch, stored.with_suffix(".learner.parquet"))

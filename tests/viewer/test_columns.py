@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_retool.trajectory import FinishReason, Trajectory
-from megatron_retool.viewer.columns import KINDS, colour, largest_shown, token_columns
+from megatron_retool.viewer.columns import KINDS, colour, largest_shown, rejection_reasons, token_columns
 from megatron_retool.viewer.token_texts import token_texts
 
 ESTIMATES = {
@@ -17,6 +17,7 @@ ESTIMATES = {
     "advantages": np.array([1, 1, 0, 1], np.float32),
     "importance_weights": np.array([1, 2, 1, 0], np.float32),
     "keep": np.array([1, 0, 1, 1], np.float32),
+    "rejected_by": np.array([0, 6, 0, 0], np.float32),
 }
 
 
@@ -40,10 +41,16 @@ def test_columns_are_those_of_the_files_and_have_no_value_where_a_token_has_none
         "advantage": [1, 1, nan, 1],
         "importance_weight": [0, np.log(2), nan, -np.inf],
         "rejected": [0, 1, 0, 0],
+        "rejected_by": [nan, 6, nan, nan],
     }
     assert list(columns) == list(expected) == list(KINDS)
     for name, values in expected.items():
         np.testing.assert_allclose(columns[name], values, atol=1e-6, err_msg=name)
+
+
+def test_reasons_of_a_rejection_are_the_runs_own_rules():
+    reasons = rejection_reasons(["geometric_ratio 0.99 1.01", "token_k3 0 1"])
+    assert reasons[6] == "token_k3 0 1" and reasons[2] == "the veto" and max(reasons) == 6
 
 
 def test_without_the_learner_only_the_rollouts_columns_are_there():

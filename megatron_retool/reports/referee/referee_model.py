@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import quantized_names, round_to_blocks
+from conversion.model.block_fp8 import quantized_names, round_to_blocks, takes_power_of_two
 from conversion.model.weight_map import WeightMap
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
@@ -59,9 +59,13 @@ def engine_format(config: Config, architecture: Architecture) -> NumberFormat:
         )
     if config.rollout.engine.quantization == "fp8":
         names = quantized_names(WeightMap(architecture))
-        return NumberFormat(
-            dtype, "fp8 weights", lambda name, tensor: round_to_blocks(tensor) if name in names else tensor
-        )
+        scales = config.weight_sync.fp8_scales
+
+        def rounded(name: str, tensor: Tensor) -> Tensor:
+            power_of_two = takes_power_of_two(scales, tensor.device)
+            return round_to_blocks(tensor, power_of_two=power_of_two) if name in names else tensor
+
+        return NumberFormat(dtype, "fp8 weights", rounded)
     return NumberFormat(dtype)
 
 

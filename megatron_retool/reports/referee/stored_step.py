@@ -181,7 +181,7 @@ def sample_tokens(step: StoredStep, tokens: int, seed: int) -> tuple[list[Sample
     """
     stored = step.run_dir / "rollouts" / f"step_{step.number:06d}"
     estimates = read_estimates(stored.with_suffix(".learner.parquet"))
-    trajectories = {(t.group_id, t.index): t for t in read_trajectories(stored.with_suffix(".parquet"))}
+    trajectories = {t.key: t for t in read_trajectories(stored.with_suffix(".parquet"))}
     bypassed = step.config.algorithm.rollout_correction.bypass_old_log_probs
     candidates: list[tuple[Trajectory, npt.NDArray[np.float64], npt.NDArray[np.int64]]] = []
     total = 0

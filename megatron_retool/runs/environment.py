@@ -1,0 +1,75 @@
+"""environment.json: with which code, packages and hardware a run was started last, and by which process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.runs.files import write_text
+
+FILE_NAME = "environment.json"
+PACKAGES = ("megatron-retool", "torch", "megatron-core", "transformer-engine", "sglang", "transformers", "ray")
+
+
+def record_environment(run_dir: Path) -> None:
+    """Write environment.json; one of an earlier start is replaced."""
+    write_text(run_dir / FILE_NAME, json.dumps(environment(), indent=1))
+
+
+def environment() -> dict[str, Any]:
+    """Commit of the code, versions, hardware, host, process and time of this process."""
+    import torch
+
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
+        "python": platform.python_version(),
+        "packages": found,
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpu_cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "process_start": process_start(os.getpid()),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def process_start(process: int) -> int | None:
+    """Ticks from the host's start to the process's: with its number it names one process only. None: it is gone."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def still_runs(recorded: dict[str, Any]) -> bool | None:
+    """Whether the process that wrote environment.json is at work; None: it was on another host."""
+    if recorded.get("host") != socket.gethostname():
+        return None
+    start = recorded.get("process_start")
+    return start is not None and process_start(int(recorded.get("process") or 0)) == start
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).parents[2]
+    try:
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,45 @@
+"""The report of a run: the viewer's page in one file, under a summary, for whoever was not there when it ran.
+
+It answers what the model learnt, how long it took and what is odd, lets its reader look into the newest step's
+responses, and needs neither this machine nor a server. The plots of ``reports/run.py`` lie beside it as PNG files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_retool.reports.problems import TABLE
+from megatron_retool.reports.run import write_plots
+from megatron_retool.runs.files import write_text
+from megatron_retool.viewer.export import export
+
+PAGE_NAME = "index.html"
+MOST_TOKENS = 20_000
+"""Response tokens in a report, some megabytes: it is sent by mail. ``megatron-retool view --export`` takes more."""
+
+
+def write_report(run_dir: str | Path, summary: str = "") -> Path:
+    """report/index.html and, beside it, plots.html with its PNG files and the table of problems.
+
+    A run that cannot be exported, as one without config.yaml, has the plots in index.html too, which says why.
+
+    Args:
+        summary: plain text above the page.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has no metrics.
+    """
+    run_dir = Path(run_dir)
+    plots = write_plots(run_dir, notes=summary)
+    page = plots.with_name(PAGE_NAME)
+    beside = [plots.name, *([TABLE] if (plots.parent / TABLE).is_file() else [])]
+    text = "\n".join([summary, f"beside this file: {', '.join(beside)}"]).strip()
+    try:
+        export(run_dir.resolve(), page, most_tokens=MOST_TOKENS, summary=text)
+    except (OSError, ValueError) as error:  # a run's end must not fail for its report
+        write_plots(run_dir, notes=f"{summary}\n\nThe page of the whole run could not be made: {error}".strip())
+        write_text(page, plots.read_text(encoding="utf-8"))
+    return page

@@ -1,0 +1,352 @@
+"""A step and its responses as the page shows them: plain dictionaries for JSON, read column by column.
+
+A step's list reads the columns with one value a response and three with one a token, a column at a time; a response
+reads its row group alone. No routed experts, no text of other responses, no other step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_retool.loop.rollout_files import stored_steps
+from megatron_retool.loop.samples import question_of
+from megatron_retool.parquet_files import (
+    UnreadableFile,
+    column_names,
+    damage_named,
+    list_groups,
+    read_parquet,
+    read_row,
+)
+from megatron_retool.trajectory import FinishReason, RowKey, ToolCall, Trajectory
+from megatron_retool.untrusted import load_json
+from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
+from megatron_retool.viewer.json_numbers import column_for_json, number_for_json
+from megatron_retool.viewer.row_names import KEY_COLUMNS, key_of, named_response, response_name, row_keys
+from megatron_retool.viewer.runs_table import settings_of
+from megatron_retool.viewer.token_texts import token_texts
+
+Decode = Callable[[list[int]], str]
+_ROW = ["group_id", "index", "finish_reason", "reward", "reward_info", "tool_calls", "extra_info"]
+_TOKENS = ["prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"]
+_COLOURED = {"entropy", "advantages", "rejected_by"}
+"""Of the learner's columns, those that have a colour as they are."""
+_CALLED = {"error", "timeout", "parse_error", "unknown_tool", "bad_arguments"}
+
+
+def step_file(run_dir: Path, number: int) -> Path:
+    """rollouts/step_N.parquet.
+
+    Raises:
+        FileNotFoundError: the run has not stored the step.
+    """
+    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
+    if not path.is_file():
+        steps = stored_steps(run_dir / "rollouts")
+        there = f"it has {steps[0]} to {steps[-1]}" if steps else "it has none yet"
+        raise FileNotFoundError(f"the run has no rollouts/{path.name}: {there}")
+    return path
+
+
+def files_of_step(run_dir: Path, number: int) -> list[Path]:
+    """All that a step's pages come from, be they there or not."""
+    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
+    return [path, path.with_suffix(".learner.parquet"), run_dir / "metrics.jsonl"]
+
+
+def step_page(run_dir: Path, number: int) -> dict[str, Any]:
+    """Groups of a step in the order of the file, each with its responses; ``problems`` names files that are damaged.
+
+    masked_share is over the sampled tokens of a response, largest_difference the largest |log π_old - log π_rollout| of
+    them; both are None where the learner has not trained on it.
+
+    Raises:
+        FileNotFoundError: the run has not stored the step.
+        UnreadableFile: the step's file is damaged.
+    """
+    path = step_file(run_dir, number)
+    rows = read_parquet(path, _ROW, ["segment", "timing"]).to_pylist()
+    problems: list[str] = []
+    keys, tokens = row_keys(path), _token_figures(path)
+    compared: dict[RowKey, tuple[float | None, Any]] = {}
+    if path.with_suffix(".learner.parquet").is_file():
+        try:
+            compared = _compared(path, keys, tokens)
+        except (UnreadableFile, ValueError) as error:
+            problems.append(_named(error, path))
+    groups: dict[int, dict[str, Any]] = {}
+    for place, row in enumerate(rows):
+        info, extra, calls = (_parsed(row[name], problems) for name in ("reward_info", "extra_info", "tool_calls"))
+        info, extra = (each if isinstance(each, dict) else {} for each in (info, extra))
+        statuses = [str(call.get("status")) for call in calls if isinstance(call, dict)] if calls else []
+        group = groups.setdefault(
+            row["group_id"],
+            {
+                "group_id": row["group_id"],
+                "question": _question(extra),
+                "ground_truth": _text(extra.get("ground_truth")),
+                "data_source": _text(extra.get("data_source")),
+                "trained": bool(info.get("trained", True)),
+                "responses": [],
+            },
+        )
+        masked, largest = compared.get(key_of(row), (None, None))
+        group["responses"].append(
+            {
+                "index": response_name(row["index"], row.get("segment")),
+                "reward": number_for_json(row["reward"]),
+                "accuracy": number_for_json(info.get("acc")),
+                "prediction": _text(info.get("pred")),
+                "why": {key: value for key, value in info.items() if key not in ("acc", "pred", "trained")},
+                "tokens": tokens.lengths[place],
+                "sampled_tokens": int(tokens.loss_mask[place].sum()),
+                "turns": tokens.turns[place],
+                "calls": len(statuses),
+                "failed_calls": sum(status in _CALLED for status in statuses),
+                "tool_statuses": statuses,
+                "finish_reason": row["finish_reason"],
+                "trained": key_of(row) in compared,
+                "masked_share": masked,
+                "largest_difference": largest,
+                "timing": _parsed(row.get("timing"), problems),
+            }
+        )
+    return {"number": number, "groups": list(groups.values()), "problems": list(dict.fromkeys(problems))}
+
+
+@dataclass(frozen=True)
+class _TokenFigures:
+    """Of each row, in the file's order, without prompts.
+
+    Attributes:
+        loss_mask, rollout_log_probs: each [R]; they are compared with the learner's.
+    """
+
+    lengths: list[int]
+    turns: list[int]
+    loss_mask: list[npt.NDArray[np.bool_]]
+    rollout_log_probs: list[npt.NDArray[np.float32]]
+
+
+def _token_figures(path: Path) -> _TokenFigures:
+    found = _TokenFigures([], [], [], [])
+    for columns in list_groups(path, ["loss_mask", "turn_ids", "rollout_log_probs"]):
+        offsets = columns["loss_mask"][0]
+        for name, (others, _) in columns.items():
+            if not np.array_equal(others, offsets):
+                raise UnreadableFile(f"{path}: {name} has other lengths than loss_mask")
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            found.lengths.append(end - start)
+            found.turns.append(int(columns["turn_ids"][1][start:end].max(initial=-1)) + 1)
+            # Copies: a view would keep its whole row group in memory.
+            found.loss_mask.append(columns["loss_mask"][1][start:end].astype(np.bool_))
+            found.rollout_log_probs.append(columns["rollout_log_probs"][1][start:end].astype(np.float32))
+    return found
+
+
+def _compared(path: Path, keys: Sequence[RowKey], tokens: _TokenFigures) -> dict[RowKey, tuple[float | None, Any]]:
+    """Masked share and largest difference of the rows that the learner has trained on."""
+    learner = path.with_suffix(".learner.parquet")
+    places = {key: place for place, key in enumerate(keys)}
+    present = column_names(learner)
+    names = [name for name in ("keep", "old_log_probs") if name in present]
+    compared: dict[RowKey, tuple[float | None, Any]] = {key: (None, None) for key in row_keys(learner)}
+    rows = iter(compared)
+    for columns in list_groups(learner, names) if names else ():
+        for row in range(len(columns[names[0]][0]) - 1):
+            key = next(rows)
+            if key not in places:
+                raise UnreadableFile(f"{learner} has response {key[0]}/{key[1]}, which {path.name} has not")
+            mask = tokens.loss_mask[places[key]]
+            values = {name: column[offsets[row] : offsets[row + 1]] for name, (offsets, column) in columns.items()}
+            for name, column in values.items():
+                if len(column) != len(mask):
+                    raise UnreadableFile(f"{learner}: {name} of response {key[0]}/{key[1]} has another length")
+            if mask.any():
+                masked = float(np.mean(values["keep"][mask] == 0)) if "keep" in values else None
+                largest = None
+                if "old_log_probs" in values:
+                    engine = tokens.rollout_log_probs[places[key]][mask]
+                    largest = number_for_json(np.abs(values["old_log_probs"][mask].astype(np.float64) - engine).max())
+                compared[key] = (masked, largest)
+    return compared
+
+
+def response_page(run_dir: Path, number: int, group_id: int, name: str, decode: Decode | None) -> dict[str, Any]:
+    """A response with every column of its tokens, each [R]; numbers as the files have them.
+
+    Args:
+        name: of the response in its group (``response_name``).
+        decode: of the run's tokenizer; None: there is none, and tokens are shown as their numbers.
+
+    Raises:
+        FileNotFoundError: the run has not stored the step, or the step has no such response.
+        UnreadableFile: a file is damaged.
+    """
+    path = step_file(run_dir, number)
+    key = (group_id, *named_response(name))
+    keys = row_keys(path)
+    if key not in keys:
+        raise FileNotFoundError(f"rollouts/{path.name} has no response {group_id}/{name}")
+    row = keys.index(key)
+    stored = read_row(path, row, [*_ROW, *_TOKENS], ["segment", "prompt", "timing"])
+    problems: list[str] = []
+    with damage_named(path):
+        trajectory = _trajectory(stored, problems)
+    estimates = _estimates(path, key, problems)
+    columns = token_columns(trajectory, estimates)
+    ids = trajectory.response_ids.tolist()
+    texts = token_texts(ids, decode) if decode else [f"⟨{token}⟩" for token in ids]
+    shown = {
+        name: column_for_json(column) for name, column in {**columns, **_stored_columns(trajectory, estimates)}.items()
+    }
+    prompt = stored.get("prompt") or (decode(trajectory.prompt_ids.tolist()) if decode else "")
+    return {
+        "group_id": group_id, "index": response_name(*key[1:]), "step": number, "length": len(ids), "prompt": prompt,
+        "question": _question(trajectory.extra_info), "ids": ids, "texts": texts,
+        "columns": shown,
+        "kinds": {
+            name: {"meaning": KINDS[name].meaning, "scale": KINDS[name].scale,
+                   "largest": largest_shown(KINDS[name], column)}
+            for name, column in columns.items()
+        },
+        "hues": {"categories": CATEGORIES, **HUES}, "reasons": _reasons(run_dir, problems),
+        "turns": [{"turn": turn, "start": start, "end": end} for turn, start, end in _runs(trajectory.turn_ids)],
+        "tool_calls": [vars(call) for call in trajectory.tool_calls],
+        "reward": number_for_json(trajectory.reward), "reward_info": trajectory.reward_info,
+        "extra_info": trajectory.extra_info, "finish_reason": trajectory.finish_reason.value,
+        "timing": _parsed(stored.get("timing"), problems), "trained": bool(estimates),
+        "prompt_tokens": len(trajectory.prompt_ids), "problems": problems,
+    }  # fmt: skip
+
+
+def search_step(run_dir: Path, number: int, text: str) -> dict[str, Any]:
+    """The responses of a step whose prompt or response has ``text``, whatever its capitals.
+
+    Raises:
+        FileNotFoundError: the run has not stored the step.
+        UnreadableFile: the step's file is damaged, or has no texts.
+    """
+    path = step_file(run_dir, number)
+    row_keys(path)
+    wanted = text.casefold()
+    found = []
+    for piece in _pieces(path, ["group_id", "index", "prompt", "response"], ["segment"]):
+        for row in piece:
+            if any(wanted in (row[name] or "").casefold() for name in ("prompt", "response")):
+                found.append([row["group_id"], response_name(row["index"], row.get("segment"))])
+    return {"found": found}
+
+
+def _pieces(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if not set(columns) <= set(file.schema_arrow.names):
+                raise UnreadableFile(f"{path} has no texts to search")
+            read = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            for batch in file.iter_batches(batch_size=64, columns=read):
+                yield batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UnreadableFile(f"{path} is damaged: {error}") from error
+
+
+def _trajectory(stored: Mapping[str, Any], problems: list[str]) -> Trajectory:
+    info, extra, calls = (_parsed(stored[name], problems) for name in ("reward_info", "extra_info", "tool_calls"))
+    known = ToolCall.__dataclass_fields__
+    return Trajectory(
+        prompt_ids=np.asarray(stored["prompt_ids"], np.int32),
+        response_ids=np.asarray(stored["response_ids"], np.int32),
+        loss_mask=np.asarray(stored["loss_mask"], np.bool_),
+        rollout_log_probs=np.asarray(stored["rollout_log_probs"], np.float32),
+        turn_ids=np.asarray(stored["turn_ids"], np.int16),
+        weight_versions=np.asarray(stored["weight_versions"], np.int32),
+        group_id=stored["group_id"],
+        index=stored["index"],
+        segment=stored.get("segment") or 0,
+        finish_reason=FinishReason(stored["finish_reason"]),
+        reward=stored["reward"],
+        reward_info=info if isinstance(info, dict) else {},
+        extra_info=extra if isinstance(extra, dict) else {},
+        tool_calls=[
+            ToolCall(**{k: v for k, v in call.items() if k in known}) for call in calls or [] if isinstance(call, dict)
+        ],
+    )
+
+
+def _estimates(path: Path, key: RowKey, problems: list[str]) -> dict[str, npt.NDArray[np.float32]]:
+    learner = path.with_suffix(".learner.parquet")
+    if not learner.is_file():
+        return {}
+    try:
+        keys = row_keys(learner)
+        stored = read_row(learner, keys.index(key)) if key in keys else {}
+    except UnreadableFile as error:
+        problems.append(_named(error, path))
+        return {}
+    return {k: np.asarray(v, np.float32) for k, v in stored.items() if k not in KEY_COLUMNS}
+
+
+def _reasons(run_dir: Path, problems: list[str]) -> dict[int, str]:
+    rules = settings_of(run_dir, problems).get("algorithm.rollout_correction.rejection")
+    return rejection_reasons(rules if isinstance(rules, list) else [])
+
+
+def _stored_columns(trajectory: Trajectory, estimates: Mapping[str, Any]) -> dict[str, Any]:
+    """What the files have of each token beside the columns that have colours."""
+    sampled = trajectory.loss_mask
+    columns = {"rollout_log_probs": np.where(sampled, trajectory.rollout_log_probs, np.nan)}
+    for name, column in estimates.items():
+        if name not in _COLOURED and len(column) == len(sampled):
+            columns[name] = np.where(sampled, column, np.nan)
+    return columns
+
+
+def _runs(turn_ids: npt.NDArray[np.int16]) -> list[tuple[int, int, int]]:
+    """Stretches of equal turn: (turn, first token, one past the last)."""
+    if not len(turn_ids):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(turn_ids)) + 1).tolist(), len(turn_ids)]
+    return [(int(turn_ids[start]), start, end) for start, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def _question(extra: Mapping[str, Any]) -> str:
+    messages = extra.get("prompt")
+    question = extra.get("question") or question_of(messages if isinstance(messages, list) else [], "")
+    return str(question)
+
+
+def _parsed(text: Any, problems: list[str]) -> Any:
+    if text is None:
+        return None
+    try:
+        return _for_json(load_json(text, strict=False))
+    except ValueError as error:
+        problems.append(f"a column that should be JSON is none: {error}")
+        return None
+
+
+def _for_json(value: Any) -> Any:
+    """``value`` with None for NaN and text for infinities, which Python's JSON has and a browser's has not."""
+    if isinstance(value, float):
+        return number_for_json(value)
+    if isinstance(value, dict):
+        return {key: _for_json(each) for key, each in value.items()}
+    return [_for_json(each) for each in value] if isinstance(value, list) else value
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _named(error: Exception, path: Path) -> str:
+    return str(error).replace(f"{path.parents[1]}/", "")

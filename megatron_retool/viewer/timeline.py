@@ -1,0 +1,171 @@
+"""Where the seconds of steps went: phases of every step, and one step's responses with their tool calls.
+
+What a run's files do not have is named in ``lacks``; nothing is made up for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_retool.monitor.phases import Phase
+from megatron_retool.parquet_files import list_groups, read_parquet
+from megatron_retool.untrusted import load_json
+from megatron_retool.viewer.curves import METRICS_FILE, number_or_none, read_curves
+from megatron_retool.viewer.row_names import response_name
+
+ORDER = (
+    Phase.GENERATION, Phase.PHASE_SWITCH, Phase.OLD_LOG_PROB, Phase.REFERENCE, Phase.VALUES, Phase.ADVANTAGE,
+    Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC, Phase.WEIGHT_SYNC,
+)  # fmt: skip
+"""A step's phases in the order in which they begin. Actor's and critic's updates go on side by side."""
+AFTER = (Phase.QUICK_VALIDATION, Phase.VALIDATION, Phase.SAVE_CHECKPOINT)
+WITHIN = {Phase.REWARD: Phase.GENERATION}
+_NO_TIMES = (
+    "there is no step_{step:06d}.time.json: when each phase began and the seconds of single learner ranks were not "
+    "stored, and phases stand in the order of the loop"
+)
+
+
+def time_page(run_dir: Path) -> dict[str, Any]:
+    """``/api/runs/R/time``: seconds of each phase over the steps; "step" is the whole up to the weight sync.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    curves = read_curves(run_dir)
+    columns = {phase.value: curves.column(phase.metric) for phase in (Phase.STEP, *ORDER, *WITHIN, *AFTER)}
+    phases = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    return {"steps": list(curves.steps), "phases": phases, "problems": list(curves.problems)}
+
+
+def step_time_page(run_dir: Path, step: int) -> dict[str, Any]:
+    """``/api/runs/R/time/N``: a step's phases and the responses that were generated for it.
+
+    ``spans`` are the phases as they began, ``ranks`` the seconds of the learner's and critic's ranks in their own part
+    of the updates; both are empty where the run did not store them. Seconds of responses count from the first beginning
+    that the step's file has. Those with ``start`` None are of a run that did not store it. ``waiting``, ``generation``
+    and ``tools`` are sums over the response.
+
+    Raises:
+        FileNotFoundError: the step has neither metrics nor rollouts.
+    """
+    curves, lacks = read_curves(run_dir), list[str]()
+    problems = list(curves.problems)
+    row = next((row for number, row in zip(curves.steps, curves.rows, strict=True) if number == step), None)
+    path = run_dir / "rollouts" / f"step_{step:06d}.parquet"
+    if row is None and not path.is_file():
+        raise FileNotFoundError(f"{run_dir} has neither metrics nor rollouts of step {step}")
+    if row is None:
+        problems.append(f"{METRICS_FILE} has no row of step {step}")
+    phases = []
+    for phase in (Phase.STEP, *ORDER, *WITHIN, *AFTER):
+        seconds = number_or_none((row or {}).get(phase.metric))
+        if seconds is not None:
+            within = WITHIN.get(phase, None if phase in (Phase.STEP, *AFTER) else Phase.STEP)
+            phases.append({"name": phase.value, "start": None, "seconds": seconds, "within": within})
+    responses: list[dict[str, Any]] = []
+    if path.is_file():
+        try:
+            responses = _responses(path, lacks)
+        except ValueError as error:
+            problems.append(str(error))
+    else:
+        problems.append(f"{path} is not there: the step's responses were not stored, or were moved")
+    spans, ranks = _times(run_dir / "rollouts" / f"step_{step:06d}.time.json", problems)
+    if not spans:
+        lacks.insert(0, _NO_TIMES.format(step=step))
+    ratio = number_or_none((row or {}).get("perf/slowest_rank_ratio"))
+    return {
+        "number": step,
+        "phases": phases,
+        "spans": spans,
+        "ranks": ranks,
+        "responses": responses,
+        "slowest_rank_ratio": ratio,
+        "lacks": lacks,
+        "problems": problems,
+    }
+
+
+def _times(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """Of each time that a phase ran its name, beginning and seconds; and the seconds of each rank by role."""
+    if not path.is_file():
+        return [], {}
+    try:
+        found = load_json(path.read_bytes())
+        spans = [
+            {"name": str(name), "start": float(start), "seconds": float(seconds)}
+            for name, start, seconds in found["phases"]
+        ]
+        return spans, {str(role): [float(one) for one in seconds] for role, seconds in found["ranks"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problems.append(f"{path} is damaged: {error}")
+        return [], {}
+
+
+def _responses(path: Path, lacks: list[str]) -> list[dict[str, Any]]:
+    rows = read_parquet(path, ["group_id", "index", "finish_reason", "tool_calls"], ["segment", "timing"]).to_pylist()
+    tokens = [
+        (int(end - start), int((turn_ids[start:end] >= 0).sum()))
+        for columns in list_groups(path, ["turn_ids"])
+        for offsets, turn_ids in columns.values()
+        for start, end in zip(offsets[:-1], offsets[1:], strict=True)
+    ]
+    found: list[dict[str, Any]] = []
+    for place, row in enumerate(rows):
+        timing = _parsed(row.get("timing"), dict, path, place) or {}
+        calls = _parsed(row["tool_calls"], list, path, place) or []
+        found.append(
+            {
+                "group": row["group_id"],
+                "index": response_name(row["index"], row.get("segment")),
+                "finish_reason": row["finish_reason"],
+                "tokens": tokens[place][0],
+                "sampled": tokens[place][1],
+                "start": timing.get("started"),
+                "end": timing.get("ended"),
+                "engine": timing.get("engine"),
+                **{name: timing.get(name) for name in ("generation", "tools", "waiting")},
+                "calls": [
+                    {key: call.get(key) for key in ("name", "status", "seconds", "position")}
+                    | {"start": call.get("started")}
+                    for call in calls
+                ],
+            }
+        )
+    _say_what_lacks(found, path, lacks)
+    begins = [response["start"] for response in found if response["start"] is not None]
+    if begins:
+        origin = min(begins)
+        every_call: list[dict[str, Any]] = [call for response in found for call in response["calls"]]
+        for timed in (*found, *every_call):
+            for key in ("start", "end"):
+                if timed.get(key) is not None:
+                    timed[key] -= origin
+    return found
+
+
+def _say_what_lacks(found: list[dict[str, Any]], path: Path, lacks: list[str]) -> None:
+    of = len(found)
+    for keys, said in (
+        (("generation",), "seconds of generation, tools and waiting"),
+        (("start", "end"), "when they began and ended"),
+        (("engine",), "which engine served them"),
+    ):
+        without = sum(any(response[key] is None for key in keys) for response in found)
+        if without:
+            lacks.append(f"{path.name}: {without} of {of} responses do not have {said}: older runs did not store it")
+
+
+def _parsed(text: str | None, kind: type, path: Path, place: int) -> Any:
+    if text is None:
+        return None
+    try:
+        found = load_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, row {place}: {error}") from error
+    items = found if isinstance(found, list) else [found]
+    if not isinstance(found, kind) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"{path}, row {place}: expected a JSON {kind.__name__}, found {text[:60]!r}")
+    return found

@@ -1,0 +1,227 @@
+"""The page in a real browser: Debian's chromium, driven by playwright."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_retool.viewer.export import export
+from megatron_retool.viewer.server import serve
+from tests.viewer.synthetic_run import make_run
+
+CHROMIUM = shutil.which("chromium")
+sync_api = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (apt-get install chromium)")
+
+PAGES = ("#/", "#/run/a", "#/run/a/step/1", "#/run/a/step/1/0/1", "#/run/a/time", "#/run/a/time/2", "#/compare?a=a&b=b")
+PHONE = {"width": 390, "height": 800}
+
+# WCAG's contrast of every element that has a text of its own, with what lies behind it; below 4.5 are named.
+CONTRAST = """() => {
+  const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const linear = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (c) => { const [r, g, b] = c.map(linear);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const white = [255, 255, 255, 1];
+  const paper = (e) => e ? over(parse(getComputedStyle(e).backgroundColor), paper(e.parentElement)) : white;
+  const weak = [];
+  for (const e of document.querySelectorAll("header *, main *")) {
+    if (e.closest(".js-plotly-plot, .out, :disabled")) continue;
+    if (![...e.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim()) || !e.checkVisibility()) continue;
+    const below = paper(e), ink = over(parse(getComputedStyle(e).color), below);
+    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x);
+    const contrast = (a + 0.05) / (b + 0.05);
+    if (contrast < 4.5) weak.push(e.tagName + "." + e.className + " " + contrast.toFixed(2));
+  }
+  return [...new Set(weak)];
+}"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "a")
+    make_run(root / "b", seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path) -> Iterator[str]:
+    started: queue.Queue[str] = queue.Queue()
+    loop = asyncio.new_event_loop()
+
+    def work() -> None:  # in a thread of its own: playwright has an event loop in this one
+        task = loop.create_task(serve(runs, "127.0.0.1", 0, started.put))
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield started.get(timeout=30)
+    loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser) -> Iterator[object]:
+    """A tab in which nothing may go wrong unsaid."""
+    tab = browser.new_page()
+    tab.set_default_timeout(8000)
+    said: list[str] = []
+    tab.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    yield tab
+    assert not said
+    assert tab.evaluate("window.owned") is None, "a model's text has run"
+    tab.close()
+
+
+def visit(tab, address: str, place: str = "") -> None:
+    tab.goto("about:blank")  # an address that differs after # alone would not be loaded again
+    tab.goto(address + place)
+    tab.wait_for_selector(".page, .problems")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_page_reads_well_in_light_dark_and_on_a_phone(browser, tab, address: str, theme: str) -> None:
+    tab.emulate_media(color_scheme=theme)
+    for place in PAGES:
+        visit(tab, address, place)
+        assert tab.inner_text("main").strip(), place
+        assert tab.evaluate(CONTRAST) == [], place
+        tab.set_viewport_size(PHONE)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], f"{place} is wider than a phone"
+        tab.set_viewport_size({"width": 1280, "height": 800})
+        assert tab.locator("main img").count() == 0
+
+
+def test_groups_are_filtered_searched_and_walked_by_keys(tab, address: str) -> None:
+    visit(tab, address, "#/run/a/step/1")
+    assert tab.inner_text("#count") == "4 of 4 groups, 16 responses"
+    tab.select_option("[data-filter=kept]", "dropped")
+    assert tab.inner_text("#count") == "1 of 4 groups, 4 responses"
+    assert "kept=dropped" in tab.url
+    tab.reload()
+    tab.wait_for_selector(".group")
+    assert tab.inner_text("#count") == "1 of 4 groups, 4 responses", "the address has the filter"
+    tab.select_option("[data-filter=kept]", "")
+    tab.select_option("[data-filter=tools]", "timeout")
+    assert tab.inner_text("#count") == "4 of 4 groups, 4 responses"
+    tab.select_option("[data-filter=tools]", "")
+    tab.fill("[data-filter=difference]", "0.4")
+    assert tab.inner_text("#count") == "1 of 4 groups, 1 responses"
+    tab.fill("[data-filter=difference]", "")
+    tab.press("[data-filter=difference]", "Escape")
+    tab.keyboard.press("j")
+    assert tab.inner_text("#group-detail h2").startswith("Group 1")
+    tab.keyboard.press("k")
+    assert tab.inner_text("#group-detail h2").startswith("Group 0")
+    tab.keyboard.press("/")
+    tab.keyboard.type("no such words")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("() => document.getElementById('count').textContent.startsWith('0 of 4')")
+    tab.fill("#search", "東京")
+    tab.press("#search", "Enter")
+    tab.wait_for_function("() => document.getElementById('count').textContent.startsWith('4 of 4')")
+    tab.press("#search", "Escape")
+    tab.keyboard.press("?")
+    assert "next group" in tab.inner_text("#keys")
+
+
+def test_numbers_of_tokens_are_those_of_the_files(tab, runs: Path, address: str) -> None:
+    stored = pq.read_table(runs / "a/rollouts/step_000001.parquet").to_pylist()[0]
+    learner = pq.read_table(runs / "a/rollouts/step_000001.learner.parquet").to_pylist()[0]
+    page = tab.request.get(f"{address}api/runs/a/steps/1/0/0").json()
+    assert page["ids"] == stored["response_ids"]
+    sampled = [place for place, trained in enumerate(stored["loss_mask"]) if trained]
+    for name, column in (
+        ("rollout_log_probs", stored["rollout_log_probs"]),
+        ("old_log_probs", learner["old_log_probs"]),
+    ):
+        for place in sampled:
+            wanted = "Infinity" if column[place] == float("inf") else pytest.approx(column[place], rel=0, abs=0)
+            assert page["columns"][name][place] == wanted
+    visit(tab, address, "#/run/a/step/1/0/0?token=2&color=log_ratio")
+    assert tab.inner_text("[data-column=id]") == str(stored["response_ids"][2])
+    tab.keyboard.press("n")
+    assert tab.inner_text("[data-column=token]") == "3", "the first token with |d| > 0.1"
+    assert tab.inner_text("[data-column=log_ratio]") == "0.5"
+    assert tab.inner_text("[data-column=rejected]") == "1"
+    tab.keyboard.press("n")
+    assert tab.inner_text("[data-column=log_ratio]") == "∞"
+    assert "token=5" in tab.url
+    tab.hover("[data-place='0']")
+    assert tab.inner_text("[data-column=token]") == "0"
+    assert tab.evaluate("[...document.querySelectorAll('.token')].map((e) => e.textContent).join('')") == "".join(
+        page["texts"]
+    )
+    assert tab.evaluate("document.querySelector('[data-place=\"3\"]').style.background")
+
+
+def test_calls_unfold_and_two_responses_stand_side_by_side(tab, address: str) -> None:
+    visit(tab, address, "#/run/a/step/1/0/2")
+    assert "code_interpreter timeout 0.25 s" in tab.inner_text("details.call summary")
+    assert not tab.is_visible("details.call pre")
+    tab.keyboard.press("f")
+    assert tab.inner_text("details.call pre") == "print(6 * 7)"
+    tab.select_option("#beside", "0/1")
+    tab.wait_for_function("() => document.querySelectorAll('[data-response]').length === 2")
+    tab.keyboard.press("j")
+    tab.wait_for_selector("[data-response='0/3']")
+    assert tab.locator("[data-response]").count() == 1
+
+
+def test_runs_curves_and_comparison_lead_to_each_other(tab, address: str) -> None:
+    visit(tab, address)
+    assert tab.locator("tbody tr").count() == 2
+    tab.click("a[href='#/run/a']")
+    tab.wait_for_selector(".js-plotly-plot .scatterlayer, .js-plotly-plot canvas")
+    visit(tab, address, "#/compare?a=a&b=b")
+    assert "trainer.seed" in tab.inner_text("main")
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_works(tab, runs: Path, address: str, tmp_path: Path) -> None:
+    path = runs / "a/rollouts/step_000003.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    try:
+        answer = tab.request.get(f"{address}api/runs/a/steps/3")
+        assert not answer.ok and "step_000003.parquet" in answer.json()["error"]
+    finally:
+        path.write_bytes(whole)
+    for outside in ("..", quote("../a", safe=""), "a%2f..%2f..", "%2fetc"):
+        assert tab.request.get(f"{address}api/runs/{outside}").status == 404
+        assert tab.request.get(f"{address}files/a/{outside}%2fpasswd").status == 404
+    visit(tab, address, "#/run/a/step/2")
+
+
+def test_an_exported_file_opens_without_a_server(tab, runs: Path, tmp_path: Path) -> None:
+    made = export(runs / "a", tmp_path / "a.html", [1, 2])
+    assert made.responses == 32 and made.left_out == 0
+    file = (tmp_path / "a.html").as_uri()
+    visit(tab, file, "#/run/./step/1/0/0?token=3&color=log_ratio")
+    assert tab.inner_text("[data-column=log_ratio]") == "0.5"
+    visit(tab, file, "#/run/./step/2?text=東京")
+    tab.wait_for_function("() => document.getElementById('count').textContent.startsWith('4 of 4')")
+    tab.goto("about:blank")
+    tab.goto(file)
+    tab.wait_for_selector("[data-page=run]")
+    visit(tab, file, "#/run/./time")
