@@ -7,11 +7,12 @@ is writable (most containers), ``find`` returns None and the rlimits alone remai
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.code_interpreter.locked_directory import abandoned, make_locked
 
 _PREFIX = "retool-sandbox-"
 
@@ -138,8 +139,8 @@ def find(process_id: int) -> CgroupParent | None:
         parents = [mounts[c] / memberships.get(c, "/").lstrip("/") for c in ("memory", "pids")]
         try:
             for parent in parents:
-                _remove_stale(parent)
-            locks = tuple(_make_locked(parent / name) for parent in parents)
+                _remove_abandoned(parent)
+            locks = tuple(make_locked(parent / name) for parent in parents)
         except OSError:
             return None
         return CgroupParent(1, parents[0] / name, parents[1] / name, locks)
@@ -152,8 +153,8 @@ def find(process_id: int) -> CgroupParent | None:
                 if not directory.resolve().is_relative_to(mounts[""]):
                     continue
                 _enable_controllers(parent)
-                _remove_stale(parent)
-                lock = _make_locked(directory)
+                _remove_abandoned(parent)
+                lock = make_locked(directory)
                 _enable_controllers(directory)
                 _check_can_join(directory)
             except OSError:
@@ -214,28 +215,9 @@ def _check_can_join(directory: Path) -> None:
         probe.rmdir()
 
 
-def _make_locked(directory: Path) -> int:
-    """Make a group and lock it; the descriptor that holds the lock."""
-    while True:
-        directory.mkdir(exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Another server may have taken the new, not yet locked group for a stale one.
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(directory).st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
-        os.close(descriptor)
-
-
-def _remove_stale(parent: Path) -> None:
-    for entry in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_tree(entry)
-            finally:
-                os.close(descriptor)
+def _remove_abandoned(parent: Path) -> None:
+    for group in abandoned(parent, f"{_PREFIX}*"):
+        _remove_tree(group)
 
 
 def _remove_tree(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.code_interpreter import cgroups, filesystem, landlock, linux, seccomp
+from tools.code_interpreter.locked_directory import abandoned, make_locked
 from tools.code_interpreter.plan import IsolationPlan
 from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
 
@@ -27,14 +29,10 @@ class IsolationUnavailable(RuntimeError):
     """The isolation that was asked for cannot be had on this host; the message says why."""
 
 
-def remove_abandoned(parent: Path, server_process_id: int) -> None:
-    """Remove the scratch directories of wardens that were killed: this server's former ones, and of dead servers."""
-    for path in parent.glob(f"{_SCRATCH_PREFIX}*-*"):
-        server = path.name.removeprefix(_SCRATCH_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            dead = server == str(server_process_id) or not os.path.exists(f"/proc/{server}")
-            if server.isdigit() and dead and path.stat().st_uid == os.getuid():
-                filesystem.remove_directory(str(path))
+def remove_abandoned(parent: Path) -> None:
+    """Remove the scratch directories of wardens that were killed."""
+    for path in abandoned(parent, f"{_SCRATCH_PREFIX}*-*"):
+        filesystem.remove_directory(str(path))
 
 
 def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPlan:
@@ -43,8 +41,11 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
     Raises:
         IsolationUnavailable: ``settings.isolation`` names one that this host refuses.
     """
-    remove_abandoned(Path(tempfile.gettempdir()), server_process_id)
-    scratch = tempfile.mkdtemp(prefix=f"{_SCRATCH_PREFIX}{server_process_id}-")
+    parent = Path(tempfile.gettempdir())
+    remove_abandoned(parent)
+    directory = parent / f"{_SCRATCH_PREFIX}{server_process_id}-{secrets.token_hex(4)}"
+    scratch_lock = make_locked(directory, 0o700)
+    scratch = str(directory)
     os.chmod(scratch, 0o711)
     wanted = ISOLATION_ORDER if settings.isolation == "auto" else (settings.isolation,)
     root = os.geteuid() == 0
@@ -54,6 +55,7 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
             settings,
             kind,
             scratch=scratch,
+            scratch_lock=scratch_lock,
             python_directories=filesystem.python_directories(settings.read_only_paths),
             warnings=list(reasons),
         )

@@ -28,6 +28,8 @@ class IsolationPlan:
     then may read files of any mode below the paths that Landlock grants."""
     scratch: str = ""
     """A private directory of the server on the host, removed when it ends."""
+    scratch_lock: int = -1
+    """Held by the warden for as long as it lives."""
     python_directories: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

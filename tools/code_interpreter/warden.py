@@ -43,6 +43,7 @@ def main() -> int:
         if child == 0:
             children.forget()
             os.close(lifeline)
+            os.close(plan.scratch_lock)  # the warden's alone, so that its successor sees at once that it has died
             zygote.redirect_standard_streams()
             zygote.run_zygote(plan, control)
         control.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.code_interpreter import cgroups
+from tools.code_interpreter.locked_directory import make_locked
 
 
 @pytest.fixture
@@ -79,11 +80,11 @@ def test_groups_of_a_living_server_are_never_taken_for_stale(tmp_path: Path) -> 
     """Its process id may not exist here: servers in other pid namespaces share the hierarchy."""
     alive = tmp_path / "retool-sandbox-999999999-aa"
     dead = tmp_path / "retool-sandbox-1-bb"
-    lock = cgroups._make_locked(alive)
+    lock = make_locked(alive)
     (alive / "worker-0").mkdir()
     (dead / "worker-0").mkdir(parents=True)
-    cgroups._remove_stale(tmp_path)
+    cgroups._remove_abandoned(tmp_path)
     assert (alive / "worker-0").is_dir() and not dead.exists()
     os.close(lock)
-    cgroups._remove_stale(tmp_path)
+    cgroups._remove_abandoned(tmp_path)
     assert not alive.exists()

@@ -22,6 +22,7 @@ from megatron_retool.config import CodeInterpreterConfig
 from tests.tools.code_interpreter.conftest import Sandbox, start
 from tools.code_interpreter import isolation, seccomp
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
+from tools.code_interpreter.locked_directory import make_locked
 from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
 from tools.code_interpreter.protocol import Outcome
 
@@ -331,12 +332,15 @@ def test_interpreter_below_tmp() -> None:
 
 
 def test_the_directory_of_a_killed_warden_goes(tmp_path):
-    """When the next warden starts; those of living servers stay."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    own, others = 4_000_000, os.getpid()  # the first is no process's
-    for server in (ended.pid, own, others):
-        (tmp_path / f"retool-sandbox-{server}-x" / "root").mkdir(parents=True)
+    """When the next warden starts; those of living wardens stay, also where their process ids mean nothing here."""
+    killed, alive = tmp_path / f"retool-sandbox-{os.getpid()}-x", tmp_path / "retool-sandbox-999999999-x"
+    (killed / "root").mkdir(parents=True)
+    lock = make_locked(alive)
+    (alive / "root").mkdir()
     (tmp_path / "retool-sandbox-log").mkdir()
-    isolation.remove_abandoned(tmp_path, own)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"retool-sandbox-{others}-x", "retool-sandbox-log"]
+    isolation.remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "retool-sandbox-log"]
+    assert (alive / "root").is_dir()
+    os.close(lock)
+    isolation.remove_abandoned(tmp_path)
+    assert not alive.exists()
