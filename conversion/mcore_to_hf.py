@@ -53,12 +53,14 @@ from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_opti
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     FORMS,
+    SCALES,
     Form,
     blockwise_quantization_config,
     form_of,
     is_quantized,
     quantize_named,
     quantized_names,
+    takes_power_of_two,
 )
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
 from megatron_retool.interruption import run_interruptible
@@ -75,6 +77,7 @@ def export(
     hf_config_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
     fp8: bool = False,
+    fp8_scales: str = "auto",
     families: Sequence[str] = (),
     processes: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -93,6 +96,7 @@ def export(
         dtype: cast to it; None: keep what is stored.
         fp8: quantise the linear layers in blocks of 128 x 128, see ``fp8_export``. Layers whose sizes are not multiples
             of 128 stay as they are; a model that has no others is a ValueError.
+        fp8_scales: kind of the blocks' scales, of ``block_fp8.SCALES``; "auto": by this host's GPU.
         families: model families beside the built-in ones, see ``model.family``.
         verify: compare the logits of both models on random tokens before the directory appears.
         checksums: hold ``mcore_dir`` against its own first, where it has some (``files.checksums``).
@@ -117,15 +121,17 @@ def export(
     checkpoint = DistCheckpoint(mcore_dir)
     weight_map = WeightMap(architecture)
     form = None
+    power_of_two = False
     if fp8:
         quantized_names(weight_map)  # raises where there is nothing to quantise
+        power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         form = form_of(weight_map)
     files = plan_files(_specs(checkpoint, weight_map, dtype, form), max_file_bytes)
     total = sum(spec.nbytes for _, specs in files for spec in specs)
 
     records: dict[str, FileRecord] = {}
     with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total, records=records) as temporary:
-        job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, temporary)
+        job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, power_of_two, temporary)
         processes = min(default_processes(total) if processes is None else processes, len(files))
         report_bytes = counted(on_progress, total)
         if processes == 1:
@@ -212,6 +218,7 @@ class _Job:
     stop: int
     dtype: torch.dtype | None
     fp8: bool
+    power_of_two: bool
     directory: Path
 
 
@@ -243,7 +250,10 @@ def _contents(
         full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
         for name, tensor in to_hf(mapping, full).items():
             tensor = tensor if job.dtype is None else tensor.to(job.dtype)
-            for item in quantize_named(name, tensor, form) if quantize else [(name, tensor)]:
+            items = [(name, tensor)]
+            if quantize:
+                items = quantize_named(name, tensor, form, power_of_two=job.power_of_two)
+            for item in items:
                 yield item
                 report(item[1].nbytes)
 
@@ -293,6 +303,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("blockwise", "per-tensor", "nvfp4"),
         help="quantise the linear layers: in 128x128 blocks, or (per-tensor, nvfp4) through nvidia-modelopt",
     )
+    parser.add_argument(
+        "--fp8-scales",
+        choices=SCALES,
+        default="auto",
+        help="of --fp8 blockwise, as weight_sync.fp8_scales; default: powers of two with a Blackwell GPU, else float32",
+    )
     parser.add_argument("--calibration", help="text file, a sample a line: sets modelopt's activation scales")
     parser.add_argument(
         "--max-file-bytes", type=at_least_one, default=MAX_FILE_BYTES, help="size of a safetensors file"
@@ -309,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_modelopt = options.fp8 in fp8_export.MODELOPT_SCHEMES
     if with_modelopt and (options.calibration is None or options.verify):
         parser.error(f"--fp8 {options.fp8} needs --calibration FILE, and does not go with --verify")
+    if options.fp8_scales != "auto" and options.fp8 != "blockwise":
+        parser.error(f"--fp8-scales {options.fp8_scales} belongs to --fp8 blockwise")
     try:
         source = checkpoint_directory(options.mcore_dir)
         config_dir = None if options.hf_config_dir is None else local_directory(options.hf_config_dir)
@@ -325,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     hf_config_dir=config_dir,
                     dtype=DTYPES.get(options.dtype),
                     fp8=options.fp8 == "blockwise",
+                    fp8_scales=options.fp8_scales,
                     families=options.family,
                     processes=options.processes,
                     max_file_bytes=options.max_file_bytes,

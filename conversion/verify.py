@@ -35,7 +35,13 @@ from torch import Tensor
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.workers import run_jobs
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import SCALE_SUFFIXES, dequantize_blockwise, is_quantized, round_to_blocks
+from conversion.model.block_fp8 import (
+    SCALE_SUFFIXES,
+    are_powers_of_two,
+    dequantize_blockwise,
+    is_quantized,
+    round_to_blocks,
+)
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 from megatron_retool.interruption import run_interruptible
 
@@ -166,7 +172,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(comparison.dtype))
     if comparison.fp8:
-        _quantize_and_dequantize(model, architecture)
+        _quantize_and_dequantize(model, architecture, power_of_two=_stored_powers_of_two(comparison.hf_dir))
     model.eval()
 
     packer = Packer(layout, ids.numel(), 0, 0, device, attention_buckets=acceleration.transformer_engine is None)
@@ -179,14 +185,23 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     return logits.view(sequences, length - 1, -1)
 
 
-def _quantize_and_dequantize(model: torch.nn.Module, architecture: Architecture) -> None:
+def _stored_powers_of_two(hf_dir: Path) -> bool:
+    """Of which kind the scales of a block-FP8 directory are."""
+    checkpoint = HFCheckpoint(hf_dir)
+    return all(are_powers_of_two(checkpoint.read(name)) for name in checkpoint.tensors if name.endswith(SCALE_SUFFIXES))
+
+
+def _quantize_and_dequantize(model: torch.nn.Module, architecture: Architecture, *, power_of_two: bool) -> None:
     from megatron_retool.learner.weights import global_parameters
 
     weight_map = WeightMap(architecture)
     for name, parameter in global_parameters([model]):
         # Vocabularies, which the model pads, are never quantised.
         if is_quantized(weight_map[name]):
-            rounded = [round_to_blocks(tensor) for tensor in to_hf(weight_map[name], parameter).values()]
+            rounded = [
+                round_to_blocks(tensor, power_of_two=power_of_two)
+                for tensor in to_hf(weight_map[name], parameter).values()
+            ]
             parameter.copy_(to_mcore(weight_map[name], rounded))
 
 

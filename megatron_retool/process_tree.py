@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def descendants(root: int) -> list[int]:
     """Process ids below ``root``, wherever their sessions and groups are."""
-    children: dict[int, list[int]] = {}
+    return below(root, children())
+
+
+def children() -> dict[int, list[int]]:
+    """The children of every process that has any."""
+    found: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                children.setdefault(int(process_fields(int(entry.name))[1]), []).append(int(entry.name))
-    found, queue = [], [root]
+                found.setdefault(int(process_fields(int(entry.name))[1]), []).append(int(entry.name))
+    return found
+
+
+def below(root: int, known: Mapping[int, Sequence[int]]) -> list[int]:
+    """``descendants`` of several processes by one look at ``children``."""
+    found: list[int] = []
+    queue = [root]
     while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
+        own = known.get(queue.pop(), [])
+        found += own
+        queue += own
     return found
 
 

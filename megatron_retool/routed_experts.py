@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 
 ROW_GROUP_BYTES = 64 << 20
-"""Of the column, in a row group of a parquet file: what writing one holds in memory beside the trajectories. A page,
-which a row group has at least one of, ends at 2 GiB."""
+"""Of the column, in a row group of a file that is read whole: what writing one holds in memory beside the trajectories.
+A page, which a row group has at least one of, ends at 2 GiB."""
 
 
 def expert_dtype(num_experts: int) -> type[np.uint8] | type[np.int16]:
@@ -159,11 +159,11 @@ def from_stored(value: pa.StructScalar | None) -> ExpertArray | None:
     return np.ascontiguousarray(places.transpose(2, 0, 1))
 
 
-def row_groups(byte_counts: Sequence[int]) -> Iterator[slice]:
-    """Trajectories, by the bytes of their columns, that share a row group of at most ``ROW_GROUP_BYTES``, or alone."""
+def row_groups(byte_counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Trajectories, by the bytes of their columns, that share a row group of at most ``most``, or alone."""
     start = held = 0
     for number, count in enumerate(byte_counts):
-        if held and held + count > ROW_GROUP_BYTES:
+        if held and held + count > most:
             yield slice(start, number)
             start, held = number, 0
         held += count

@@ -8,6 +8,7 @@
 #
 #   bash scripts/train_dapo_megatron.sh trainer.experiment_name=mine trainer.total_steps=40
 #   bash scripts/train_dapo_megatron.sh --config configs/retool_qwen2.5_32b_8xh200.yaml
+#   bash scripts/train_dapo_megatron.sh --quick            every stage of the demo, shortened
 #
 # Settings: the files of configs/ as examples, `.venv/bin/megatron-retool pipeline --help` for all of their names.
 set -euo pipefail

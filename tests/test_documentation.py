@@ -186,7 +186,8 @@ def test_file_exists(page: str, name: str) -> None:
         return  # what a run makes, or a metric's prefix
     if page == "docs/metrics.md" and name.endswith("/"):
         return
-    made = r"/|(runs|logs|models|export|report|rollouts|validation(_quick)?|checkpoints|profile|learner|critic|model)/"
+    folders = "runs|logs|models|export|report|rollouts|validation(_quick)?|checkpoints|profile|learner|critic|model"
+    made = rf"/|({folders}|tokenizer)/"
     if re.match(made, name):
         return
     if re.match(r"tensorboard/|my_\w+\.(py|yaml|sh)$", name):

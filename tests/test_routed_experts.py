@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool import routed_experts
+from megatron_retool import trajectory as trajectory_module
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.routed_experts import (
     ExpertArray,
@@ -114,7 +114,8 @@ def test_no_chunks_and_chunks_of_two_kinds():
 
 def test_a_file_of_many_rows_is_written_by_pieces(tmp_path, monkeypatch):
     made = [with_rows(2, 3, index, np.uint8 if index % 3 else None) for index in range(7)]
-    monkeypatch.setattr(routed_experts, "ROW_GROUP_BYTES", 2 * 5 * 2 * 3)
+    # 53 bytes each without routed experts, 83 with them.
+    monkeypatch.setattr(trajectory_module, "TOKEN_GROUP_BYTES", 300)
     write_trajectories(made, tmp_path / "step.parquet", texts=[(f"p{n}", f"r{n}") for n in range(7)])
     file = pq.ParquetFile(tmp_path / "step.parquet")
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
@@ -125,9 +126,7 @@ def test_a_file_of_many_rows_is_written_by_pieces(tmp_path, monkeypatch):
 
 @given(st.lists(st.integers(0, 100), max_size=8))
 def test_row_groups_cover_all_in_order_and_keep_the_limit(sizes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed_experts, "ROW_GROUP_BYTES", 100)
-        parts = [list(range(len(sizes)))[part] for part in row_groups(sizes)]
+    parts = [list(range(len(sizes)))[part] for part in row_groups(sizes, 100)]
     assert [row for part in parts for row in part] == list(range(len(sizes)))
     assert all(sum(sizes[row] for row in part) <= 100 for part in parts)
 

@@ -9,8 +9,8 @@ and transformers read it. Export, weight sync, engines and ``--verify`` all ask 
 The other linear layers keep their dtype and are listed in ``blockwise_quantization_config``.
 
 Scales are those of Transformer Engine's blockwise recipe, of which there are two kinds: any float32, or powers of two
-alone. ``has_power_of_two_scales`` says which a GPU's kernels take, for the learner's layers and for engines' weights
-alike, so that an FP8 learner and an FP8 engine compute with the same e4m3 numbers.
+alone. ``has_power_of_two_scales`` says which a GPU's kernels take, for the learner's layers, engines' weights, what
+imitates them and exported checkpoints alike, so that FP8 learners and FP8 engines compute with the same e4m3 numbers.
 
 The numbers are the same in both ``FORMS``; what the scales are called, and what config.json says, is the form's. The
 family declares the one that SGLang's class of the model loads.
@@ -145,6 +145,26 @@ def has_power_of_two_scales(capability: tuple[int, int] | None) -> bool:
     return capability is not None and capability >= (10, 0)
 
 
+SCALES = ("auto", "float32", "power_of_two")
+"""Kinds of scales that a setting or an option asks for; auto: by the GPU."""
+
+
+def takes_power_of_two(kind: str, device: torch.device) -> bool:
+    """Whether block scales are to be powers of two, for weights that a user of ``device`` computes with.
+
+    Args:
+        kind: of SCALES; auto: ``has_power_of_two_scales`` of the GPU, and float32 without one.
+    """
+    if kind != "auto":
+        return kind == "power_of_two"
+    return has_power_of_two_scales(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+
+
+def are_powers_of_two(scales: Tensor) -> bool:
+    """Whether all of some positive float32 scales are."""
+    return bool((torch.frexp(scales).mantissa == 0.5).all())
+
+
 def block_scales(largest: Tensor, *, power_of_two: bool = False) -> Tensor:
     """What each block is multiplied with before it is rounded to e4m3, as Transformer Engine computes it.
 
@@ -192,9 +212,9 @@ def dequantize_blockwise(quantized: Tensor, scale: Tensor, block: int = BLOCK) -
     return quantized.float() * full
 
 
-def round_to_blocks(weight: Tensor) -> Tensor:
+def round_to_blocks(weight: Tensor, *, power_of_two: bool = False) -> Tensor:
     """What is left of a matrix after ``quantize_blockwise``, in its own dtype: for the names of ``linear_names``."""
-    return dequantize_blockwise(*quantize_blockwise(weight)).to(weight.dtype)
+    return dequantize_blockwise(*quantize_blockwise(weight, power_of_two=power_of_two)).to(weight.dtype)
 
 
 def quantize_named(name: str, weight: Tensor, form: Form, *, power_of_two: bool = False) -> list[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ appendix B).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "RTX 4090": 165e12,
 }
-"""Dense bf16 FLOPs a second by a part of the device's name; the first that fits counts."""
+"""Dense bf16 FLOPs a second by the words of the device's name that say which chip it is."""
 
 
 def forward_flops(
@@ -86,9 +87,19 @@ def quadratic_cost(architecture: Architecture) -> float:
 
 def peak_flops(device_name: str | None) -> float | None:
     """Dense bf16 peak of a device in FLOPs a second; None where it is not known (a CPU, say)."""
-    if device_name is None:
+    kind = device_kind(device_name)
+    return None if kind is None else PEAK_FLOPS[kind]
+
+
+def device_kind(device_name: str | None) -> str | None:
+    """Which key of PEAK_FLOPS a device is, by whole words of its name; None where it is none of them.
+
+    "NVIDIA A100-SXM4-80GB" is an A100; an L40S is no L4, a GH200 no H200, and a laptop's RTX 4090 another chip.
+    """
+    if device_name is None or "Laptop" in device_name:
         return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+    words = f" {' '.join(re.findall('[A-Za-z0-9]+', device_name))} "
+    return next((kind for kind in PEAK_FLOPS if f" {kind} " in words), None)
 
 
 def _causal_pairs(lengths: npt.NDArray[np.float64], window: int | None) -> float:

@@ -36,6 +36,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.rewards.manager import RewardManager, check_reward
+from megatron_retool.runs.environment import record_environment
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
@@ -114,6 +115,8 @@ class Deployment:
         await asyncio.sleep(0)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, config.run_dir / "config.yaml")
+        record_environment(config.run_dir)
+        tokenizer.save_pretrained(config.run_dir / "tokenizer")
 
         if placement.gpus_per_node or config.cluster.nodes > 1:
             self.console.print(placement.table())

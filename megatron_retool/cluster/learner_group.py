@@ -261,17 +261,15 @@ class LearnerGroup:
         self.nodes: list[str] = []
         threads = str(config.learner.threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        if placement.gpus(role, 0):
-            # A rank sees one GPU alone and could not tell how many others share its node's cores.
-            environment["LOCAL_WORLD_SIZE"] = str(min(placement.gpus_per_node, config.learner.world_size))
         remote = ray.remote(LearnerWorker)
         self.workers: list[Any] = [
             remote.options(
                 **placement.learner_options(rank, role),
-                runtime_env={"env_vars": environment} | nsight_environment(config, role, rank, environment),
+                runtime_env={"env_vars": own} | nsight_environment(config, role, rank, own),
                 max_concurrency=1,
             ).remote(config, role, rank, placement.gpus(role, rank))
             for rank in range(config.learner.world_size)
+            for own in [environment | _of_rank(placement, role, rank)]
         ]
         self._seconds = [0.0] * len(self.workers)
         self._rows = RowStore()
@@ -475,3 +473,8 @@ def _in_one_line(error: BaseException) -> str:
     text = str(getattr(error, "cause", None) or error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]
+
+
+def _of_rank(placement: Placement, role: str, rank: int) -> dict[str, str]:
+    """With GPUs a rank sees its own alone, and could not tell how many others share its node's cores."""
+    return {"LOCAL_WORLD_SIZE": str(placement.ranks_beside(role, rank))} if placement.gpus(role, rank) else {}

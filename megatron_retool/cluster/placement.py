@@ -58,6 +58,12 @@ class Placement:
         """The process's own GPUs, as places on its node."""
         return tuple(gpu % self.gpus_per_node for gpu in self._slot(role, rank).gpus)
 
+    def ranks_beside(self, role: str, rank: int) -> int:
+        """GPUs on the rank's node that have learner or critic ranks: ranks on one GPU take turns."""
+        node = self._slot(role, rank).node
+        near = [slot for slot in self.slots if slot.role in ("learner", "critic") and slot.node == node]
+        return len({slot.gpus for slot in near})
+
     def engine_gpus(self, index: int, weight_sync_method: str) -> tuple[int, ...]:
         """What an engine sees, its own GPUs first.
 

@@ -48,6 +48,11 @@ _LAYOUT = (
     "NCCL_P2P_DISABLE=1 tells whether it is peer access. Figures beyond their bound with every rank answering: a bug, "
     "attach the JSON file to an issue"
 )
+_NETWORK = (
+    "where it hangs, look at the other nodes' reports first: all have to reach this step, with the same --gpus. Too "
+    "slow: NCCL_DEBUG=INFO names the adapters, one for each GPU; NET/Socket means that InfiniBand is not used "
+    "(scripts/slurm/nccl.env has the variables, a container needs /dev/infiniband and --ulimit memlock=-1)"
+)
 _SYNC = (
     "docs/failures.md has the messages of weight syncs; until it is found, weight_sync.method can name a method whose "
     "step passes"
@@ -159,6 +164,14 @@ STEPS = (
         "megatron_retool.doctor.layout_steps:collectives",
         _LAYOUT,
     ),
+    Step(
+        "collectives_between_nodes",
+        LAYOUTS,
+        "all-reduce and all-gather between nodes: right sums, and bytes a second of a GPU's link",
+        "megatron_retool.doctor.node_steps:between_nodes",
+        _NETWORK,
+        timeout_seconds=600,
+    ),
     *(
         Step(
             f"layout_{key}",
@@ -241,6 +254,15 @@ STEPS = (
         "log-probs of a fixed text by a dense model's engine against the learner",
         "megatron_retool.doctor.engine_steps:dense",
         "docs/mismatch.md, The first sync",
+        timeout_seconds=600,
+        needs=("reference",),
+    ),
+    Step(
+        "engine_fp8",
+        ENGINE,
+        "an engine that serves FP8 and starts empty: synced weights, log-probs of a fixed text against the learner",
+        "megatron_retool.doctor.engine_steps:fp8",
+        "docs/mismatch.md, The first sync; if engine_dense passes, rollout.engine.quantization=null does too",
         timeout_seconds=600,
         needs=("reference",),
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
@@ -19,7 +20,7 @@ from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixe
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import learner_config, make_learner
-from megatron_retool.doctor.outcome import Figure, StepFailed
+from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
 from megatron_retool.doctor.session import Session
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
@@ -27,6 +28,7 @@ from sglang_rollout.engine.client import SGLangClient
 from sglang_rollout.engine.process import SGLangServer
 
 TEXT_TOKENS = 512
+LEAST_FP8_CAPABILITY = (8, 9)
 _KV_CACHE_TOKENS_ON_GPU, _KV_CACHE_TOKENS_ON_CPU = 1_000_000, 8192
 """On a GPU about 2 GB, which has to be seen when it is given back."""
 _PROMPTS, _PROMPT_TOKENS, _SAMPLED_TOKENS = 4, 24, 48
@@ -50,7 +52,9 @@ def engine_config(session: Session, kind: str, *overrides: str) -> Config:
     )
 
 
-def start_server(session: Session, config: Config, name: str, *, routed_experts: bool = False) -> SGLangServer:
+def start_server(
+    session: Session, config: Config, name: str, *, routed_experts: bool = False, weights_from_sync: bool = False
+) -> SGLangServer:
     """A server for ``config.model.path`` on the last GPU: where there are two, weights have to cross.
 
     Raises:
@@ -65,6 +69,7 @@ def start_server(session: Session, config: Config, name: str, *, routed_experts:
         colocated=bool(session.gpus),
         gpu_ids=gpus,
         routed_experts=routed_experts,
+        weights_from_sync=weights_from_sync,
     )
     try:
         server.start()
@@ -175,6 +180,36 @@ def dense(session: Session) -> list[Figure]:
     server = start_server(session, config, "engine_dense")
     try:
         return score_figures(config, make_learner(config), server.base_url)
+    finally:
+        server.stop()
+
+
+def fp8(session: Session) -> list[Figure]:
+    """An engine that starts without weights and gets them in FP8 blocks, as a run with FP8 engines does."""
+    session.need_gpus(1, "an FP8 engine")
+    if torch.cuda.get_device_capability(session.gpus - 1) < LEAST_FP8_CAPABILITY:
+        raise Skipped("this GPU has no FP8: its compute capability is below 8.9")
+    config = engine_config(
+        session,
+        model.DENSE,
+        "rollout.engine.quantization=fp8",
+        "weight_sync.method=tensor",
+        "weight_sync.bucket_bytes=4194304",
+        # An engine may turn scales into its kernels' own layout.
+        "weight_sync.verify=false",
+    )
+    server = start_server(session, config, "engine_fp8", weights_from_sync=True)
+    try:
+        learner = make_learner(config)
+        sync = make_engine(config).weight_sync([server.base_url])
+        try:
+            report = sync.push(learner.export_weights(config.weight_sync.bucket_bytes), 1)
+        finally:
+            sync.close()
+        return [
+            Figure("tensors sent", report.tensors, at_least=1),
+            *score_figures(config, learner, server.base_url),
+        ]
     finally:
         server.stop()
 

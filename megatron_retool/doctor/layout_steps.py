@@ -19,8 +19,9 @@ MOST_IN_A_GROUP = 4
 """Layers, and attention heads, of the tiny models: the ranks beyond share the data."""
 LEAST_SHARE_OF_NVLINK = 0.05
 """Of the planner's figure between two GPUs of a node: less is not even PCIe."""
-_BYTES_ON_GPU, _BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
-_REPEATS = 5
+BYTES_ON_GPU, BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
+"""Of a tensor that travels."""
+REPEATS = 5
 
 
 def dp(session: Session) -> list[Figure]:
@@ -69,17 +70,14 @@ def _ranks(session: Session) -> int:
 def collectives(session: Session) -> list[Figure]:
     """Sums and copies between all ranks, on values that tell who sent what."""
     ranks = _ranks(session)
-    figures: list[Figure] = run_ranks(session, _collectives, ranks, _BYTES_ON_GPU if session.gpus else _BYTES_ON_CPU)
+    figures: list[Figure] = run_ranks(session, _collectives, ranks, BYTES_ON_GPU if session.gpus else BYTES_ON_CPU)
     return [Figure("ranks", ranks), *figures]
 
 
 def _collectives(size: int) -> list[Figure]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = join()
+    cuda = device.type == "cuda"
     count = size // 4 // ranks * ranks
     total = ranks * (ranks + 1) / 2
     own = torch.full((count,), float(rank + 1), device=device)
@@ -134,7 +132,7 @@ def _collectives(size: int) -> list[Figure]:
     for name, (operation, carried) in operations.items():
         right = torch.tensor([float(operation())], device=device)
         dist.all_reduce(right)
-        seconds = fastest_seconds(operation, _REPEATS if cuda else 2, device if cuda else None, before=dist.barrier)
+        seconds = fastest_seconds(operation, REPEATS if cuda else 2, device if cuda else None, before=dist.barrier)
         figures += [
             Figure(f"{name}: ranks with the right values", float(right), at_least=ranks),
             Figure(f"{name}: a link carries", carried * count * 4 / seconds / 1e9, "GB/s", at_least=least),
@@ -144,9 +142,18 @@ def _collectives(size: int) -> list[Figure]:
     return figures
 
 
-def _least_bandwidth() -> float | None:
-    from megatron_retool.planning.hardware import ACCELERATORS
+def join() -> torch.device:
+    """Join the group that the environment names, on the device of this rank, which is returned."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return device
 
-    name = torch.cuda.get_device_name()
-    known = next((each for key, each in ACCELERATORS.items() if key in name), None)
+
+def _least_bandwidth() -> float | None:
+    from megatron_retool.planning.hardware import accelerator_of
+
+    known = accelerator_of(torch.cuda.get_device_name())
     return None if known is None else LEAST_SHARE_OF_NVLINK * known.intra_node_bandwidth / 1e9

@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.doctor.outcome import StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import Nodes, Session
 from megatron_retool.ports import free_port
 
+LOOPBACK = "127.0.0.1"
 
-def run_ranks(session: Session, function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
-    """Call ``function(*arguments)`` in ``world_size`` processes that are set up as torchrun does; rank 0's answer.
+
+def run_ranks(
+    session: Session, function: Callable[..., Any], world_size: int, *arguments: Any, nodes: Nodes | None = None
+) -> Any:
+    """Call ``function(*arguments)`` in ``world_size`` processes that are set up as torchrun does; the first's answer.
+
+    With ``nodes`` each of them starts as many, and all are one group.
 
     Where there is no GPU they are forked from the step's process, which may not have used torch's threads before. They
     belong to the step's process group, and end with it.
@@ -25,10 +31,10 @@ def run_ranks(session: Session, function: Callable[..., Any], world_size: int, *
         StepFailed: with the error of a rank that failed.
     """
     context: Any = multiprocessing.get_context("spawn" if session.gpus else "fork")
-    port = free_port("127.0.0.1")
+    port = free_port(LOOPBACK) if nodes is None else nodes.port
     answers = [session.directory / f"rank_{os.getpid()}_{port}_{rank}.pickle" for rank in range(world_size)]
     processes = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, answers[rank], arguments))
+        context.Process(target=_rank, args=(function, rank, world_size, port, answers[rank], arguments, nodes))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -46,16 +52,18 @@ def run_ranks(session: Session, function: Callable[..., Any], world_size: int, *
     return pickle.loads(answers[0].read_bytes())
 
 
-def set_rank_environment(rank: int, world_size: int, port: int) -> None:
-    """What torchrun gives a rank whose group is on this host alone."""
+def set_rank_environment(rank: int, world_size: int, port: int, nodes: Nodes | None = None) -> None:
+    """What torchrun gives a rank: number ``rank`` of ``world_size`` on this host, alone or as one of ``nodes``."""
+    hosts, host, address = (nodes.count, nodes.rank, nodes.address) if nodes else (1, 0, LOOPBACK)
     os.environ.update(
-        RANK=str(rank),
+        RANK=str(host * world_size + rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
+        WORLD_SIZE=str(hosts * world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR=address,
         MASTER_PORT=str(port),
     )
-    if Path("/sys/class/net/lo").exists():
+    if address == LOOPBACK and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
 
 
@@ -65,9 +73,15 @@ class _Failure:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, answer: Path, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    answer: Path,
+    arguments: tuple[Any, ...],
+    nodes: Nodes | None,
 ) -> None:
-    set_rank_environment(rank, world_size, port)
+    set_rank_environment(rank, world_size, port, nodes)
     import torch
 
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from megatron_retool.doctor.machine import gpu_count, machine, versions
 from megatron_retool.doctor.outcome import Outcome
 from megatron_retool.doctor.report import Report
 from megatron_retool.doctor.runner import run_steps
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import Nodes, Session
 from megatron_retool.doctor.table import outcomes_table, steps_table, summary, verdict_text
 from megatron_retool.monitor.progress import progress_line
 
@@ -26,13 +26,21 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "doctor.sbatch"
 
 
-def examine(asked: int | None, names: Sequence[str] | None, output: Path, keep: Path | None, console: Console) -> int:
+def examine(
+    asked: int | None,
+    names: Sequence[str] | None,
+    output: Path,
+    keep: Path | None,
+    console: Console,
+    nodes: Nodes | None = None,
+) -> int:
     """Run the steps, show each as it ends, and write the report, which grows with every step.
 
     Args:
         asked: GPUs to use; None: all that there are.
         names: of steps or groups; None: all.
         keep: where logs and files of the steps stay; None: they go.
+        nodes: hosts on each of which this is called; None: this one alone.
 
     Returns:
         1 where a step failed, else 0.
@@ -50,7 +58,7 @@ def examine(asked: int | None, names: Sequence[str] | None, output: Path, keep: 
     if asked == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of every process below
     found = gpu_count()
-    session = Session(directory, found if asked is None else min(found, asked), asked)
+    session = Session(directory, found if asked is None else min(found, asked), asked, nodes)
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     report = Report(date, machine(), versions())
     console.print(f"{report.machine_name}: {len(steps)} steps", highlight=False, markup=False)

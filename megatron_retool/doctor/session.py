@@ -12,17 +12,35 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """The hosts that one doctor each runs on at the same time.
+
+    Attributes:
+        count: of hosts.
+        rank: of this one, from 0.
+        address, port: of the first, where their ranks meet.
+    """
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Session:
     """
     Attributes:
         directory: of this call, where steps leave files and logs.
         gpus: that steps may use; 0: a host without CUDA.
         asked: GPUs that --gpus asks for; None: as many as there are.
+        nodes: hosts that take part; None: this one alone.
     """
 
     directory: Path
     gpus: int
     asked: int | None = None
+    nodes: Nodes | None = None
 
     @property
     def ranks(self) -> int:

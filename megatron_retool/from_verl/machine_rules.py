@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_retool.config.verl_keys import ACTOR, MODEL, ROLLOUT, fp8_recipe
+from megatron_retool.config.rollout import SETTINGS_OF_ARGUMENTS
+from megatron_retool.config.verl_keys import ACTOR, MODEL, ROLLOUT, fp8_recipe, moment_dtype
 from megatron_retool.from_verl.rules import Settings, VerlValues
 
 SANDBOX_TOOL, SEARCH_TOOL = "SandboxFusionTool", "SearchTool"
@@ -95,6 +96,19 @@ def _layout(values: VerlValues) -> Settings:
     return found
 
 
+def pipeline_overlap(values: VerlValues) -> Settings:
+    """Exchanges of virtual pipeline stages while others compute; Megatron-Core has one of two ways."""
+    options = f"{ACTOR}.megatron.override_transformer_config"
+    if not values.is_true(f"{options}.overlap_p2p_comm"):
+        return {}
+    if int(values.number(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1)) > 2 and isinstance(
+        values.get(f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"), int
+    ):
+        return {"learner.overlap_p2p_comm": True}
+    values.decide("overlap_p2p_comm is left out: only virtual pipeline stages have other chunks to compute meanwhile")
+    return {}
+
+
 def _batches(values: VerlValues, data_parallel: int, context_parallel: int) -> Settings:
     """Mini-batches count responses here and prompts in verl; the micro-batch's budget is of all its ranks together."""
     n = int(values.number(f"{ROLLOUT}.n", 1))
@@ -155,7 +169,22 @@ def optimizers(values: VerlValues) -> Settings:
             f"{ours}.warmup_steps": _warmup_steps(values, theirs, ours),
         }
         if values.is_true(f"{theirs}.override_optimizer_config.optimizer_cpu_offload"):
-            found[f"{ours}.cpu_offload"] = True
+            found[f"{ours}.cpu_offload"] = True  # which is precision-aware by itself
+        elif values.is_true(f"{theirs}.override_optimizer_config.use_precision_aware_optimizer"):
+            found |= _precision_aware(values, f"{theirs}.override_optimizer_config", ours)
+    return found
+
+
+def _precision_aware(values: VerlValues, theirs: str, ours: str) -> Settings:
+    found: Settings = {f"{ours}.use_precision_aware_optimizer": True}
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        word = values.get(f"{theirs}.{name}")
+        dtype = None if word is None else moment_dtype(word)
+        if dtype is None or (name == "main_params_dtype" and dtype == "bfloat16"):
+            if word is not None:
+                values.decide(f"{theirs}.{name}={word} has no counterpart: {ours}.{name} stays float32")
+            continue
+        found[f"{ours}.{name}"] = dtype
     return found
 
 
@@ -194,15 +223,33 @@ def engines(values: VerlValues) -> Settings:
         arguments.append("--disable-radix-cache")
     experts = values.get(f"{ROLLOUT}.expert_parallel_size", 1)
     if isinstance(experts, int) and experts > 1:
-        arguments += ["--ep-size", str(experts)]
+        if int(values.number(f"{ROLLOUT}.tensor_model_parallel_size", 2)) % experts:
+            values.decide(
+                f"{ROLLOUT}.expert_parallel_size={experts} does not divide an engine's GPUs: every GPU has experts"
+            )
+        else:
+            found["rollout.engine.expert_parallel_size"] = experts
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
     for key, value in values.given.items():
         if key.startswith(prefix) and value is not None and value is not False:
             option = "--" + key.removeprefix(prefix).replace("_", "-")
+            if ours := SETTINGS_OF_ARGUMENTS.get(option):
+                _engine_setting(values, found, key, ours, value)
+                continue
             arguments += [option] if value is True else [option, str(value)]
     if arguments:
         found["rollout.engine.extra_args"] = arguments
     return found
+
+
+def _engine_setting(values: VerlValues, found: Settings, key: str, ours: str, value: Any) -> None:
+    """An argument of SGLang that is a setting here."""
+    if ours in ("count", "attention_data_parallel_size"):
+        values.decide(
+            f"{key}={value}: data parallelism inside an engine is rollout.engine.{ours} here, of other meaning"
+        )
+    else:
+        found[f"rollout.engine.{ours}"] = value
 
 
 def agent(values: VerlValues) -> Settings:
@@ -270,4 +317,4 @@ def _tools(values: VerlValues, path: Any) -> Settings:
     return found
 
 
-MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, fp8, optimizers, engines, agent)
+MACHINE_RULES: tuple[Callable[[VerlValues], Settings], ...] = (gpus, pipeline_overlap, fp8, optimizers, engines, agent)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from conversion.model.architecture import Architecture
 from conversion.model.flops import pair_flops, token_flops
@@ -64,6 +65,8 @@ class EngineModel:
     """One engine: ``tensor_parallel`` devices that serve one copy of the model.
 
     Attributes:
+        attention_groups: of the devices, each with requests and cache of its own (attention data parallelism).
+        draft_bytes: weights of a draft model, all devices together.
         weight_bytes_per_parameter: 2 for bf16, 1 for FP8, 4 for fp32.
         kv_bytes_per_element: of the key-value cache.
         memory_fraction: share of device memory for weights and cache (SGLang's mem_fraction_static).
@@ -74,6 +77,8 @@ class EngineModel:
     architecture: Architecture
     accelerator: Accelerator
     tensor_parallel: int = 1
+    attention_groups: int = 1
+    draft_bytes: float = 0.0
     profile: EngineProfile = GPU_PROFILE
     weight_bytes_per_parameter: float = 2.0
     kv_bytes_per_element: float = 2.0
@@ -98,6 +103,8 @@ class EngineModel:
             architecture=architecture,
             accelerator=accelerator,
             tensor_parallel=config.tensor_parallel_size,
+            attention_groups=config.attention_data_parallel_size,
+            draft_bytes=stored_bytes(config.speculative.draft_model_path),
             profile=profile or (CPU_PROFILE if accelerator.is_cpu else GPU_PROFILE),
             weight_bytes_per_parameter=1.0 if config.quantization == "fp8" else width,
             kv_bytes_per_element=width,
@@ -110,7 +117,19 @@ class EngineModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Of the whole engine. FP8 leaves embedding and output layer in 16 bits."""
+        """Of the whole engine, a draft model included. FP8 leaves embedding and output layer in 16 bits; each attention
+        group has attention and embedding once."""
+        return self._policy_bytes + self.draft_bytes + (self.attention_groups - 1) * self._attention_bytes
+
+    @property
+    def _attention_bytes(self) -> float:
+        a = self.architecture
+        matrices = a.num_layers * a.hidden_size * (2 * a.query_size + 2 * a.key_value_size)
+        width = self.weight_bytes_per_parameter
+        return matrices * width + a.vocab_size * a.hidden_size * max(width, 2.0)
+
+    @property
+    def _policy_bytes(self) -> float:
         a = self.architecture
         total = parameter_count(a)
         if self.weight_bytes_per_parameter >= 2:
@@ -120,8 +139,9 @@ class EngineModel:
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """Of the whole engine: 2 (key, value) x layers x groups x head_dim; TP > groups keeps copies of a group."""
-        groups = max(self.architecture.num_query_groups, self.tensor_parallel)
+        """Of the whole engine: 2 (key, value) x layers x groups x head_dim. Where more devices share a token's cache
+        than there are groups, copies are kept."""
+        groups = max(self.architecture.num_query_groups, self.tensor_parallel // self.attention_groups)
         return 2 * self.architecture.num_layers * groups * self.architecture.head_dim * self.kv_bytes_per_element
 
     @cached_property
@@ -211,3 +231,10 @@ class EngineModel:
         pairs = new_tokens * (cached_tokens + new_tokens / 2)
         flops = a.num_layers * (token_flops(a) * new_tokens + pair_flops(a) * pairs)
         return flops / self._compute
+
+
+def stored_bytes(directory: str | None) -> float:
+    """Of the safetensors files in a model's directory; 0 where there is none on this host."""
+    return (
+        0.0 if directory is None else float(sum(file.stat().st_size for file in Path(directory).glob("*.safetensors")))
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from conversion.model.flops import PEAK_FLOPS
+from conversion.model.flops import PEAK_FLOPS, device_kind
 from megatron_retool.config import ConfigError
 
 GIB = 2**30
@@ -131,6 +131,12 @@ ACCELERATORS: dict[str, Accelerator] = {
         ),
     )
 }
+
+
+def accelerator_of(device_name: str) -> Accelerator | None:
+    """What is known of the device that torch calls ``device_name``; None: nothing."""
+    kind = device_kind(device_name)
+    return None if kind is None else ACCELERATORS.get(kind.replace(" ", ""))
 
 
 @dataclass(frozen=True)

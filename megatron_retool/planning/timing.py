@@ -24,10 +24,10 @@ from conversion.model.flops import forward_flops, pair_flops, quadratic_cost, to
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
 from megatron_retool.monitor.phases import Phase
+from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
-    PARAMETER_BYTES,
     checkpoint_bytes,
     learner_memory,
     parameter_count,
@@ -388,7 +388,7 @@ def predict_generation(
 
 @dataclass(frozen=True)
 class RunTime:
-    """A whole run: ``steps`` steps, the validations and checkpoints between them."""
+    """A whole run: ``steps`` steps, the validations and checkpoints (whole, and of weights alone) between them."""
 
     steps: int
     step_seconds: float
@@ -398,12 +398,15 @@ class RunTime:
     checkpoint_seconds: float
     quick_validations: int = 0
     quick_validation_seconds: float = 0.0
+    weights_checkpoints: int = 0
+    weights_checkpoint_seconds: float = 0.0
 
     @property
     def hours(self) -> float:
         seconds = self.steps * self.step_seconds + self.validations * self.validation_seconds
         seconds += self.quick_validations * self.quick_validation_seconds
-        return (seconds + self.checkpoints * self.checkpoint_seconds) / 3600
+        seconds += self.checkpoints * self.checkpoint_seconds
+        return (seconds + self.weights_checkpoints * self.weights_checkpoint_seconds) / 3600
 
 
 def predict_run(
@@ -417,7 +420,7 @@ def predict_run(
     assumptions: Assumptions | None = None,
     engine: EngineModel | None = None,
 ) -> RunTime:
-    """Hours of ``steps`` steps with config's test_freq, quick_test_freq and save_freq.
+    """Hours of ``steps`` steps with config's test_freq, quick_test_freq, save_freq and save_weights_freq.
 
     Validation generates rollout.val.n responses to each of ``validation_prompts`` prompts, a quick one
     rollout.quick_val.n to each of data.quick_val_samples of them; a checkpoint writes ``checkpoint_bytes`` over all
@@ -441,14 +444,17 @@ def predict_run(
             problems = replace(problems, groups=few, group_size=config.rollout.quick_val.n)
             quick_seconds = predict_generation(engine, config.rollout.engine.count, problems).seconds
     checkpoints = steps // trainer.save_freq if trainer.save_freq else 1
-    size = checkpoint_bytes(architecture, config.learner.dtype)
+    storage = assumptions.storage_bandwidth * machines.nodes
+    dtype = config.learner.dtype
     return RunTime(
         steps=steps,
         step_seconds=step_seconds,
         validations=validations,
         validation_seconds=validation_seconds,
         checkpoints=checkpoints,
-        checkpoint_seconds=size / (assumptions.storage_bandwidth * machines.nodes),
+        checkpoint_seconds=checkpoint_bytes(architecture, dtype) / storage,
         quick_validations=quick,
         quick_validation_seconds=quick_seconds,
+        weights_checkpoints=steps // trainer.save_weights_freq if trainer.save_weights_freq else 0,
+        weights_checkpoint_seconds=checkpoint_bytes(architecture, dtype, with_optimizer=False) / storage,
     )

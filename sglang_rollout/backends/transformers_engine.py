@@ -43,7 +43,11 @@ class TransformersEngine:
 
     def __init__(self, config: Config, *, admit_every: int = 16, attention: str = "sdpa") -> None:
         settings = config.rollout.engine
-        for key, value in (("quantization", settings.quantization), ("extra_args", settings.extra_args)):
+        for key, value in (
+            ("quantization", settings.quantization),
+            ("speculative.algorithm", settings.speculative.algorithm),
+            ("extra_args", settings.extra_args),
+        ):
             if value:
                 raise ConfigError(
                     f"rollout.engine.{key}={value}: rollout.engine.backend=transformers has none: unset it"

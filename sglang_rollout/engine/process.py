@@ -267,7 +267,13 @@ class SGLangServer:
             "--skip-tokenizer-init": not self.tokenizer,
             "--enable-deterministic-inference": self.deterministic,
             "--enable-return-routed-experts": self.routed_experts,
+            "--speculative-algorithm": config.speculative.algorithm,
+            "--speculative-draft-model-path": config.speculative.draft_model_path,
+            "--speculative-num-steps": config.speculative.num_steps,
+            "--speculative-eagle-topk": config.speculative.eagle_topk,
+            "--speculative-num-draft-tokens": config.speculative.num_draft_tokens,
         }
+        self._check_device()
         if self.device == "cpu":
             arguments |= {
                 "--device": "cpu",
@@ -280,13 +286,20 @@ class SGLangServer:
         else:
             arguments |= {"--enable-memory-saver": self.colocated}
             if self._is_mixture_of_experts():
-                arguments |= {"--ep-size": config.tensor_parallel_size}
+                arguments |= {"--ep-size": config.expert_parallel_size or config.tensor_parallel_size}
+            if config.attention_data_parallel_size > 1:
+                arguments |= {"--attn-dp-size": config.attention_data_parallel_size}
+            # Asleep the engine forgets its weights. No sync brings the draft model's back.
+            drafted = config.speculative.draft_model_path is not None
+            arguments |= {"--enable-draft-weights-cpu-backup": self.colocated and drafted}
         if config.quantization is not None and "quantization_config" not in self._model_config():
             if config.quantization == "fp8" and self.weights_from_sync:
                 # Synced weights come quantised in blocks; until the first sync there is nothing worth loading.
                 weight_map = WeightMap(Architecture.from_pretrained(self.model_path, self.families))
                 override = json.dumps({"quantization_config": blockwise_quantization_config(weight_map)})
                 arguments |= {"--json-model-override-args": override, "--load-format": "dummy"}
+                if config.speculative.draft_model_path is not None:
+                    arguments |= {"--speculative-draft-load-format": "auto"}
             else:
                 arguments |= {"--quantization": config.quantization}
         command = [sys.executable, "-m", "sglang.launch_server"]
@@ -370,6 +383,23 @@ class SGLangServer:
 
     def _is_mixture_of_experts(self) -> bool:
         return "Moe" in self._architecture()
+
+    def _check_device(self) -> None:
+        """
+        Raises:
+            EngineStartError: settings need a GPU, and this host has none, which a configuration alone does not tell.
+        """
+        config = self.config
+        if self.device == "cpu" and config.speculative.algorithm is not None:
+            raise EngineStartError(
+                f"rollout.engine.speculative.algorithm={config.speculative.algorithm} needs CUDA, and this host has no "
+                "GPU: on a CPU SGLang does not sample what it guesses from the policy. Set it to null"
+            )
+        for name in ("expert_parallel_size", "attention_data_parallel_size"):
+            if self.device == "cpu" and (getattr(config, name) or 1) > 1:
+                raise EngineStartError(
+                    f"rollout.engine.{name} above 1 needs CUDA, and this host has no GPU: set it to 1"
+                )
 
     def _check_port(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

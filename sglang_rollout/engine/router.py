@@ -24,10 +24,16 @@ class NoEngineAvailable(RuntimeError):
 
 @dataclass(eq=False)
 class RoutedEngine:
-    """An engine and its load. ``tokens`` estimates the KV cache that its trajectories occupy."""
+    """An engine and its load.
+
+    Attributes:
+        number: its place among the run's engines, which its successor takes over.
+        tokens: estimates the KV cache that its trajectories occupy.
+    """
 
     url: str
     client: EngineClient
+    number: int
     alive: bool = True
     trajectories: int = 0
     tokens: int = 0
@@ -61,7 +67,7 @@ class Router:
     """
 
     def __init__(self, clients: Sequence[EngineClient], max_trajectories: int, max_tokens: int | None = None) -> None:
-        self.engines = [RoutedEngine(client.base_url, client) for client in clients]
+        self.engines = [RoutedEngine(client.base_url, client, number) for number, client in enumerate(clients)]
         self.max_trajectories = max_trajectories
         self.max_tokens = max_tokens
         self.recovery_expected = False
@@ -111,8 +117,10 @@ class Router:
 
     def replace(self, url: str, client: EngineClient) -> None:
         """Take an engine in again: in place of the one at ``url``, or as a further one."""
+        numbers = [engine.number for engine in self.engines if engine.url == url]
+        number = numbers[0] if numbers else 1 + max((engine.number for engine in self.engines), default=-1)
         self.engines = [engine for engine in self.engines if engine.url != url]
-        self.engines.append(RoutedEngine(client.base_url, client))
+        self.engines.append(RoutedEngine(client.base_url, client, number))
         self._serve()
 
     def wake(self) -> None:

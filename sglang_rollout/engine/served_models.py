@@ -29,6 +29,9 @@ WHOLE_PAST = frozenset(
 )
 """Classes whose attention sees the whole past whatever ``sliding_window`` says."""
 
+ATTENTION_GROUPS = frozenset({"Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+"""Classes whose attention has the size of its group (attention data parallelism), and not of the whole engine."""
+
 UNTIE = (
     "python -c \"import torch; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', "
     "'{path}-untied'; m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); "
@@ -44,7 +47,7 @@ def check_served_model(config: Config) -> None:
     A model that is not there yet, or that no family covers (an evaluation may serve it), is left to those who load it.
 
     Raises:
-        ConfigError: naming model.path, the key of config.json and the cure.
+        ConfigError: naming model.path, the key of config.json or of rollout.engine, and the cure.
     """
     file = Path(config.model.path) / "config.json"
     if config.rollout.engine.backend != "sglang" or not config.model.path or not file.is_file():
@@ -55,12 +58,36 @@ def check_served_model(config: Config) -> None:
     except (ValueError, AttributeError, RecursionError):
         return
     _check_output_layer(config.model.path, served, hf_config)
+    _check_attention_groups(config, served)
     try:
-        window = Architecture.from_hf_config(hf_config, config.model.families).sliding_window
+        architecture = Architecture.from_hf_config(hf_config, config.model.families)
     except UnsupportedArchitecture:
         return
-    if window is not None:
-        _check_window(config, served, window)
+    if architecture.sliding_window is not None:
+        _check_window(config, served, architecture.sliding_window)
+    _check_expert_groups(config, architecture)
+
+
+def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
+    groups = config.rollout.engine.attention_data_parallel_size
+    if groups > 1 and served and not ATTENTION_GROUPS.intersection(served):
+        raise ConfigError(
+            f"rollout.engine.attention_data_parallel_size={groups}: SGLang's class {served[0]} does not give requests "
+            f"to groups of GPUs; {' and '.join(sorted(ATTENTION_GROUPS))} do: set it to 1"
+        )
+
+
+def _check_expert_groups(config: Config, architecture: Architecture) -> None:
+    groups = config.rollout.engine.expert_parallel_size or 1
+    if groups == 1:
+        return
+    said = f"rollout.engine.expert_parallel_size={groups}"
+    if not architecture.is_moe:
+        raise ConfigError(
+            f"{said} needs a mixture of experts, and {config.model.path} is a dense model: set it to null"
+        )
+    if (architecture.num_experts or 0) % groups:
+        raise ConfigError(f"{said} must divide the model's {architecture.num_experts} experts")
 
 
 def _check_output_layer(path: str, served: Sequence[str], hf_config: Mapping[str, Any]) -> None:

@@ -38,6 +38,8 @@ from sglang_rollout.weight_sync.errors import WeightSyncError
 
 Bucket = list[tuple[str, torch.Tensor]]
 PROBE_SECONDS = 10.0
+FOR_POLICY: dict[str, Any] = {"selector": "target"}
+"""In SGLang's words: new weights are the policy's, and none of a draft model's, which would take them too."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 
 
@@ -115,13 +117,13 @@ class ServerWeightSync(ABC):
     def _begin(self) -> None:
         path = "/begin_weight_update"
         try:
-            self._call_all(path, {})
+            self._call_all(path, FOR_POLICY)
         except WeightSyncError as error:
             if "already open" not in str(error):
                 raise
             # Left behind by a learner that died while it was sending.
             self._call_all("/end_weight_update", {}, check=False)
-            self._call_all(path, {})
+            self._call_all(path, FOR_POLICY)
 
     def _end(self, version: int) -> None:
         self._call_all("/end_weight_update", {})

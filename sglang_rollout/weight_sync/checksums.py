@@ -69,7 +69,7 @@ class ExpectedChecksums:
         if any(int(info.get("ep_size") or 1) > 1 for info in infos.values()):
             raise ChecksumError(
                 "weight_sync.verify=true does not know how engines lay out experts under expert parallelism: set "
-                "weight_sync.verify=false"
+                "weight_sync.verify=false, or rollout.engine.expert_parallel_size=1"
             )
         self._tensors: dict[str, dict[Any, Tensor]] = {}
 

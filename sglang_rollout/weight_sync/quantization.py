@@ -16,11 +16,11 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     Form,
     form_of,
-    has_power_of_two_scales,
     linear_names,
     quantize_named,
     quantized_names,
     round_to_blocks,
+    takes_power_of_two,
 )
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ModelConfig
@@ -37,9 +37,11 @@ class Fp8:
 
     Attributes:
         model: whose weights are sent.
+        scales: weight_sync.fp8_scales.
     """
 
     model: ModelConfig
+    scales: str = "auto"
 
     @cached_property
     def _form(self) -> Form:
@@ -58,7 +60,7 @@ class Fp8:
         converted: Bucket = []
         for name, tensor in bucket:
             if name in self.names:
-                power_of_two = has_power_of_two_scales(_capability(tensor.device))
+                power_of_two = takes_power_of_two(self.scales, tensor.device)
                 converted += quantize_named(name, tensor, self._form, power_of_two=power_of_two)
             else:
                 converted.append((name, tensor))
@@ -73,11 +75,13 @@ class Rounding:
         model: whose weights are sent.
         grid: "fp8" (``round_to_blocks``), or "int8", "int4", "int3" (``round_to_integers``).
         group_size: inputs that share a scale; with integers alone.
+        scales: weight_sync.fp8_scales; with "fp8" alone.
     """
 
     model: ModelConfig
     grid: str
     group_size: int = 32
+    scales: str = "auto"
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -90,7 +94,7 @@ class Rounding:
 
     def _round(self, weight: torch.Tensor) -> torch.Tensor:
         if self.grid == "fp8":
-            return round_to_blocks(weight)
+            return round_to_blocks(weight, power_of_two=takes_power_of_two(self.scales, weight.device))
         return round_to_integers(weight, int(self.grid.removeprefix("int")), self.group_size)
 
 
@@ -121,12 +125,8 @@ def weight_conversion(config: Config) -> Callable[[Bucket], Bucket] | None:
     """What weight_sync.round_to or rollout.engine.quantization make of weights on their way; None: nothing."""
     sync = config.weight_sync
     if sync.round_to is not None:
-        return Rounding(config.model, sync.round_to, sync.round_group_size)
-    return Fp8(config.model) if config.rollout.engine.quantization == "fp8" else None
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return Rounding(config.model, sync.round_to, sync.round_group_size, sync.fp8_scales)
+    return Fp8(config.model, sync.fp8_scales) if config.rollout.engine.quantization == "fp8" else None
 
 
 def _weight_map(model: ModelConfig) -> WeightMap:

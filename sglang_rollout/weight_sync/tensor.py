@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
+from sglang_rollout.weight_sync.base import FOR_POLICY, Bucket, ServerWeightSync, is_local
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 
@@ -58,6 +58,7 @@ class TensorWeightSync(ServerWeightSync):
                 # handle of its own: a handle is one count on the memory, and the rank that opens it takes it down.
                 "serialized_named_tensors": [_pickled(value) for _ in range(int(self._infos[url].get("tp_size") or 1))],
                 "load_format": "flattened_bucket",
+                **FOR_POLICY,
                 "flush_cache": False,
             }
             for url in self.engines

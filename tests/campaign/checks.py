@@ -110,16 +110,16 @@ def _rollouts(run_dir: Path, expected: Expected) -> Iterator[str]:
         except (OSError, ValueError, KeyError) as error:
             yield f"{path.name}: {error}"
             continue
-        keys = [(t.group_id, t.index) for t in trajectories]
+        keys = [t.key for t in trajectories]
         if len(set(keys)) != len(keys):
             yield f"{path.name}: trajectories are doubled"
         if len(keys) != expected.groups * expected.responses:
             yield f"{path.name}: {len(keys)} trajectories, and not {expected.groups * expected.responses}"
         if missing := set(estimates) - set(keys):
             yield f"{path.name}: the learner's file has {len(missing)} trajectories that are not there"
-        groups += sorted({group for group, _ in keys})
+        groups += sorted({group for group, *_ in keys})
         for trajectory in trajectories:
-            for name, column in estimates.get((trajectory.group_id, trajectory.index), {}).items():
+            for name, column in estimates.get(trajectory.key, {}).items():
                 if len(column) != len(trajectory.response_ids):
                     yield f"{path.name}: {name} of {trajectory.group_id}/{trajectory.index} has another length"
     if sorted(groups) != list(range(expected.steps * expected.groups)):
@@ -134,7 +134,7 @@ def _validations(run_dir: Path, expected: Expected) -> Iterator[str]:
         except (OSError, ValueError, KeyError) as error:
             yield f"validation/{path.name}: {error}"
             continue
-        if len({(t.group_id, t.index) for t in trajectories}) != len(trajectories) or not trajectories:
+        if len({t.key for t in trajectories}) != len(trajectories) or not trajectories:
             yield f"validation/{path.name}: trajectories are doubled, or there are none"
 
 

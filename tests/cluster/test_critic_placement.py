@@ -1,5 +1,6 @@
 import pytest
 
+from megatron_retool.cluster.learner_group import _of_rank
 from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import ConfigError, load_config
 
@@ -37,3 +38,23 @@ def test_only_ppo_has_a_critic():
     assert "critic" not in gpus_by_role(placement)
     on_cpu = plan_placement(load_config(None, [*GAE, "learner.world_size=2"]))
     assert [slot.role for slot in on_cpu.slots] == ["learner", "learner", "critic", "critic", "engine"]
+
+
+def test_the_cores_of_a_node_are_shared_by_the_ranks_that_are_on_it():
+    """Learner and critic work at the same time where each has GPUs of its own; a last node may have fewer ranks."""
+    own = plan_placement(load_config(None, [*PPO, "cluster.nodes=2"]))
+    assert [own.ranks_beside(role, rank) for role in ("learner", "critic") for rank in range(2)] == [4] * 4
+    colocated = ["cluster.nodes=1", "cluster.placement=colocated", "weight_sync.method=tensor"]
+    assert plan_placement(load_config(None, [*PPO, *colocated])).ranks_beside("critic", 0) == 2
+    # 30 prompts x 16.
+    three = [
+        "data.train_batch_size=30",
+        "cluster.gpus_per_node=2",
+        "cluster.nodes=3",
+        "learner.world_size=3",
+        "learner.mini_batch_size=48",
+    ]
+    found = plan_placement(load_config(None, three))
+    assert [found.ranks_beside("learner", rank) for rank in range(3)] == [2, 2, 1]
+    assert _of_rank(found, "learner", 2) == {"LOCAL_WORLD_SIZE": "1"}
+    assert _of_rank(plan_placement(load_config(None, ["learner.world_size=2"])), "learner", 1) == {}

@@ -12,8 +12,9 @@ from conversion.fp8_export import export_with_modelopt, read_calibration
 from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import form_of, quantize_blockwise, quantized_names
+from conversion.model.block_fp8 import are_powers_of_two, form_of, quantize_blockwise, quantized_names
 from conversion.model.weight_map import WeightMap
+from conversion.verify import verify_logits
 from tests.conversion.conftest import assert_same_bits, read_all
 
 BLOCKS = {
@@ -67,6 +68,27 @@ def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers:
         assert config["quant_method"] == "compressed-tensors" and config["ignore"] == [*kept, *merged]
         (group,) = config["config_groups"].values()
         assert group["weights"]["strategy"] == "block" and group["weights"]["block_structure"] == [128, 128]
+
+
+def test_scales_that_a_blackwell_engine_takes(model_directory, tmp_path: Path, monkeypatch) -> None:
+    source = model_directory("qwen3", **BLOCKS)
+    convert(source, tmp_path / "mcore", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, fp8_scales="power_of_two", processes=1)
+    original, written = read_all(source), read_all(tmp_path / "hf")
+    for name in quantized_names(WeightMap(Architecture.from_pretrained(source))):
+        expected, scale = quantize_blockwise(original[name], power_of_two=True)
+        assert torch.equal(written[name].view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(written[f"{name}_scale_inv"], scale) and are_powers_of_two(scale)
+        assert not are_powers_of_two(quantize_blockwise(original[name])[1])
+    # The learner's model is rounded as the files were.
+    verify_logits(Architecture.from_pretrained(source), tmp_path / "hf", tmp_path / "mcore", fp8=True)
+    # Of itself on a host with such a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    export(tmp_path / "mcore", tmp_path / "blackwell", fp8=True, processes=1)
+    monkeypatch.undo()
+    for name, tensor in read_all(tmp_path / "blackwell").items():
+        assert torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)), name
 
 
 def test_a_model_without_whole_blocks_is_refused(model_directory, tmp_path: Path) -> None:

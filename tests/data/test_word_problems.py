@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_retool.cluster.placement import check_weight_sync, plan_placement
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.data.demo.pretrained import write_smollm2
 from megatron_retool.data.demo.snippets import SnippetRunner
@@ -78,3 +79,11 @@ def test_a_seeded_engine_takes_one_thread() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.threads=2"):
         load_config(ROOT / "configs" / "smollm2_135m_cpu.yaml", ["trainer.deterministic=true"])
     load_config(ROOT / "configs" / "smollm2_135m_cpu.yaml", ["trainer.deterministic=true", "rollout.engine.threads=1"])
+
+
+def test_the_same_on_one_gpu_is_placed() -> None:
+    one_gpu = ["cluster.gpus_per_node=1", "cluster.placement=colocated", "learner.dtype=bfloat16"]
+    config = load_config(ROOT / "configs" / "smollm2_135m_cpu.yaml", [*one_gpu, "rollout.engine.dtype=bfloat16"])
+    placement = plan_placement(config)
+    check_weight_sync(config, placement)
+    assert placement.colocated and [slot.gpus for slot in placement.slots] == [(0,), (0,)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -12,15 +13,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_retool.commands import doctor as command
+from megatron_retool.config import ConfigError
 from megatron_retool.doctor.catalogue import STEPS
+from megatron_retool.doctor.node_steps import least_bandwidth
 from megatron_retool.doctor.outcome import Verdict
 from megatron_retool.doctor.report import Report
 from megatron_retool.doctor.run import examine
+from megatron_retool.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NEED_GPUS = {
     "driver", "kernels_transformer_engine", "kernels_flash_attn", "kernels_apex", "learner_fp8_tensorwise",
-    "learner_fp8_blockwise", "learner_fp8_mxfp8", "engine_dense", "sleep_wake", "demo",
+    "learner_fp8_blockwise", "learner_fp8_mxfp8", "engine_dense", "engine_fp8", "sleep_wake", "demo",
+    "collectives_between_nodes",
 }  # fmt: skip
 
 
@@ -57,10 +63,13 @@ def test_the_exit_status_tells_of_a_failure_and_the_report_is_there(tmp_path, mo
 
 def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):
     programs = {
-        "scontrol": "echo node1; echo node2",
+        "scontrol": '[[ "$2" == hostnames ]] || exec echo NodeName=node1 NodeAddr=10.0.0.1; echo node1; echo node2',
         # The command behind srun's options, once for each task.
         "srun": 'while [[ "$1" == --* ]]; do shift; done\nfor n in 0 1; do SLURM_PROCID=$n "$@"; done',
-        "venv/bin/python": f'echo "$@" >>{tmp_path}/calls',
+        "venv/bin/python": f"""
+            [[ "$*" != *cluster.network* ]] || {{ echo 10.0.0.9 ib0 4000; exit; }}
+            echo "$@" "$NCCL_SOCKET_IFNAME" >>{tmp_path}/calls
+        """,
     }
     for name, script in programs.items():
         program = tmp_path / name
@@ -80,7 +89,51 @@ def test_slurm_runs_it_on_each_node_with_a_report_of_its_own(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
+    together = "--rendezvous 10.0.0.1:20007 --gpus 8 ib0"
     assert (tmp_path / "calls").read_text().splitlines() == [
-        f"-m megatron_retool doctor --output {out}/d.json --gpus 8",
-        f"-m megatron_retool doctor --output {out}/d.1.json --gpus 8",
+        f"-m megatron_retool doctor --output {out}/d.json --nodes 2 --node-rank 0 {together}",
+        f"-m megatron_retool doctor --output {out}/d.1.json --nodes 2 --node-rank 1 {together}",
     ]
+
+
+def test_the_network_is_measured_by_doctors_on_each_node(tmp_path, monkeypatch):
+    """Two on this host, one rank each, as two nodes would."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    port = free_port("127.0.0.1")
+    call = [sys.executable, "-m", "megatron_retool", "doctor", "--steps", "collectives_between_nodes"]
+    together = ["--gpus", "0", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    doctors = [
+        subprocess.Popen(
+            [*call, *together, "--node-rank", str(rank), "--output", str(tmp_path / f"{rank}.json")], cwd=ROOT
+        )
+        for rank in range(2)
+    ]
+    assert [doctor.wait(120) for doctor in doctors] == [0, 0]
+    for rank in range(2):
+        (outcome,) = Report.read(tmp_path / f"{rank}.json").outcomes
+        found = {figure.name: figure.value for figure in outcome.figures}
+        assert (found["nodes"], found["ranks on each"]) == (2, 1)
+        for operation in ("all_reduce", "all_gather"):
+            assert found[f"{operation} between ranks of equal number: ranks with the right values"] == 2
+            assert found[f"{operation} between ranks of equal number: a link carries"] > 0
+
+
+def test_a_link_between_nodes_has_a_bound_where_the_gpu_is_known():
+    assert least_bandwidth("NVIDIA H100 80GB HBM3") == pytest.approx(10)
+    assert least_bandwidth("NVIDIA L40S") is None and least_bandwidth(None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nodes", "2"], "--node-rank, --rendezvous: "),
+        (["--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "2 nodes have the numbers 0 to 1"),
+        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "node1"], "HOST:PORT"),
+        (["--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "--slurm"], "leave out --nodes"),
+    ],
+)
+def test_what_does_not_make_a_group_of_nodes_is_refused(options, said):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(ConfigError, match=said):
+        command.run(parser.parse_args(options), Console(file=io.StringIO()))

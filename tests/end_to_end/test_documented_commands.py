@@ -34,17 +34,19 @@ RUN_ELSEWHERE = {
     r"tools\.code_interpreter\.server|^curl ": "tests/tools/code_interpreter starts servers and asks them",
     r"^megatron-retool doctor": "tests/doctor runs it, on this host",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
+    r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
 }
 RESOLVED_ONLY = {
     "trainer.experiment_name=profiled": "tests/end_to_end/test_run.py records a profile",
     "trainer.experiment_name=once": "tests/end_to_end/test_run.py makes a deterministic run twice",
-    "trainer.experiment_name=bf16": "README's `mine` is such a run",
+    "trainer.experiment_name=mine": "gspo is such a run",
+    "trainer.experiment_name=bf16": "the mixture of experts' engine computes in it",
     "trainer.experiment_name=tp2": "the demo has two ranks too; tests/learner has each layout",
     "trainer.experiment_name=cp2": "the same",
     "trainer.experiment_name=from_20": "every run begins with such a directory, that of the fine-tuned model",
     "trainer.experiment_name=seed1": "gspo begins from the demo's data and model too",
 }
-STAYS = r"^tensorboard "
+STAYS = r"^tensorboard |^megatron-retool view runs$"
 """Servers: they have to stay up."""
 SHORTER = {
     "trainer.total_steps=100": "trainer.total_steps=2",

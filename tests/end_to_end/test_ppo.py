@@ -57,7 +57,7 @@ def test_ppo_trains_what_was_sampled_and_resumes(demo_run: FinishedRun):
     state = json.loads((run_dir / "checkpoints/global_step_2/trainer_state.json").read_text())
     assert len(state["accuracies"]) == 8 and 0 < state["kl_coefficient"] < second["actor/reward_kl_penalty_coeff"]
     assert (run_dir / "checkpoints/global_step_2/critic").is_dir()
-    trajectories = {(t.group_id, t.index): t for t in read_trajectories(run_dir / "rollouts" / "step_000002.parquet")}
+    trajectories = {t.key: t for t in read_trajectories(run_dir / "rollouts" / "step_000002.parquet")}
     estimates = read_estimates(run_dir / "rollouts" / "step_000002.learner.parquet")
     assert set(estimates) == set(trajectories)
     for key, columns in estimates.items():

@@ -195,6 +195,36 @@ def test_the_replay_of_experts_in_our_words(part):
     assert list(translation.missing) == [f"{key}.record_file"]
 
 
+def test_the_precision_aware_optimizer_and_its_dtypes():
+    options = "actor_rollout_ref.actor.optim.override_optimizer_config"
+    ours = "learner.optimizer"
+    given = {f"{options}.use_precision_aware_optimizer": True, f"{options}.exp_avg_dtype": "bf16",
+             f"{options}.exp_avg_sq_dtype": "torch.float16", f"{options}.main_params_dtype": "bf16"}  # fmt: skip
+    translation = translate(Source(given, megatron=True))
+    assert translation.settings[f"{ours}.use_precision_aware_optimizer"] is True and not translation.missing
+    assert translation.settings[f"{ours}.exp_avg_dtype"] == "bfloat16"
+    assert translation.settings[f"{ours}.exp_avg_sq_dtype"] == "float16"
+    assert f"{ours}.main_params_dtype" not in translation.settings
+    assert any("main_params_dtype=bf16" in text for text in translation.decisions)
+    # Megatron-Core asks for both together; offloaded state is precision-aware here by itself.
+    both = translate(Source(given | {f"{options}.optimizer_cpu_offload": True}, megatron=True)).settings
+    assert both[f"{ours}.cpu_offload"] is True and f"{ours}.use_precision_aware_optimizer" not in both
+    # A dtype without the option would be refused.
+    alone = translate(Source({f"{options}.exp_avg_dtype": "bf16"}, megatron=True)).settings
+    assert f"{ours}.exp_avg_dtype" not in alone
+
+
+@pytest.mark.parametrize("virtual", [2, None])
+def test_overlapped_exchanges_need_virtual_stages(virtual):
+    megatron = "actor_rollout_ref.actor.megatron"
+    given = {f"{megatron}.override_transformer_config.overlap_p2p_comm": True,
+             f"{megatron}.pipeline_model_parallel_size": 4,
+             f"{megatron}.virtual_pipeline_model_parallel_size": virtual}  # fmt: skip
+    translation = translate(Source(given, megatron=True))
+    assert translation.settings.get("learner.overlap_p2p_comm") is (True if virtual else None)
+    assert any("overlap_p2p_comm" in text for text in translation.decisions) is (virtual is None)
+
+
 @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
 def test_fp8_with_delayed_scaling_is_left_to_the_reader(recipe):
     options = "actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -202,6 +232,24 @@ def test_fp8_with_delayed_scaling_is_left_to_the_reader(recipe):
     ours = "blockwise" if recipe == "blockwise" else None
     assert translation.settings.get("learner.fp8.recipe") == ours
     assert any("delayed FP8 scaling" in text for text in translation.decisions) is (ours is None)
+
+
+def test_engines_with_groups_of_experts_and_speculative_decoding():
+    rollout, engine = "actor_rollout_ref.rollout", "rollout.engine"
+    sglang = f"{rollout}.engine_kwargs.sglang"
+    given = {f"{rollout}.tensor_model_parallel_size": 8, f"{rollout}.expert_parallel_size": 4,
+             f"{sglang}.speculative_algorithm": "NGRAM", f"{sglang}.speculative_num_draft_tokens": 8,
+             f"{sglang}.attn_dp_size": 2, f"{sglang}.page_size": 16}  # fmt: skip
+    translation = translate(Source(given, megatron=True))
+    settings = translation.settings
+    assert settings[f"{engine}.expert_parallel_size"] == 4
+    assert settings[f"{engine}.speculative.algorithm"] == "NGRAM"
+    assert settings[f"{engine}.speculative.num_draft_tokens"] == 8
+    assert settings[f"{engine}.extra_args"] == ["--page-size", "16"]
+    assert any("attention_data_parallel_size" in text for text in translation.decisions)
+    odd = translate(Source(given | {f"{rollout}.expert_parallel_size": 3}, megatron=True))
+    assert f"{engine}.expert_parallel_size" not in odd.settings
+    assert any("expert_parallel_size=3" in text for text in odd.decisions)
 
 
 def test_a_mini_batch_that_does_not_fit_is_made_to_fit_and_said():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
+from megatron_retool.config import Config, ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import offload, parallel
 from megatron_retool.learner.offload import HostOffload
 from tests.learner.tiny_models import hf_model, random_batch, save_model
@@ -91,6 +91,13 @@ def test_ranks_with_gpus_share_the_cores_of_their_node(monkeypatch: pytest.Monke
     assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "99")
     assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 1
+    for wrong in ("0", "-1", "all"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
+        with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={wrong}"):
+            parallel.use_host_threads(torch.device("cuda", 0), 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 8
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert parallel.use_host_threads(torch.device("cuda", 0), 1) == 6

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_retool.config import EngineConfig
+from megatron_retool.config.rollout import SpeculativeConfig
 from megatron_retool.planning.engine_model import CPU_PROFILE, GPU_PROFILE, EngineModel
 from megatron_retool.planning.hardware import ACCELERATORS, GIB
 from megatron_retool.planning.models import preset
@@ -81,6 +83,26 @@ def test_fp8_weights_take_half_and_embeddings_stay() -> None:
     tables = 2 * 152064 * 5120
     assert half == pytest.approx((whole - 2 * tables) / 2 + 2 * tables)
     assert engine(weight_bytes_per_parameter=1.0).batch_seconds(64) < engine().batch_seconds(64)
+
+
+def test_attention_groups_keep_one_copy_of_the_cache_and_several_of_the_attention() -> None:
+    moe = preset("qwen3-30b-a3b")
+    whole = EngineModel(moe, H100, 8)
+    groups = replace(whole, attention_groups=8)
+    assert moe.num_query_groups == 4
+    # Eight devices for four key-value heads keep each twice.
+    assert whole.kv_bytes_per_token == 2 * groups.kv_bytes_per_token
+    attention = 48 * 2048 * (2 * 32 * 128 + 2 * 4 * 128) + moe.vocab_size * 2048
+    assert groups.weight_bytes - whole.weight_bytes == 7 * attention * 2
+
+
+def test_a_draft_model_takes_what_its_files_have(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 3000), ("b.safetensors", 500), ("config.json", 7)):
+        (tmp_path / name).write_bytes(b" " * size)
+    speculative = SpeculativeConfig(algorithm="STANDALONE", draft_model_path=str(tmp_path))
+    drafted = EngineModel.from_config(EngineConfig(speculative=speculative), preset("qwen3-8b"), H100)
+    plain = EngineModel.from_config(EngineConfig(), preset("qwen3-8b"), H100)
+    assert drafted.weight_bytes - plain.weight_bytes == 3500
 
 
 def test_steps_get_longer_with_batch_and_context_and_shorter_with_gpus() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import AlgorithmConfig, Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
-from megatron_retool.planning import memory
+from megatron_retool.planning import activations, memory
 from megatron_retool.planning.hardware import GIB
 from megatron_retool.planning.models import preset
 from tests.planning.megatron_facts import SMALL_MODELS
@@ -140,7 +140,7 @@ def test_activations_of_a_layer_are_what_autograd_keeps(facts: dict[str, Any], n
     """Measured with the local layer spec: within 0.6 % (the rest: router bookkeeping, rotary tables)."""
     architecture = Architecture.from_hf_config(SMALL_MODELS[name])
     layout = LearnerConfig().layout(architecture)
-    predicted = sum(memory.layer_activations(architecture, layout, 2048, 2, fused=False).values())
+    predicted = sum(activations.layer_activations(architecture, layout, 2048, 2, fused=False).values())
     assert predicted == pytest.approx(facts["layers"][name], rel=0.006)
 
 
@@ -205,12 +205,14 @@ def test_the_first_pipeline_stage_keeps_a_micro_batch_for_each_stage() -> None:
     architecture = preset("qwen2.5-32b")
     learner = learner_32b(world_size=32, pipeline_model_parallel_size=4, recompute=RecomputeConfig())
     layout = learner.layout(architecture)
-    kept = [memory.activation_bytes(architecture, layout, learner, stage, 16) for stage in range(4)]
+    kept = [activations.activation_bytes(architecture, layout, learner, stage, 16) for stage in range(4)]
     assert kept[0] > kept[1] > kept[2] > kept[3]
     assert kept[1] / kept[3] == pytest.approx(3)
-    assert memory.activation_bytes(architecture, layout, learner, 0, 1) < kept[0] / 3
+    assert activations.activation_bytes(architecture, layout, learner, 0, 1) < kept[0] / 3
     interleaved = replace(layout, virtual_pipeline=4)
-    assert memory.activation_bytes(architecture, interleaved, learner, 0, 16) / kept[0] == pytest.approx(1 + 3 / 16)
+    assert activations.activation_bytes(architecture, interleaved, learner, 0, 16) / kept[0] == pytest.approx(
+        1 + 3 / 16
+    )
 
 
 def test_reference_critic_offload_and_fp8_have_their_price() -> None:

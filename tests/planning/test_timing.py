@@ -287,6 +287,11 @@ def test_a_run_is_its_steps_validations_and_checkpoints() -> None:
     assert 0 < quick.quick_validation_seconds < quick.validation_seconds == run.validation_seconds
     seconds = 7 * quick.validation_seconds + 12 * quick.quick_validation_seconds + 2 * quick.checkpoint_seconds
     assert quick.hours == pytest.approx((60 * step.total + seconds) / 3600)
+    config = recipe("trainer.save_freq=30", "trainer.save_weights_freq=10")[0]
+    weights = predict_run(config, preset("qwen2.5-32b"), machines, workload, step.total, 60)
+    assert weights.weights_checkpoint_seconds == pytest.approx(32.76e9 * 2 / 2e9, rel=0.01)
+    seconds = 2 * weights.checkpoint_seconds + 6 * weights.weights_checkpoint_seconds
+    assert weights.hours == pytest.approx((60 * step.total + seconds) / 3600)
 
 
 def test_hardware_has_sources_and_sane_ratios() -> None:

@@ -20,6 +20,7 @@ from conversion.model.block_fp8 import (
     quantize_blockwise,
     quantized_names,
     round_to_blocks,
+    takes_power_of_two,
 )
 from conversion.model.weight_map import WeightMap
 
@@ -100,6 +101,17 @@ def test_rounding_keeps_the_dtype_and_is_what_an_fp8_engine_computes_with() -> N
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, dequantize_blockwise(*quantize_blockwise(weight)).bfloat16())
     assert not torch.equal(rounded, weight)
+    coarser = round_to_blocks(weight, power_of_two=True)
+    assert torch.equal(coarser, dequantize_blockwise(*quantize_blockwise(weight, power_of_two=True)).bfloat16())
+    assert not torch.equal(coarser, rounded)
+
+
+def test_scales_are_chosen_by_name_or_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 + device.index, 0))
+    hopper, blackwell = (torch.device("cuda", index) for index in (0, 1))
+    found = [takes_power_of_two("auto", device) for device in (torch.device("cpu"), hopper, blackwell)]
+    assert found == [False, False, True]
+    assert takes_power_of_two("power_of_two", torch.device("cpu")) and not takes_power_of_two("float32", blackwell)
 
 
 def test_one_rule_says_what_is_linear_what_is_stored_in_fp8_and_what_the_config_excludes() -> None:

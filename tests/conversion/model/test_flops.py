@@ -68,5 +68,15 @@ def test_the_cost_of_a_sequence_is_its_flops() -> None:
 def test_peaks() -> None:
     assert flops.peak_flops("NVIDIA H200") == flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert flops.peak_flops("NVIDIA L40S") == 362e12
+    assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert flops.peak_flops("NVIDIA GeForce RTX 4090") == 165e12
+    assert flops.peak_flops("NVIDIA GB200") == 2.5e15
     assert flops.peak_flops(None) is None
     assert flops.peak_flops("Some CPU") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L400", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H1000"]
+)
+def test_a_device_whose_name_only_begins_or_ends_like_another_is_not_that_one(name):
+    assert flops.device_kind(name) is None

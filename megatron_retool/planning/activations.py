@@ -1,0 +1,156 @@
+"""What a training step keeps on a GPU until its backward pass: activations of the layers, logits of the head.
+
+The sums of the tensors that autograd keeps, layout by layout. Notation: as in ``memory``; t = tokens of a packed
+micro-batch on one context-parallel rank = max_tokens_per_micro_batch / CP.
+"""
+
+from __future__ import annotations
+
+import math
+
+from conversion.model.architecture import Architecture
+from conversion.model.layout import ParallelLayout, padded_vocab_size
+from megatron_retool.config import LearnerConfig, RecomputeConfig
+
+PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def layer_activations(
+    architecture: Architecture, layout: ParallelLayout, tokens: float, width: int = 2, fused: bool = True
+) -> dict[str, float]:
+    """Bytes that one layer keeps for its backward pass, tensor by tensor, without recomputation.
+
+    After Korthikanti et al. (arXiv:2205.05198), section 4, with flash attention (no score matrix), grouped queries,
+    RMSNorm and SwiGLU.  q and k v are the sizes of all query heads and of all key (= value) heads, s = TP with sequence
+    parallelism and 1 without, f the SwiGLU width, e = chosen experts per token, w = ``width``.
+
+                     Transformer Engine (fused)               local layer spec           what it is
+        norms        4 t h w / s                              2 t h (8 + w) / s          inputs, outputs (local: inputs
+                                                                                         in fp32, raw and normalised)
+        attention    t (3 q + 3 kv) w / TP + 4 t heads / TP   the same                   QKV output, rotated q and k,
+                                                                                         output; log-sum-exp
+        query norm   t (q + kv) w / TP                        8 t (q + kv) / TP          of q and k (Qwen3)
+        SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
+        experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
+                                                                                         product, outputs
+        router       8 t E / s                                the same                   fp32 logits, probabilities
+
+    Args:
+        tokens: t, of one context-parallel rank.
+        width: bytes of an activation.
+        fused: Transformer Engine's layer spec; False: Megatron's local one.
+    """
+    a, tp = architecture, layout.tensor
+    split = tp if layout.sequence_parallel else 1
+    query, key_value = a.query_size, a.key_value_size
+    parts = {
+        "norms": 2 * tokens * a.hidden_size * (2 * width if fused else 8 + width) / split,
+        "attention": 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp,
+    }
+    if a.qk_norm:
+        parts["query_norm"] = tokens * (query + key_value) * (width if fused else 8) / tp
+    widths = 3 if fused else 4
+    if a.is_moe:
+        assert a.num_experts is not None and a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
+        # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
+        routed = a.num_experts_per_tok * tokens / split
+        parts["experts"] = routed * (2 * a.hidden_size * layout.expert_tensor + widths * a.moe_ffn_hidden_size) * width
+        parts["router"] = 8 * tokens * a.num_experts / split
+    else:
+        parts["mlp"] = widths * tokens * a.ffn_hidden_size * width / tp
+    return parts
+
+
+def _kept_by_layer(
+    architecture: Architecture,
+    layout: ParallelLayout,
+    recompute: RecomputeConfig,
+    tokens: float,
+    width: int,
+    fused: bool,
+) -> float:
+    """Bytes a layer keeps under selective recomputation of the named modules."""
+    parts = layer_activations(architecture, layout, tokens, width, fused)
+    split = layout.tensor if layout.sequence_parallel else 1
+    if recompute.granularity == "selective":
+        for module in recompute.modules:
+            if module == "layernorm":
+                parts["norms"] -= 2 * tokens * architecture.hidden_size * width / split
+            elif module == "mlp":
+                parts.pop("mlp", None)
+            elif module == "moe":
+                parts.pop("experts", None)
+                parts.pop("router", None)
+            elif module == "moe_act" and architecture.is_moe:
+                assert architecture.num_experts_per_tok is not None and architecture.moe_ffn_hidden_size is not None
+                parts["experts"] -= (
+                    architecture.num_experts_per_tok * tokens / split * architecture.moe_ffn_hidden_size * width
+                )
+        # core_attn: flash attention keeps no score matrix, so that there is nothing to save.
+    return sum(parts.values())
+
+
+def activation_bytes(
+    architecture: Architecture,
+    layout: ParallelLayout,
+    learner: LearnerConfig,
+    stage: int,
+    micro_batches: int,
+    fused: bool = True,
+) -> float:
+    """Peak activations of a rank of pipeline stage ``stage``, logits aside.
+
+    With A = bytes a layer keeps (``layer_activations``), I = bytes of a layer's input (t h w / s) and l = layers of the
+    stage, one micro-batch in flight keeps
+
+        no recomputation      l A
+        full, uniform, n      ceil(l / n) I, and n A while a block is recomputed
+        full, block, n        n I + (l - n) A, and A while a layer is recomputed
+        selective             l A less the recomputed modules' part
+        n layers on the host  (l - n) A, with cpu_offloading_num_layers
+
+    1F1B keeps min(PP - stage, micro-batches) of them in flight; interleaving multiplies by
+    1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.
+    """
+    width = PARAMETER_BYTES[learner.dtype]
+    tokens = learner.max_tokens_per_micro_batch / layout.context
+    recompute = learner.recompute
+    layers = architecture.num_layers // layout.pipeline
+    whole = sum(layer_activations(architecture, layout, tokens, width, fused).values())
+    layer_input = tokens * architecture.hidden_size * width / (layout.tensor if layout.sequence_parallel else 1)
+    working = 0.0
+    if recompute.granularity == "full":
+        count = recompute.num_layers or 1
+        if (recompute.method or "uniform") == "uniform":
+            kept, working = math.ceil(layers / count) * layer_input, count * whole
+        else:
+            kept, working = count * layer_input + (layers - count) * whole, whole
+    else:
+        kept = (layers - learner.cpu_offloading_num_layers) * _kept_by_layer(
+            architecture, layout, recompute, tokens, width, fused
+        )
+    in_flight = float(min(layout.pipeline - stage, micro_batches))
+    if layout.virtual_pipeline:
+        interleaved = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
+        in_flight = min(interleaved, micro_batches) if stage == 0 else min(interleaved - stage, micro_batches)
+    embedded = layer_input * in_flight if stage == 0 else 0.0
+    return kept * in_flight + working + embedded
+
+
+def logit_bytes(architecture: Architecture, layout: ParallelLayout, learner: LearnerConfig) -> float:
+    """Peak of the chunked head on the last stage (learner/log_probs.py).
+
+    c = min(log_prob_chunk_tokens, t) rows of V / TP logits exist at one time: in the forward pass fp32 logits and
+    probabilities, in the backward pass also their 16-bit gradient, 10 bytes an element (12 with an fp32 head, which
+    keeps an fp32 copy of its weight too).  The hidden states of all t tokens are gathered over TP (t h w), their
+    gradient is another t h w, and the weight's gradient of a chunk is V / TP h w before it is added to the main one.
+    """
+    width = PARAMETER_BYTES[learner.dtype]
+    tokens = learner.max_tokens_per_micro_batch / layout.context
+    rows = padded_vocab_size(architecture.vocab_size, layout.tensor) / layout.tensor
+    chunk = min(learner.log_prob_chunk_tokens, tokens)
+    head_width = 4 if learner.fp32_lm_head else width
+    logits = chunk * rows * (8 + head_width)
+    hidden = 2 * tokens * architecture.hidden_size * width
+    weight = rows * architecture.hidden_size * (head_width + (4 if learner.fp32_lm_head and width == 2 else 0))
+    return logits + hidden + weight
