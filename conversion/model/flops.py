@@ -45,10 +45,15 @@ def forward_flops(
     lengths = np.asarray(lengths, dtype=np.float64)
     tokens = float(lengths.sum())
     heads = tokens if head_tokens is None else float(head_tokens)
+    return forward_flops_of(architecture, tokens, _causal_pairs(lengths, architecture.sliding_window), heads)
+
+
+def forward_flops_of(architecture: Architecture, tokens: float, pairs: float, head_tokens: float) -> float:
+    """FLOPs of one forward pass over so many tokens with so many (query, key) pairs, of which the head reads some."""
     return (
         tokens * architecture.num_layers * token_flops(architecture)
-        + architecture.num_layers * pair_flops(architecture) * _causal_pairs(lengths, architecture.sliding_window)
-        + heads * 2.0 * architecture.hidden_size * architecture.vocab_size
+        + architecture.num_layers * pair_flops(architecture) * pairs
+        + head_tokens * 2.0 * architecture.hidden_size * architecture.vocab_size
     )
 
 

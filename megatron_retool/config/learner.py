@@ -141,6 +141,10 @@ class LearnerConfig:
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
     max_tokens_per_micro_batch: int = at_least_one(32768)
     """Token budget of a packed micro-batch, over all context-parallel ranks together."""
+    share_prefixes: bool = False
+    """Compute what several responses begin with once: the prompt of a group, the stem of forks, the context of an
+    agent's segments. Needs context_parallel_size=1 and a model without sliding windows. On a GPU attention is then
+    torch's FlexAttention."""
     log_prob_chunk_tokens: int = at_least_one(1024)
     """Tokens whose vocabulary logits exist at one time while log-probs and entropy are computed."""
     routing_replay: str = choice("none", "rollout", "old_log_probs")
@@ -173,6 +177,11 @@ class LearnerConfig:
                 self._check_precision_aware(f"learner.{key}.use_precision_aware_optimizer")
         self._check_overlap()
         self._check_kernels()
+        if self.share_prefixes and self.context_parallel_size > 1:
+            raise ConfigError(
+                "learner.share_prefixes=true needs learner.context_parallel_size=1: context parallelism cuts each "
+                "sequence over ranks, and a shared prefix belongs to many"
+            )
 
     def _check_overlap(self) -> None:
         if self.overlap_param_gather and not self.use_distributed_optimizer:

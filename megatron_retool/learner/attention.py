@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_retool.learner.packing import Bucket, ContextBucket
+from megatron_retool.learner.tree_attention import SharedPrefixes, tree_attention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -101,10 +102,12 @@ class LocalPackedSequences(PackedSeqParams):
 
     Attributes:
         buckets: see ``packing.MicroBatch``.
+        tree: see ``packing.MicroBatch``; instead of buckets.
         cos, sin: [t, 1, head_dim] at each token's position; see ``RotaryTable``.
     """
 
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
+    tree: SharedPrefixes | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
 
@@ -171,7 +174,9 @@ class PackedAttention(MegatronModule):
         query = _Rotary.apply(query.squeeze(1), packed.cos, packed.sin)
         key = _Rotary.apply(key.squeeze(1), packed.cos, packed.sin)
         value = value.squeeze(1)
-        if self.context_group.size() == 1:
+        if packed.tree is not None:
+            out = tree_attention(query, key, value, packed.tree, self.scale)
+        elif self.context_group.size() == 1:
             out = self._within_rank(query, key, value, packed.buckets)
         else:
             out = self._across_ranks(query, key, value, packed.buckets)

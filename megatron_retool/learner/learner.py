@@ -49,6 +49,7 @@ from megatron_retool.learner.pipeline import (
 )
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
+from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
 from megatron_retool.registry import Need
 from megatron_retool.routed_experts import ExpertArray
@@ -140,7 +141,9 @@ class Learner:
         chunks = self._build(model_class, hf_dir, mcore_dir)
         self.reference_chunks: list[PackedModel] | None = None
         if with_reference:
-            self.reference_chunks = build_model_chunks(architecture, self.transformer_config, self.acceleration)
+            self.reference_chunks = build_model_chunks(
+                architecture, self.transformer_config, self.acceleration, share_prefixes=config.learner.share_prefixes
+            )
             for reference, chunk in zip(self.reference_chunks, chunks, strict=True):
                 reference.requires_grad_(False).eval()
                 for frozen, parameter in zip(reference.parameters(), chunk.parameters(), strict=True):
@@ -155,7 +158,8 @@ class Learner:
         self.transformer_config.finalize_model_grads_func = self._timed_gradient_sum()
         cpu.fix_torch_adam()
         self.reset_optimizer(optimizer, total_optimizer_steps)
-        self.packer = Packer(
+        packer = SharedPrefixPacker if config.learner.share_prefixes else Packer
+        self.packer = packer(
             self.layout,
             config.learner.max_tokens_per_micro_batch,
             parallel.data_parallel_rank(),
@@ -171,7 +175,13 @@ class Learner:
     def _build(
         self, model_class: type[PackedModel], hf_dir: str | Path | None, mcore_dir: str | Path | None
     ) -> list[PackedModel]:
-        chunks = build_model_chunks(self.architecture, self.transformer_config, self.acceleration, model_class)
+        chunks = build_model_chunks(
+            self.architecture,
+            self.transformer_config,
+            self.acceleration,
+            model_class,
+            share_prefixes=self.config.learner.share_prefixes,
+        )
         own = ("value_head.weight",) if model_class is CriticModel else ()
         from megatron_retool.learner.checkpoint.load import load_model_weights, verify_together
 
@@ -436,7 +446,7 @@ class Learner:
 
     def model_flops(self, batch: TrajectoryBatch) -> float:
         """FLOPs of a forward and backward pass over the batch, over all ranks together."""
-        return flops.training_flops(self.architecture, batch.total_lengths, int(batch.loss_mask.sum()))
+        return self.packer.training_flops(self.architecture, batch)
 
     def export_weights(
         self, bucket_bytes: int = 512 * 2**20, receivers: Sequence[int] = (0,)

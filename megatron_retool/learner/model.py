@@ -132,14 +132,19 @@ def build_transformer_config(
     return TransformerConfig(**options)
 
 
-def layer_spec(config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None) -> Any:
+def layer_spec(
+    config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None, share_prefixes: bool = False
+) -> Any:
     """The transformer block's layers for this machine."""
     if acceleration.transformer_engine is not None:
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        if share_prefixes:  # which Transformer Engine's attention knows nothing of
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        return spec
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
@@ -188,12 +193,13 @@ class PackedModel(GPTModel):
         post_process: bool,
         vp_stage: int | None,
         tied: bool,
+        share_prefixes: bool = False,
     ) -> None:
         uses_engine = acceleration.transformer_engine is not None
         with unfused_output_layer() if uses_engine else contextlib.nullcontext():
             super().__init__(
                 config,
-                layer_spec(config, acceleration, vp_stage),
+                layer_spec(config, acceleration, vp_stage, share_prefixes),
                 vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
                 max_sequence_length=architecture.max_position_embeddings,
                 pre_process=pre_process,
@@ -239,7 +245,7 @@ class PackedModel(GPTModel):
             "max_seqlen_q": micro_batch.max_seqlen,
             "max_seqlen_kv": micro_batch.max_seqlen,
         }
-        if self.uses_transformer_engine:
+        if self.uses_transformer_engine and micro_batch.tree is None:
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q_padded=micro_batch.cu_seqlens,
@@ -250,7 +256,9 @@ class PackedModel(GPTModel):
         cos, sin = self._rotary_table.at(
             micro_batch.position_ids.squeeze(0), micro_batch.max_seqlen, self.config.params_dtype
         )
-        return None, LocalPackedSequences(buckets=micro_batch.buckets, cos=cos, sin=sin, **lengths)
+        return None, LocalPackedSequences(
+            buckets=micro_batch.buckets, tree=micro_batch.tree, cos=cos, sin=sin, **lengths
+        )
 
     def own_head_weight(self) -> Parameter | None:
         """The weight that ``_head`` uses without calling the module that holds it; None where there is none."""
@@ -284,7 +292,7 @@ class PolicyModel(PackedModel):
             return torch.mm(selected, weight.t()).float()
         # Only the parameter itself has a main gradient, and only under Megatron's DDP.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
-        return torch.stack(
+        found = torch.stack(
             log_probs_and_entropy(
                 selected,
                 weight,
@@ -299,6 +307,7 @@ class PolicyModel(PackedModel):
                 on_main_grad=None if main_grad is None else self.head_gradient_added,
             )
         )
+        return found if micro_batch.copies is None else found.index_select(1, micro_batch.copies)
 
     def own_head_weight(self) -> Parameter | None:
         # An embedding on the same stage is the head's weight too; its module's forward and backward tell of both uses.
@@ -341,7 +350,8 @@ class CriticModel(PackedModel):
             self.pg_collection.tp,
             replicated_head=True,
         )
-        return self.value_head(selected).squeeze(-1).float()
+        values = self.value_head(selected).squeeze(-1).float()
+        return values if micro_batch.copies is None else values.index_select(0, micro_batch.copies)
 
 
 def build_model_chunks(
@@ -349,8 +359,13 @@ def build_model_chunks(
     config: TransformerConfig,
     acceleration: Acceleration,
     model_class: Callable[..., PackedModel] = PolicyModel,
+    *,
+    share_prefixes: bool = False,
 ) -> list[PackedModel]:
-    """This rank's part of the model: one chunk, or one for each virtual pipeline stage."""
+    """This rank's part of the model: one chunk, or one for each virtual pipeline stage.
+
+    With ``share_prefixes`` it is for micro-batches of ``shared_packing.SharedPrefixPacker``.
+    """
     if config.fp8_recipe == "blockwise":
         choose_block_scales(acceleration.capability)
     stages: list[int | None] = [None]
@@ -367,6 +382,7 @@ def build_model_chunks(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=ignore, vp_stage=stage),
             vp_stage=stage,
             tied=architecture.tie_word_embeddings,
+            share_prefixes=share_prefixes,
         )
         if acceleration.cuda:
             chunk.cuda(torch.cuda.current_device())

@@ -8,17 +8,23 @@ query-key pairs as the others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from conversion.model import flops
+from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.sequence_balance import balanced_partition, pack_micro_batches, sequence_cost
 from megatron_retool.trajectory import TrajectoryBatch
+
+if TYPE_CHECKING:
+    from megatron_retool.learner.tree_attention import SharedPrefixes
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -71,6 +77,11 @@ class MicroBatch:
         token_positions: int64 [t], the local tokens as positions among the batch's, prompt and response of each
             sequence end to end; -1: padding.
         buckets: what attention does with it where Transformer Engine is absent.
+        tree: where common prefixes stand once (``shared_packing.py``), what attention does with it instead.
+        copies: int64 [n], which of the head's outputs each slot takes, where several take the same: ``head_positions``
+            and ``targets`` then name every output once. None: one each.
+        duplicates: int64 [2, d], tokens that are not computed, and those in whose place they would be, both as in
+            ``token_positions``. None: there are none.
     """
 
     rows: Int64Array
@@ -84,7 +95,10 @@ class MicroBatch:
     response_positions: Int64Array
     sequence_ids: torch.Tensor
     token_positions: Int64Array
-    buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...]
+    buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
+    tree: SharedPrefixes | None = None
+    copies: torch.Tensor | None = None
+    duplicates: Int64Array | None = None
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The micro-batch's part [R] of a batch column [T]."""
@@ -129,6 +143,12 @@ class Packer:
         self.attention_buckets = attention_buckets
         self.pairs_per_call = pairs_per_call
 
+    @property
+    def stream_multiple(self) -> int:
+        """Tokens of a micro-batch over all context-parallel ranks are a multiple of this."""
+        ranks = self.layout.context * (self.layout.tensor if self.layout.sequence_parallel else 1)
+        return int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * ranks))
+
     def plan(
         self, lengths: Sequence[int] | npt.NDArray[Any], units: Int64Array | None = None
     ) -> list[list[Int64Array]]:
@@ -148,16 +168,16 @@ class Packer:
             ValueError: a sequence alone exceeds the token budget; the message names its row.
         """
         padded = self._padded(np.asarray(lengths, dtype=np.int64))
-        if len(padded) and padded.max() > self.max_tokens:
-            row = int(padded.argmax())
-            raise ValueError(
-                f"sequence {row} of the batch has {int(np.asarray(lengths)[row])} tokens, more than "
-                f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
-            )
+        self._check_budget(padded, lengths)
         own_costs = np.asarray(sequence_cost(padded, 1.0, self.quadratic_cost), dtype=np.float64)
         units = np.arange(len(padded)) if units is None else units
         costs = np.asarray(np.bincount(units, own_costs), dtype=np.float64)
-        padded = np.bincount(units, padded).astype(np.int64, copy=False)
+        return self._share_out(units, np.bincount(units, padded).astype(np.int64, copy=False), costs)
+
+    def _share_out(
+        self, units: Int64Array, padded: Int64Array, costs: npt.NDArray[np.float64]
+    ) -> list[list[Int64Array]]:
+        """``plan`` for units of so many padded tokens and such costs."""
         if self.layout.data == 1:
             shares = [np.arange(len(padded))]
         else:
@@ -194,16 +214,23 @@ class Packer:
             head_on: "loss_mask": the head reads what predicts tokens of the loss mask; "response": what predicts any
                 response token (a critic's values).
         """
-        lengths = batch.total_lengths.astype(np.int64)
-        stream, units = _Stream(batch), self.units(batch)
-        plan = self.plan(lengths, units)[self.data_rank]
+        stream, units = Stream(batch), self.units(batch)
+        plan = self._plan(stream, units)[self.data_rank]
         return [self._cut(batch, stream, units, rows, head_on) for rows in plan]
+
+    def num_tokens(self, batch: TrajectoryBatch) -> list[int]:
+        """That the model computes for each data-parallel rank's share, without padding."""
+        stream = Stream(batch)
+        return [
+            sum(self._tokens(stream, rows) for rows in share if len(rows))
+            for share in self._plan(stream, self.units(batch))
+        ]
 
     def balance_metrics(self, batch: TrajectoryBatch) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
         lengths = batch.total_lengths.astype(np.int64)
         in_order = [int(part.sum()) for part in np.array_split(lengths, self.layout.data)]
-        planned = [sum(int(lengths[rows].sum()) for rows in share) for share in self.plan(lengths, self.units(batch))]
+        planned = self.num_tokens(batch)
         return {
             "global_seqlen/mean": float(np.mean(in_order)),
             "global_seqlen/min": float(min(in_order)),
@@ -213,21 +240,37 @@ class Packer:
             "global_seqlen/balanced_max": float(max(planned)),
         }
 
+    def training_flops(self, architecture: Architecture, batch: TrajectoryBatch) -> float:
+        """FLOPs of a forward and a backward pass over the batch, over all ranks together."""
+        return flops.training_flops(architecture, batch.total_lengths, int(batch.loss_mask.sum()))
+
+    def _check_budget(self, padded: Int64Array, lengths: Sequence[int] | npt.NDArray[Any]) -> None:
+        if len(padded) and padded.max() > self.max_tokens:
+            row = int(padded.argmax())
+            raise ValueError(
+                f"sequence {row} of the batch has {int(lengths[row])} tokens, more than "
+                f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
+            )
+
+    def _plan(self, stream: Stream, units: Int64Array) -> list[list[Int64Array]]:
+        return self.plan(stream.lengths, units)
+
+    def _tokens(self, stream: Stream, rows: Int64Array) -> int:
+        return int(stream.lengths[rows].sum())
+
     def _padded(self, lengths: Int64Array) -> Int64Array:
         multiple = self.layout.sequence_multiple
         return -(-lengths // multiple) * multiple
 
     def _cut(
-        self, batch: TrajectoryBatch, stream: _Stream, units: Int64Array, rows: Int64Array, head_on: str
+        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, rows: Int64Array, head_on: str
     ) -> MicroBatch:
         cp = self.layout.context
         # Long sequences first: neighbours are of similar length, which is what attention's buckets want.
         rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
         lengths = stream.lengths[rows] if len(rows) else np.zeros(1, np.int64)
         padded = np.maximum(self._padded(lengths), self.layout.sequence_multiple)
-        ranks = cp * (self.layout.tensor if self.layout.sequence_parallel else 1)
-        unit = int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * ranks))
-        padded[-1] += -int(padded.sum()) % unit
+        padded[-1] += -int(padded.sum()) % self.stream_multiple
         boundaries = np.concatenate([[0], np.cumsum(padded)])
         total = int(boundaries[-1])
 
@@ -240,18 +283,11 @@ class Packer:
             token_positions[real] = stream.positions(rows)
             ids[real] = stream.ids[token_positions[real]]
 
-        # Response tokens in row order; token k of a sequence is predicted from position k - 1.
-        responses = batch.response_lengths[rows].astype(np.int64) if len(rows) else np.zeros(0, np.int64)
-        response_owner = np.repeat(np.arange(len(rows)), responses)
-        inside = _ramp(responses)
-        response_positions = stream.response_starts[rows][response_owner] + inside if len(rows) else inside
-        predicted_from = boundaries[response_owner] + batch.prompt_lengths[rows][response_owner] + inside - 1
-        if head_on == "loss_mask":
-            slots = np.flatnonzero(batch.loss_mask[response_positions])
-        else:
-            slots = np.arange(len(response_positions))
+        responses = Responses.of(batch, stream, rows)
+        predicted_from = boundaries[responses.owner] + responses.places - 1
+        slots = responses.slots(batch, head_on)
         heads = predicted_from[slots]
-        targets = batch.response_ids[response_positions[slots]].astype(np.int64)
+        targets = batch.response_ids[responses.positions[slots]].astype(np.int64)
 
         local = np.arange(total)
         if cp > 1:
@@ -260,9 +296,6 @@ class Packer:
             place[local] = np.arange(len(local))
             mine = place[heads] >= 0
             slots, targets, heads = slots[mine], targets[mine], place[heads[mine]]
-
-        def tensor(array: npt.NDArray[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, dtype)
 
         buckets: tuple[Any, ...] = ()
         if self.attention_buckets:
@@ -275,18 +308,22 @@ class Packer:
                 )
         return MicroBatch(
             rows=rows,
-            input_ids=tensor(ids[local])[None],
-            position_ids=tensor(position[local])[None],
-            cu_seqlens=tensor(boundaries, torch.int32),
+            input_ids=self.tensor(ids[local])[None],
+            position_ids=self.tensor(position[local])[None],
+            cu_seqlens=self.tensor(boundaries, torch.int32),
             max_seqlen=int(padded.max()),
-            head_positions=tensor(heads),
-            targets=tensor(targets),
-            slots=tensor(slots),
-            response_positions=response_positions,
-            sequence_ids=tensor(_numbered(units[rows])[response_owner]),
+            head_positions=self.tensor(heads),
+            targets=self.tensor(targets),
+            slots=self.tensor(slots),
+            response_positions=responses.positions,
+            sequence_ids=self.tensor(numbered(units[rows])[responses.owner]),
             token_positions=token_positions[local],
             buckets=buckets,
         )
+
+    def tensor(self, array: npt.NDArray[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """On the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, dtype)
 
     def _bucket_ranges(self, lengths: Int64Array) -> list[tuple[int, int]]:
         """Cut sequences into runs so that padded pairs plus calls cost least (dynamic program over the cuts).
@@ -318,7 +355,7 @@ class Packer:
         pad = cells = None
         if (lengths != longest).any():
             owner = np.repeat(np.arange(b - a), lengths)
-            cell = owner * longest + _ramp(lengths)
+            cell = owner * longest + ramp(lengths)
             grid = np.zeros((b - a) * longest, np.int64)
             grid[cell] = np.arange(tokens)
             pad = torch.from_numpy(grid).to(self.device)
@@ -361,37 +398,67 @@ def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Ar
     # Per sequence two runs, one after the other: chunk r, then chunk 2 CP - 1 - r.
     firsts = np.stack([starts + context_rank * chunks, starts + (2 * context_size - 1 - context_rank) * chunks], axis=1)
     counts = np.repeat(chunks, 2)
-    return np.repeat(firsts.reshape(-1), counts) + _ramp(counts)
+    return np.repeat(firsts.reshape(-1), counts) + ramp(counts)
 
 
-def _numbered(units: Int64Array) -> Int64Array:
+def numbered(units: Int64Array) -> Int64Array:
     """``units`` as 0, 1, … in the order in which they first occur."""
     _, first, places = np.unique(units, return_index=True, return_inverse=True)
     numbers: Int64Array = np.argsort(np.argsort(first))[places]
     return numbers
 
 
-def _ramp(counts: Int64Array) -> Int64Array:
+def ramp(counts: Int64Array) -> Int64Array:
     """0 .. c - 1 for each count c, end to end."""
     counts = np.asarray(counts, dtype=np.int64)
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
-class _Stream:
+@dataclass(frozen=True)
+class Responses:
+    """The R response tokens of some rows, in row order.
+
+    Attributes:
+        owner: int64 [R], whose token it is, as an index into the rows.
+        places: int64 [R], its position in its sequence; it is predicted from the one before.
+        positions: int64 [R], its position in the batch's columns.
+    """
+
+    owner: Int64Array
+    places: Int64Array
+    positions: Int64Array
+
+    @classmethod
+    def of(cls, batch: TrajectoryBatch, stream: Stream, rows: Int64Array) -> Responses:
+        lengths = batch.response_lengths[rows].astype(np.int64)
+        owner, inside = np.repeat(np.arange(len(rows)), lengths), ramp(lengths)
+        return cls(owner, batch.prompt_lengths[rows][owner] + inside, stream.response_starts[rows][owner] + inside)
+
+    def slots(self, batch: TrajectoryBatch, head_on: str) -> Int64Array:
+        """int64 [n]: those that the head reads; see ``Packer.micro_batches``."""
+        return np.flatnonzero(batch.loss_mask[self.positions]) if head_on == "loss_mask" else np.arange(len(self.owner))
+
+
+class Stream:
     """All sequences of a batch, prompt and response joined, end to end."""
 
     def __init__(self, batch: TrajectoryBatch) -> None:
         prompts, responses = batch.prompt_lengths.astype(np.int64), batch.response_lengths.astype(np.int64)
-        self.lengths = prompts + responses
+        self.prompt_lengths, self.lengths = prompts, prompts + responses
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.response_starts = np.cumsum(responses) - responses
         self.ids = np.empty(int(self.lengths.sum()), np.int64)
-        self.ids[np.repeat(self.starts, prompts) + _ramp(prompts)] = batch.prompt_ids
-        self.ids[np.repeat(self.starts + prompts, responses) + _ramp(responses)] = batch.response_ids
+        self.ids[np.repeat(self.starts, prompts) + ramp(prompts)] = batch.prompt_ids
+        self.ids[np.repeat(self.starts + prompts, responses) + ramp(responses)] = batch.response_ids
 
     def positions(self, rows: Int64Array) -> Int64Array:
         """Where the tokens of ``rows``, end to end, are in ``ids``."""
         counts = self.lengths[rows]
-        positions: Int64Array = np.repeat(self.starts[rows], counts) + _ramp(counts)
+        positions: Int64Array = np.repeat(self.starts[rows], counts) + ramp(counts)
         return positions
+
+    @functools.cached_property
+    def sequences(self) -> list[Int64Array]:
+        """The token ids of each row."""
+        return np.split(self.ids, self.starts[1:]) if len(self.starts) else []

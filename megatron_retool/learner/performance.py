@@ -34,6 +34,11 @@ def check_performance(
     """
     _check_experts(learner, architecture, layout, acceleration)
     _check_offloading(learner, architecture, acceleration)
+    if learner.share_prefixes and architecture.sliding_window is not None:
+        raise ConfigError(
+            f"learner.share_prefixes=true does not go with this model's sliding window of "
+            f"{architecture.sliding_window} tokens: set it to false"
+        )
     if optimizer.use_precision_aware_optimizer and not (acceleration.cuda and acceleration.transformer_engine):
         raise ConfigError(
             "learner.optimizer.use_precision_aware_optimizer=true needs CUDA and Transformer Engine, whose Adam it is: "

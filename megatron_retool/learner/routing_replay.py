@@ -249,6 +249,10 @@ class RoutingPass:
         """What routers chose for all tokens of the batch: [sum (P + R), layers, k]. A collective."""
         found = self._recorded
         assert found is not None
+        for micro_batch in self._micro_batches:
+            if micro_batch.duplicates is not None:
+                others, computed = micro_batch.duplicates
+                found[others] = found[computed]
         if torch.distributed.get_world_size() > 1:
             step = max(1, _REDUCED_BYTES // (found[0].size * 4)) if len(found) else 1
             for start in range(0, len(found), step):

@@ -19,17 +19,21 @@ from torch import Tensor
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import hf_log_probs, stored_gradients
+from tests.learner.tiny_models import Copies, hf_log_probs, stored_gradients
 
 Rows = np.ndarray[Any, Any]
 
 
-def random_rows(batch: TrajectoryBatch, layers: int, experts: int, k: int, missing: float, seed: int = 9) -> Rows:
-    """uint8 [sum (P + R), layers, k]: experts drawn at random, of which a share of the tokens knows none."""
-    rng = np.random.default_rng(seed)
+def random_rows(batch: TrajectoryBatch, layers: int, experts: int, k: int, missing: float, copies: Copies = ()) -> Rows:
+    """uint8 [sum (P + R), layers, k]: experts drawn at random, of which a share of the tokens knows none; those of
+    ``tiny_models.with_copies`` are the other's."""
+    rng = np.random.default_rng(9)
     count = int(batch.total_lengths.sum())
     rows = rng.random((count, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
     rows[rng.random(count) < missing] = missing_expert(np.uint8)
+    starts = np.cumsum(batch.total_lengths) - batch.total_lengths
+    for row, other, tokens in copies:
+        rows[starts[row] : starts[row] + tokens] = rows[starts[other] : starts[other] + tokens]
     return rows
 
 
@@ -199,7 +203,8 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
             counted = metrics if kind == "own" else passes["policy"]["metrics"]
             figures = want.get("metrics", dict.fromkeys(counted, 0.0) if kind == "own" else {})
             for name, value in figures.items():
-                if name.startswith("routing_replay/"):
+                # Where prefixes are shared, tokens are counted once.
+                if name.startswith("routing_replay/") and not learner.config.learner.share_prefixes:
                     found[f"{kind} {name}"] = abs(counted[name] - value)
         assert replay.waiting == 0
     return found

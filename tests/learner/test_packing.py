@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer, zigzag
+from megatron_retool.learner.shared_packing import SharedPrefixPacker
+from megatron_retool.learner.tree_attention import tree_attention
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import random_batch
+from tests.learner.tiny_models import random_batch, with_copies
 
 
 def _layout(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, virtual: int | None = None):
@@ -184,3 +187,74 @@ def test_ranks_have_even_cost_and_little_is_padding(seed: int) -> None:
     # Per sequence up to 2 CP - 1 tokens, per micro-batch up to 2 CP x TP - 1.
     padded = packer._padded(lengths).sum() + sum(len(share) for share in plan) * (4 * 4 - 1)
     assert padded <= 1.02 * lengths.sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    data=st.integers(1, 3),
+    tensor=st.sampled_from([1, 2]),
+    budget=st.integers(64, 150),
+    seed=st.integers(0, 5),
+)
+def test_shared_prefixes_leave_every_response_token_its_context(
+    prompts: list[int], data: int, tensor: int, budget: int, seed: int
+) -> None:
+    """By what attention goes by: a token sees those before it whose node's subtree it lies in."""
+    rng = np.random.default_rng(seed)
+    lengths = [(prompt, int(rng.integers(1, 40))) for prompt in prompts for _ in range(4)]
+    # The second and the third response of a group begin like its first, the fourth like the third.
+    copies = [
+        (4 * group + row, 4 * group + other, int(rng.integers(prompt, prompt + 1 + min(lengths[4 * group + row][1],
+         lengths[4 * group + other][1]))))
+        for group, prompt in enumerate(prompts)
+        for row, other in ((1, 0), (2, 0), (3, 2))
+    ]  # fmt: skip
+    batch = with_copies(random_batch(lengths, seed), copies)
+    whole = [np.concatenate(pair) for pair in sequences(batch)]
+    owner, inside = batch.sequence_ids, _positions(batch)
+    seen = np.zeros(batch.num_response_tokens, int)
+    computed = 0
+    for data_rank in range(data):
+        layout = _layout(data=data, tensor=tensor)
+        packer = SharedPrefixPacker(layout, budget, data_rank, 0, torch.device("cpu"))
+        for piece in packer.micro_batches(batch):
+            ids = piece.input_ids[0].numpy()
+            assert len(ids) % tensor == 0 and len(ids) <= budget + tensor
+            assert piece.tree is not None and piece.copies is not None and piece.duplicates is not None
+            visible_until = piece.tree.visible_until.numpy()
+            at = np.arange(len(ids))
+            tokens = piece.response_positions[piece.slots.numpy()]
+            places = piece.copies.numpy()
+            for token, head, target in zip(
+                tokens, piece.head_positions.numpy()[places], piece.targets.numpy()[places], strict=True
+            ):
+                context = ids[(at <= head) & (head < visible_until)]
+                row, end = owner[token], batch.prompt_lengths[owner[token]] + inside[token]
+                np.testing.assert_array_equal(context, whole[row][:end])
+                assert target == whole[row][end]
+            np.add.at(seen, tokens, 1)
+            computed += int((piece.token_positions >= 0).sum())
+            stream = np.concatenate(whole)
+            real = piece.token_positions >= 0
+            np.testing.assert_array_equal(stream[piece.token_positions[real]], ids[real])
+            others, instead = piece.duplicates
+            np.testing.assert_array_equal(stream[others], stream[instead])
+            computed += len(others)
+    np.testing.assert_array_equal(seen, batch.loss_mask)
+    assert computed == batch.total_lengths.sum()
+
+
+def test_what_flex_attention_is_told_is_what_the_tree_is() -> None:
+    """On a GPU, in place of the pieces that a CPU computes; its own backward pass exists there alone."""
+    batch = with_copies(random_batch([(30, 9), (30, 20), (25, 3)]), [(1, 0, 33)])
+    packer = SharedPrefixPacker(_layout(), 128, 0, 0, torch.device("cpu"))
+    (piece,) = packer.micro_batches(batch)
+    tree = piece.tree
+    assert tree is not None and len(tree.stems) == 1
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(piece.input_ids.size(1), heads, 8, generator=generator) for heads in (4, 2, 2))
+    whole = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    found = flex_attention(*whole, block_mask=tree.block_mask, scale=0.3, enable_gqa=True)
+    expected = tree_attention(query, key, value, tree, 0.3)
+    torch.testing.assert_close(found.squeeze(0).transpose(0, 1), expected)

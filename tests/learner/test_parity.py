@@ -1,5 +1,6 @@
 """Every family in every layout computes what transformers computes: log-probs, entropy, loss, every gradient, and the
-weights after one DAPO update. A mixture of experts does so too where the choice of experts is replayed."""
+weights after one DAPO update. A mixture of experts does so too where the choice of experts is replayed, and all of
+them where common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ from tests.learner.tiny_models import (
     save_model,
     stored_gradients,
     stored_weights,
+    with_copies,
 )
 
+COPIES = ((6, 3, 25), (7, 3, 18), (0, 2, 20), (4, 6, 4))
+"""(row, other, tokens): the row begins with so many tokens of the other, beyond the prompt of one of them."""
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17), (3, 28), (11, 12)]
 TEMPERATURE = 0.7
 ALGORITHM = AlgorithmConfig(entropy_coefficient=0.01, kl_in_loss=0.05)
@@ -42,11 +46,21 @@ TP, SP, PP, VPP, CP, EP, ETP = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-PLAIN = "use_distributed_optimizer"
+PLAIN, SHARE = "use_distributed_optimizer", "share_prefixes"
 Layout = dict[str, Any]
 DENSE: dict[int, dict[str, Layout]] = {
-    1: {"one": {}, "one_unpacked": {"max_tokens_per_micro_batch": 56}, "one_recompute": {"recompute": "full"}},
+    1: {
+        "one": {},
+        "one_unpacked": {"max_tokens_per_micro_batch": 56},
+        "one_recompute": {"recompute": "full"},
+        "shared": {SHARE: True},
+        "shared_unpacked": {SHARE: True, "max_tokens_per_micro_batch": 64},
+        "shared_recompute": {SHARE: True, "recompute": "full"},
+    },
     2: {
+        "tp2_sp_shared": {TP: 2, SP: True, SHARE: True},
+        "pp2_shared": {PP: 2, SHARE: True},
+        "dp2_shared": {SHARE: True},
         "tp2": {TP: 2},
         "tp2_sp": {TP: 2, SP: True},
         "pp2": {PP: 2},
@@ -60,16 +74,19 @@ DENSE: dict[int, dict[str, Layout]] = {
         "tp2_pp2": {TP: 2, PP: 2},
         "pp2_cp2": {PP: 2, CP: 2},
         "tp4_more_than_key_value_heads": {TP: 4},
+        "pp4_vpp2_shared": {PP: 4, VPP: 2, SHARE: True},
     },
 }
 EXPERTS: dict[int, dict[str, Layout]] = {
-    1: {"one": {}, "one_unpacked": {"max_tokens_per_micro_batch": 56}},
+    1: {"one": {}, "one_unpacked": {"max_tokens_per_micro_batch": 56}, "shared": {SHARE: True}},
     2: {
         "tp2_sp": {TP: 2, SP: True},
         "pp2": {PP: 2},
         "cp2": {CP: 2},
         "dp2": {},
         "ep2": {EP: 2},
+        "ep2_tp2_shared": {EP: 2, TP: 2, SP: True, ETP: 1, SHARE: True},
+        "pp2_shared": {PP: 2, SHARE: True},
         "ep2_tp2": {EP: 2, TP: 2, SP: True, ETP: 1},
     },
     4: {
@@ -78,6 +95,7 @@ EXPERTS: dict[int, dict[str, Layout]] = {
         "ep2_etp2_dp2": {EP: 2, TP: 2, SP: True, ETP: 2},
         "ep4": {EP: 4},
         "ep2_pp2": {EP: 2, PP: 2},
+        "ep2_pp2_shared": {EP: 2, PP: 2, SHARE: True},
     },
 }
 CASES = [
@@ -85,6 +103,7 @@ CASES = [
     for world in (1, 2, 4)
     for family in FAMILIES
     for name in (EXPERTS if family == "qwen3_moe" else DENSE)[world]
+    if not (family == "mistral" and "shared" in name)  # whose sliding window is refused
 ]
 
 
@@ -93,7 +112,7 @@ def _layout(world: int, family: str, name: str) -> Layout:
 
 
 def mini_batch() -> TrajectoryBatch:
-    batch = random_batch(LENGTHS)
+    batch = with_copies(random_batch(LENGTHS), COPIES)
     rng = np.random.default_rng(5)
     count = batch.num_response_tokens
     mask = torch.from_numpy(batch.loss_mask)
@@ -152,8 +171,8 @@ def reference(family: str, directory: Path) -> None:
 
 def _forced_reference(model: Any, batch: TrajectoryBatch, file: Path) -> None:
     rows = {
-        "all_rows": forced_routing.random_rows(batch, 8, 4, 2, missing=0.0),
-        "gaps": forced_routing.random_rows(batch, 8, 4, 2, missing=0.25),
+        "all_rows": forced_routing.random_rows(batch, 8, 4, 2, missing=0.0, copies=COPIES),
+        "gaps": forced_routing.random_rows(batch, 8, 4, 2, missing=0.25, copies=COPIES),
         "own": None,
     }
     expected = {
@@ -192,6 +211,8 @@ def compare(world: int, family: str, name: str, directory: Path) -> dict[str, fl
     )
     batch = mini_batch()
     found: dict[str, float] = {}
+    if "shared" in name:
+        assert sum(learner.packer.num_tokens(batch)) < batch.total_lengths.sum() - 40
     if moe:
         compared = forced_routing.compare(learner, batch, directory / "forced_routing.pt", TEMPERATURE)
         found |= {f"replay: {name}": value for name, value in compared.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron_retool.doctor.model import sequences, stored_names
 from megatron_retool.trajectory import TrajectoryBatch
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+Copies = Sequence[tuple[int, int, int]]
 VOCAB_SIZE = 101  # no multiple of anything: the learner has to pad it
 
 _COMMON: dict[str, Any] = {
@@ -104,6 +107,16 @@ def random_batch(lengths: list[tuple[int, int]], seed: int = 0, vocab_size: int 
         indices=np.arange(len(lengths), dtype=np.int32),
         rewards=np.zeros(len(lengths), np.float32),
     )
+
+
+def with_copies(batch: TrajectoryBatch, copies: Copies) -> TrajectoryBatch:
+    """The batch in which each ``row`` begins with ``tokens`` tokens of ``other``, for each (row, other, tokens)."""
+    both = [np.concatenate(pair) for pair in sequences(batch)]
+    for row, other, tokens in copies:
+        both[row][:tokens] = both[other][:tokens]
+    prompts = [ids[:length] for ids, length in zip(both, batch.prompt_lengths, strict=True)]
+    responses = [ids[length:] for ids, length in zip(both, batch.prompt_lengths, strict=True)]
+    return dataclasses.replace(batch, prompt_ids=np.concatenate(prompts), response_ids=np.concatenate(responses))
 
 
 def hf_log_probs(model: Any, batch: TrajectoryBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ from tests.learner.transformer_engine.conftest import Run
 
 CASES = [
     *[(1, family, "one") for family in FAMILIES],
+    (1, "qwen3", "shared"),
+    (2, "qwen3_moe", "ep2_tp2_shared"),
     *[(2, "qwen3", name) for name in ("tp2", "tp2_sp", "pp2", "dp2")],
     *[(2, "qwen3_moe", name) for name in ("tp2_sp", "pp2", "ep2", "ep2_tp2")],
 ]
