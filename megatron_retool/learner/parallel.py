@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -15,6 +16,8 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import ConfigError
 
 _active: ParallelLayout | None = None
+_of_layout: list[Any] = []
+"""Megatron's process groups for it."""
 """The layout whose process groups this process has joined: an actor and a critic share them."""
 
 
@@ -92,8 +95,8 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
     global _active
     if _active == layout and parallel_state.model_parallel_is_initialized():
         return
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_layout()
+    others = _process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -104,6 +107,23 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     _active = layout
+    _of_layout[:] = [group for group in _process_groups() if group not in others]
+
+
+def _process_groups() -> list[Any]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def _leave_layout() -> None:
+    """Megatron forgets its groups, torch does not: each would keep its threads and buffers, a GPU's too."""
+    global _active
+    _active = None
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    for group in _process_groups():
+        if group in _of_layout:
+            torch.distributed.destroy_process_group(group)
+    _of_layout.clear()
 
 
 def _connect(device: torch.device) -> None:
@@ -117,10 +137,7 @@ def _connect(device: torch.device) -> None:
 
 def shutdown() -> None:
     """Leave every process group."""
-    global _active
-    _active = None
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    _leave_layout()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

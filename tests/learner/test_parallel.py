@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
+from conversion.model.layout import ParallelLayout
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import resolve_device
+from tests.learner.ranks import run_ranks
 
 
 def test_cuda_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,17 @@ def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatc
     called.clear()
     parallel._connect(torch.device("cpu"))
     assert not called
+
+
+def _threads_of_layouts() -> list[int]:
+    found = []
+    for _ in range(2):
+        for layout in ({"tensor": 2}, {"pipeline": 2}):
+            parallel.initialize(ParallelLayout.of_ranks(2, **layout), torch.device("cpu"), 1)
+            found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+def test_a_layout_that_is_left_leaves_no_threads(tmp_path: Path) -> None:
+    first, *later = run_ranks(_threads_of_layouts, 2, tmp_path)
+    assert max(later) < first + 10

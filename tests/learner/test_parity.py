@@ -58,14 +58,14 @@ DENSE: dict[int, dict[str, Layout]] = {
         "shared_recompute": {SHARE: True, "recompute": "full"},
     },
     2: {
-        "tp2_sp_shared": {TP: 2, SP: True, SHARE: True},
-        "pp2_shared": {PP: 2, SHARE: True},
-        "dp2_shared": {SHARE: True},
         "tp2": {TP: 2},
         "tp2_sp": {TP: 2, SP: True},
+        "tp2_sp_shared": {TP: 2, SP: True, SHARE: True},
         "pp2": {PP: 2},
+        "pp2_shared": {PP: 2, SHARE: True},
         "cp2": {CP: 2},
         "dp2": {},
+        "dp2_shared": {SHARE: True},
         "dp2_plain_optimizer": {PLAIN: False},
     },
     4: {
@@ -109,6 +109,10 @@ CASES = [
 
 def _layout(world: int, family: str, name: str) -> Layout:
     return (EXPERTS if family == "qwen3_moe" else DENSE)[world][name]
+
+
+def _process_groups(layout: Layout) -> str:
+    return str(sorted((key, size) for key, size in layout.items() if key in (TP, SP, PP, VPP, CP, EP, ETP)))
 
 
 def mini_batch() -> TrajectoryBatch:
@@ -248,14 +252,15 @@ def compare(world: int, family: str, name: str, directory: Path) -> dict[str, fl
 
 def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
     answers: dict[tuple[str, str], Any] = {}
-    for case_world, family, name in CASES:
-        if case_world == world:
-            try:
-                answers[family, name] = compare(world, family, name, directory)
-            except Exception:
-                if world > 1:
-                    raise
-                answers[family, name] = traceback.format_exc()
+    # One layout after the other: process groups are made once for each, and their threads stay.
+    own = [(family, name) for case_world, family, name in CASES if case_world == world]
+    for family, name in sorted(own, key=lambda case: _process_groups(_layout(world, *case))):
+        try:
+            answers[family, name] = compare(world, family, name, directory)
+        except Exception:
+            if world > 1:
+                raise
+            answers[family, name] = traceback.format_exc()
     return answers
 
 
