@@ -26,9 +26,9 @@ from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.cluster.log_prob_check import LogProbCheck
 from megatron_retool.cluster.placement import Placement, check_weight_sync, needs_critic, plan_placement
 from megatron_retool.cluster.runtime import all_node_ids, lost_nodes, node_ids, ray_runtime
-from megatron_retool.cluster.sandbox_group import RETRY_SECONDS, SandboxGroup
+from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.cluster.stopped_processes import end_stopped_processes
-from megatron_retool.config import Config, ConfigError, save_config
+from megatron_retool.config import Config, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.monitor.metrics import StepTimer
@@ -41,11 +41,9 @@ from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import make_agent
 from sglang_rollout.rollout_manager import RolloutManager
 from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
-from tools.code_interpreter.settings import TOKEN_VARIABLE
+from tools.code_interpreter.process import SandboxServerProcess, kept_running
+from tools.code_interpreter.tool import client_of_named_servers
 from tools.registry import ToolRegistry
-
-SANDBOX_CHECK_SECONDS = 1.0
 
 
 class Deployment:
@@ -243,15 +241,7 @@ class Deployment:
             return CodeInterpreterClient([])
         if not config.rollout.multi_turn.uses_code_interpreter:
             return None
-        client = CodeInterpreterClient(config.tools.code_interpreter.urls)
-        silent = await client.silent_servers()
-        if silent:
-            raise ConfigError(
-                f"tools.code_interpreter.url: {', '.join(silent)} does not answer, or demands another "
-                f"{TOKEN_VARIABLE}: start the server there (python -m tools.code_interpreter.server), or leave the "
-                "key unset and the trainer starts one"
-            )
-        return client
+        return await client_of_named_servers(config.tools.code_interpreter)
 
     async def _start_tools(self, placement: Placement, client: CodeInterpreterClient | None) -> None:
         """Start the tools and, on a single node, the run's own code interpreter server."""
@@ -263,23 +253,12 @@ class Deployment:
             with self.activities.part("starting the code interpreter"):
                 client.put_server(0, server.start())
             self._stack.callback(server.stop)
-            watch = asyncio.create_task(self._keep_running(server))
+            watch = asyncio.create_task(kept_running(server, self._warn))
             self._stack.callback(watch.cancel)
         await self._stack.enter_async_context(self.tools)
 
-    async def _keep_running(self, server: SandboxServerProcess) -> None:
-        """Start the code interpreter again, on its port, where it ended; callers wait and repeat meanwhile."""
-        while True:
-            await asyncio.sleep(SANDBOX_CHECK_SECONDS)
-            if not server.is_running():
-                self.console.print("[yellow]the code interpreter server ended: starting it again[/]")
-                try:
-                    # Not in another thread: the server dies with the thread that started it.
-                    server.start()
-                except SandboxServerError as error:
-                    text = f"the code interpreter server does not start again: {error}"
-                    self.console.print(text, style="yellow", markup=False)
-                    await asyncio.sleep(RETRY_SECONDS)
+    def _warn(self, text: str) -> None:
+        self.console.print(text, style="yellow", markup=False)
 
     def _stacks_of_nodes(self) -> list[tuple[str, str]]:
         """A private Ray's processes are the driver's children; others are asked for."""

@@ -16,11 +16,9 @@ from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import lost_nodes, node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
 from tools.code_interpreter.client import CodeInterpreterClient
-from tools.code_interpreter.process import SandboxServerError, SandboxServerProcess
+from tools.code_interpreter.process import RETRY_SECONDS, SandboxServerError, SandboxServerProcess
 
 CHECK_SECONDS = 1.0
-RETRY_SECONDS = 10.0
-"""Until the next try, where a server could not be started again."""
 
 
 class SandboxWorker:

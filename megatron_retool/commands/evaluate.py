@@ -13,15 +13,14 @@ examples:
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_retool.commands.running import on_base, run_async
+from megatron_retool.commands.running import on_base, run_async, with_exported_model
 from megatron_retool.commands.settings import add_config, load
-from megatron_retool.config import Config
 from megatron_retool.runs.leave import LeaveRequest
 
 SETTINGS = (
@@ -48,26 +47,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.pipeline import naming_the_base
 
     with naming_the_base(config), LeaveRequest(), tempfile.TemporaryDirectory() as scratch:
-        config = with_exported_model(config, Path(scratch) / "model", console)
+        config = with_exported_model(
+            config, Path(scratch) / "model", functools.partial(console.print, markup=False, highlight=False)
+        )
         check_model(config, learns=False)
         run_async(evaluate_model(config, console))
     return 0
-
-
-def with_exported_model(config: Config, target: Path, console: Console) -> Config:
-    """``config``; where model.path is a run's checkpoint, with the Hugging Face model that is made of it in ``target``.
-
-    Raises:
-        DistCheckpointError, DamagedError: the checkpoint is incomplete or damaged.
-    """
-    from conversion.files.dist_checkpoint import FORMAT_NAME
-
-    source = Path(config.model.path)
-    if not any((directory / FORMAT_NAME).is_file() for directory in (source, source / "learner")):
-        return config
-    from conversion.mcore_to_hf import export
-
-    console.print(f"exporting {source}", markup=False, highlight=False)
-    tokenizer = config.model.tokenizer_path
-    export(source, target, families=config.model.families, require_tokenizer=tokenizer is None)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(target)))

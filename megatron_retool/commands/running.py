@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Coroutine
+import dataclasses
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -62,3 +64,22 @@ def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
                 raise KeyboardInterrupt from None
 
     return asyncio.run(guarded())
+
+
+def with_exported_model(config: Config, target: Path, say: Callable[[str], None]) -> Config:
+    """``config``; where model.path is a run's checkpoint, with the Hugging Face model that is made of it in ``target``.
+
+    Raises:
+        DistCheckpointError, DamagedError: the checkpoint is incomplete or damaged.
+    """
+    from conversion.files.dist_checkpoint import FORMAT_NAME
+
+    source = Path(config.model.path)
+    if not any((directory / FORMAT_NAME).is_file() for directory in (source, source / "learner")):
+        return config
+    from conversion.mcore_to_hf import export
+
+    say(f"exporting {source}")
+    tokenizer = config.model.tokenizer_path
+    export(source, target, families=config.model.families, require_tokenizer=tokenizer is None)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(target)))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_retool.doctor.machine import cores, installed, machine, memory_bytes, nvidia_smi
 from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
 from megatron_retool.doctor.session import Session
+from megatron_retool.machine import cores, installed, machine, memory_bytes, nvidia_smi
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 PINS = {False: ("cpu-torch.txt", "cpu.txt"), True: ("gpu-torch.txt", "gpu.txt")}

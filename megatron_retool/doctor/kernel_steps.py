@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_retool.doctor.machine import installed
 from megatron_retool.doctor.outcome import Figure, Skipped
 from megatron_retool.doctor.session import Session
+from megatron_retool.machine import installed
 
 FP32, TF32, BF16 = 1e-5, 2e-3, 2e-2
 """Largest difference, relative to the largest value."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.doctor.catalogue import select
-from megatron_retool.doctor.machine import gpu_count, machine, versions
 from megatron_retool.doctor.outcome import Outcome
 from megatron_retool.doctor.report import Report
 from megatron_retool.doctor.runner import run_steps
 from megatron_retool.doctor.session import Nodes, Session
 from megatron_retool.doctor.table import outcomes_table, steps_table, summary, verdict_text
+from megatron_retool.machine import gpu_count, machine, versions
 from megatron_retool.monitor.progress import progress_line
 
 ROOT = Path(__file__).parents[2]

@@ -138,18 +138,37 @@ def _is_overall_mean(name: str) -> bool:
     return name.startswith("val-core/all/acc/mean@")
 
 
-def write_plots(run_dir: str | Path, title: str | None = None, notes: str = "") -> Path:
-    """Draw every curve that the run has into runs/<name>/report/ and a plots.html beside them.
+@dataclass(frozen=True)
+class Plots:
+    """The pictures of a run, drawn into ``directory``.
+
+    Attributes:
+        last: metrics of the last step.
+    """
+
+    run_dir: Path
+    directory: Path
+    pictures: Sequence[Figure]
+    last: dict[str, Any]
+
+    def write_page(self, notes: str = "") -> Path:
+        """A page of all, plots.html beside them; its path.
+
+        Args:
+            notes: plain text under the heading.
+        """
+        page = self.directory / PLOTS_PAGE
+        write_text(page, _page(self.run_dir.name, notes, self.pictures, self.last))
+        return page
+
+
+def draw_plots(run_dir: str | Path) -> Plots:
+    """Draw every curve that the run has into runs/<name>/report/.
 
     The accuracy of each validation problem at each step is a picture and a table (validation_problems.csv) beside them.
 
     Args:
         run_dir: a run's directory with metrics.jsonl.
-        title: heading of the page; the run's name by default.
-        notes: plain text under the heading.
-
-    Returns:
-        The page's path.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no metrics.
@@ -186,9 +205,7 @@ def write_plots(run_dir: str | Path, title: str | None = None, notes: str = "") 
         plt.close(canvas)
         pictures.append(figure)
     pictures += [Figure(name, title, []) for name, title in draw_problems(run_dir, rows, target)]
-    page = target / PLOTS_PAGE
-    write_text(page, _page(title or run_dir.name, notes, pictures, rows[-1]))
-    return page
+    return Plots(run_dir, target, pictures, rows[-1])
 
 
 def _page(title: str, notes: str, pictures: Sequence[Figure], last: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.machine import cores, installed, memory_bytes, nvidia_smi
 from megatron_retool.runs.files import write_text
 
 FILE_NAME = "environment.json"
@@ -27,21 +27,16 @@ def environment() -> dict[str, Any]:
     """Commit of the code, versions, hardware, host, process and time of this process."""
     import torch
 
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {package: installed(package) for package in PACKAGES}
     return {
         "commit": _git("rev-parse", "HEAD"),
         "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
         "python": platform.python_version(),
-        "packages": found,
+        "packages": {package: version for package, version in versions.items() if version is not None},
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpu_cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpus": nvidia_smi("name"),
+        "cpu_cores": cores(),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "process_start": process_start(os.getpid()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_retool.reports.problems import TABLE
-from megatron_retool.reports.run import write_plots
+from megatron_retool.reports.run import draw_plots
 from megatron_retool.runs.files import write_text
 from megatron_retool.viewer.export import export
 
@@ -33,13 +33,14 @@ def write_report(run_dir: str | Path, summary: str = "") -> Path:
         FileNotFoundError: there is no such run, or it has no metrics.
     """
     run_dir = Path(run_dir)
-    plots = write_plots(run_dir, notes=summary)
+    drawn = draw_plots(run_dir)
+    plots = drawn.write_page(summary)
     page = plots.with_name(PAGE_NAME)
     beside = [plots.name, *([TABLE] if (plots.parent / TABLE).is_file() else [])]
     text = "\n".join([summary, f"beside this file: {', '.join(beside)}"]).strip()
     try:
         export(run_dir.resolve(), page, most_tokens=MOST_TOKENS, summary=text)
     except (OSError, ValueError) as error:  # a run's end must not fail for its report
-        write_plots(run_dir, notes=f"{summary}\n\nThe page of the whole run could not be made: {error}".strip())
+        drawn.write_page(f"{summary}\n\nThe page of the whole run could not be made: {error}".strip())
         write_text(page, plots.read_text(encoding="utf-8"))
     return page

@@ -31,7 +31,7 @@ def read(body: fields.Json) -> MessagesRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    fields.check_sampling(body)
+    sampling = fields.sampling(body)
     messages: list[Message] = []
     system = fields.content_text(body.get("system"), "system", ("text",))
     if system:
@@ -54,6 +54,7 @@ def read(body: fields.Json) -> MessagesRequest:
         max_tokens=limit,
         stop=fields.texts(body, "stop_sequences"),
         model=fields.text(body, "model", default=""),
+        sampling=sampling,
     )
     return MessagesRequest(call, fields.flag(body, "stream"))
 

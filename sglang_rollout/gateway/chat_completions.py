@@ -37,7 +37,7 @@ def read(body: fields.Json) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    fields.check_sampling(body)
+    sampling = fields.sampling(body)
     messages = [_message(item, f"messages[{place}].") for place, item in enumerate(fields.items(body, "messages"))]
     if not messages:
         raise invalid("messages", "expected at least one message")
@@ -60,6 +60,7 @@ def read(body: fields.Json) -> ChatRequest:
         seed=fields.integer(body, "seed", 0),
         choices=fields.integer(body, "n", 1) or 1,
         model=fields.text(body, "model", default=""),
+        sampling=sampling,
     )
     return ChatRequest(call, stream, fields.flag(options, "include_usage", "stream_options."), _log_probs(body))
 

@@ -27,6 +27,7 @@ class Call:
         max_tokens: most tokens of each answer; None: as many as there is room for.
         stop: texts at which an answer ends.
         choices: answers that are wanted.
+        sampling: temperature and top_p that it asks for; whether they count is the session's to say.
     """
 
     messages: list[Message]
@@ -36,6 +37,7 @@ class Call:
     seed: int | None = None
     choices: int = 1
     model: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ def texts(body: Json, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_sampling(body: Json) -> None:
-    """Refuse sampling settings out of range; the session's own are used in any case."""
+def sampling(body: Json) -> dict[str, float]:
+    """temperature and top_p, where the call asks for them; other settings are checked alone."""
     for name, (low, high) in _RANGES.items():
         value = body.get(name)
         if value is None:
@@ -78,6 +78,7 @@ def check_sampling(body: Json) -> None:
             raise invalid(name, f"expected a number, got {_kind(value)}")
         if not low <= value <= high:
             raise invalid(name, f"expected a number from {low} to {high}, got {value}")
+    return {name: body[name] for name in ("temperature", "top_p") if body.get(name) is not None}
 
 
 def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:

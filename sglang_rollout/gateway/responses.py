@@ -44,7 +44,7 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     Raises:
         ApiError: 400, naming the field; 404, previous_response_id is unknown.
     """
-    fields.check_sampling(body)
+    sampling = fields.sampling(body)
     history: list[Message] = []
     if body.get("previous_response_id") is not None:
         previous = fields.text(body, "previous_response_id")
@@ -65,6 +65,7 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
         tools=_tools(body),
         max_tokens=fields.integer(body, "max_output_tokens", 1),
         model=fields.text(body, "model", default=""),
+        sampling=sampling,
     )
     return ResponsesRequest(call, fields.flag(body, "stream"), normalize_messages(history), body)
 

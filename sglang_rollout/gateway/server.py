@@ -16,13 +16,14 @@ A stream begins when the turn is sampled: an engine's answer comes whole, and an
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -30,15 +31,32 @@ from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway import anthropic_messages, chat_completions, responses
+from sglang_rollout.gateway.conversation import Answer, Call
 from sglang_rollout.gateway.errors import ApiError, invalid, session_not_found, unsupported
-from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionHandle, SessionLimits
+from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionLimits
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_MIB = 64
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Door(Protocol):
+    """Who may call, and who answers, where sessions are not of one agent each (megatron_retool/serving/)."""
+
+    def session(self, gateway: Gateway, key: str) -> OpenSession:
+        """The session of a call that shows ``key``, whichever session its address names.
+
+        Raises:
+            ApiError: the key is missing or wrong.
+        """
+        ...
+
+    async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
+        """As ``OpenSession.answer``."""
+        ...
 
 
 class Gateway:
@@ -52,6 +70,11 @@ class Gateway:
         host: address to listen on. Where it is not loopback every call must show the session's key.
         port: 0: a free one.
         stop_strings: whether the engines end a turn at a text; without it a request that asks for that is refused.
+        door: decides about every call; None: sessions are found by their id or key, and answer by themselves.
+        pages: further addresses of GET, which need no key.
+
+    Attributes:
+        port: where it listens, once it was entered.
 
     Raises:
         ExtensionError, ChatTemplateError: see ``ContextRenderer``.
@@ -67,16 +90,20 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         stop_strings: bool = True,
+        door: Door | None = None,
+        pages: Mapping[str, Handler] | None = None,
     ) -> None:
         self.statistics = GatewayStatistics()
         self.model = model
         self._renderer = ContextRenderer(tokenizer, config)
         self._sampler = sampler
-        self._host, self._port = host, port
+        self._host, self.port = host, port
         self._stop_strings = stop_strings
+        self._door = door
+        self._pages = dict(pages or {})
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
-        self._needs_key = not _is_loopback(host)
+        self._needs_key = not is_loopback(host)
         self._runner: web.AppRunner | None = None
         self._root = ""
 
@@ -87,13 +114,15 @@ class Gateway:
             application.router.add_post(f"{prefix}/v1/responses", self._responses)
             application.router.add_post(f"{prefix}/v1/messages", self._messages)
             application.router.add_get(f"{prefix}/v1/models", self._models)
+        for path, page in self._pages.items():
+            application.router.add_get(path, page)
         # A client that goes away cancels its call, and with it the engine's request.
         self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, backlog=4096)
+        site = web.TCPSite(self._runner, self._host, self.port, backlog=4096)
         await site.start()
-        port = self._runner.addresses[0][1]
-        self._root = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        self.port = self._runner.addresses[0][1]
+        self._root = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -111,7 +140,8 @@ class Gateway:
         seed: int | None = None,
         group_id: int = 0,
         index: int = 0,
-    ) -> SessionHandle:
+        calls_choose_sampling: bool = False,
+    ) -> OpenSession:
         """A new session; the gateway must have been entered.
 
         Args:
@@ -120,8 +150,9 @@ class Gateway:
             seed: of the draws; a call may bring its own. Answers in one history differ in all but the first's seed.
             group_id: sessions of one group are sent to the engine that has their prompt in its cache.
             index: of the rollout in its group; for messages.
+            calls_choose_sampling: a call's own temperature and top_p count. Log-probs are of that distribution then.
         """
-        settings = session_settings(sampling, tools, limits, seed, group_id, index)
+        settings = session_settings(sampling, tools, limits, seed, group_id, index, calls_choose_sampling)
         session = OpenSession(settings, self._renderer, self._sampler, self.statistics, self._root, self._forget)
         self._by_id[session.id] = self._by_key[session.key] = session
         self.statistics.sessions += 1
@@ -138,6 +169,8 @@ class Gateway:
 
     def _session(self, request: web.Request) -> OpenSession:
         shown = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._door is not None:
+            return self._door.session(self, shown)
         identifier = request.match_info.get("session")
         session = self._by_key.get(shown) if identifier is None else self._by_id.get(identifier)
         if session is None:
@@ -150,7 +183,7 @@ class Gateway:
         session = self._session(http)
         request = chat_completions.read(await _body(http))
         self._check_stop("stop", request.call.stop)
-        answers = await session.answer(request.call, with_tokens=request.log_probs)
+        answers = await self._answers(session, request.call, request.log_probs)
         if not request.stream:
             return _json(chat_completions.completion(request, answers, self.model))
         chunks = (f"data: {_dumps(chunk)}\n\n" for chunk in chat_completions.chunks(request, answers, self.model))
@@ -159,7 +192,7 @@ class Gateway:
     async def _responses(self, http: web.Request) -> web.StreamResponse:
         session = self._session(http)
         request = responses.read(await _body(http), session.responses)
-        (answer,) = await session.answer(request.call)
+        (answer,) = await self._answers(session, request.call)
         session.responses[request.id] = [*request.history, answer.message()]
         if not request.stream:
             return _json(responses.response(request, answer, self.model))
@@ -169,10 +202,14 @@ class Gateway:
         session = self._session(http)
         request = anthropic_messages.read(await _body(http))
         self._check_stop("stop_sequences", request.call.stop)
-        (answer,) = await session.answer(request.call)
+        (answer,) = await self._answers(session, request.call)
         if not request.stream:
             return _json(anthropic_messages.message(request, answer, self.model))
         return await _stream(http, map(_event, anthropic_messages.events(request, answer, self.model)))
+
+    async def _answers(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
+        answering = session.answer if self._door is None else functools.partial(self._door.answer, session)
+        return await answering(call, with_tokens)
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         self._session(http)
@@ -184,7 +221,7 @@ class Gateway:
             raise unsupported(field, "the engines have no tokenizer, which ending a turn at a text needs")
 
     @web.middleware
-    async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answers every failure in the form of the API that was called."""
         began = time.monotonic()
         try:
@@ -241,7 +278,7 @@ async def _stream(http: web.Request, events: Iterable[str]) -> web.StreamRespons
     return response
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -31,6 +31,7 @@ class SessionSettings:
     seed: int | None
     group_id: int
     index: int
+    calls_choose_sampling: bool = False
 
 
 class OpenSession:
@@ -169,7 +170,17 @@ class OpenSession:
             raise invalid("max_tokens", "the session has no context_length, so every call must say max_tokens")
         stop = self._renderer.stop
         stop = replace(stop, strings=(*stop.strings, *call.stop))
-        return TurnRequest(room, self.settings.sampling, stop, self._remaining_seconds())
+        return TurnRequest(room, self._sampling(call), stop, self._remaining_seconds())
+
+    def _sampling(self, call: Call) -> SamplingConfig:
+        sampling = self.settings.sampling
+        if not self.settings.calls_choose_sampling:
+            return sampling
+        asked = {**call.sampling}
+        if "top_p" in asked:
+            # A share of 0 is the API's word for the most probable token alone.
+            asked["top_p"] = max(asked["top_p"], 1e-6)
+        return replace(sampling, **asked)  # type: ignore[arg-type]
 
     async def _sampled(
         self, call: Call, context: Context, state: TrajectoryState, request: TurnRequest
@@ -220,7 +231,8 @@ def session_settings(
     seed: int | None,
     group_id: int,
     index: int,
+    calls_choose_sampling: bool = False,
 ) -> SessionSettings:
     """The settings of a session, with copies of what the caller may change."""
     schemas = None if tools is None else [dict(tool) for tool in tools]
-    return SessionSettings(sampling, limits or SessionLimits(), schemas, seed, group_id, index)
+    return SessionSettings(sampling, limits or SessionLimits(), schemas, seed, group_id, index, calls_choose_sampling)

@@ -46,7 +46,7 @@ RESOLVED_ONLY = {
     "trainer.experiment_name=from_20": "every run begins with such a directory, that of the fine-tuned model",
     "trainer.experiment_name=seed1": "gspo begins from the demo's data and model too",
 }
-STAYS = r"^tensorboard |^megatron-retool view runs$"
+STAYS = r"^tensorboard |^megatron-retool view runs$|^megatron-retool serve "
 """Servers: they have to stay up."""
 SHORTER = {
     "trainer.total_steps=100": "trainer.total_steps=2",

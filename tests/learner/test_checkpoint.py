@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
 from megatron_retool.runs.checkpoints import SaveError
@@ -205,7 +204,7 @@ def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], mode
     from conversion.files.dist_checkpoint import DistCheckpoint
     from conversion.files.weights_alone import link_weights
     from conversion.mcore_to_hf import export
-    from megatron_retool.commands.evaluate import with_exported_model
+    from megatron_retool.commands.running import with_exported_model
     from tests.conversion.conftest import assert_same_bits, read_all
 
     for family in SAVED_BY:
@@ -223,10 +222,10 @@ def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], mode
             assert_same_bits(read_all(models / f"{directory.name}-export"), read_all(models / f"{family}-expected"))
     # An evaluation takes it as it is.
     config = Config(model=ModelConfig(path=str(models / f"{DENSE}-weights"), tokenizer_path="elsewhere"))
-    evaluated = with_exported_model(config, models / "evaluated", Console(quiet=True))
+    evaluated = with_exported_model(config, models / "evaluated", lambda text: None)
     assert evaluated.model.path == str(models / "evaluated") and evaluated.model.tokenizer_path == "elsewhere"
     assert_same_bits(read_all(models / "evaluated"), read_all(models / f"{DENSE}-expected"))
-    assert with_exported_model(evaluated, models / "again", Console(quiet=True)) is evaluated
+    assert with_exported_model(evaluated, models / "again", lambda text: None) is evaluated
 
 
 def test_a_training_checkpoint_becomes_a_hugging_face_directory(saved: dict[str, Any], models: Path) -> None:

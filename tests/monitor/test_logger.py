@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.monitor.logger import MetricLogger
-from megatron_retool.reports.run import write_plots
+from megatron_retool.reports.run import draw_plots
 from megatron_retool.runs.metrics_file import read_metrics
 
 
@@ -72,7 +72,7 @@ def test_report_has_a_picture_for_what_was_logged(tmp_path):
             validated = {"val-aux/x/acc/level_5/mean@4": 0.25, "val-quick/all/acc/mean@2": 0.5}
             training = {"rollout/acc/mean": step / 3, "val-core/x/acc/mean@4": 0.5, "timing_s/step": 1.0}
             log.log(step, training | code | validated)
-    page = write_plots(tmp_path, notes="<figures>")
+    page = draw_plots(tmp_path).write_page("<figures>")
     text = page.read_text()
     assert "&lt;figures&gt;" in text and "accuracy.png" in text
     validations = ("validation_by_source", "validation_by_difficulty", "validation_quick")
@@ -83,7 +83,7 @@ def test_report_has_a_picture_for_what_was_logged(tmp_path):
 
 def test_report_without_metrics(tmp_path):
     with pytest.raises(FileNotFoundError, match="metrics.jsonl"):
-        write_plots(tmp_path)
+        draw_plots(tmp_path)
 
 
 def test_a_validation_is_one_readable_line(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_retool.reports.problems import MAX_MAPS, problem_accuracy
-from megatron_retool.reports.run import write_plots
+from megatron_retool.reports.run import draw_plots
 from megatron_retool.trajectory import FinishReason, Trajectory, write_trajectories
 
 
@@ -74,7 +74,7 @@ def test_the_report_has_a_heat_map_and_a_table(tmp_path: Path, problems: int, st
     for step in range(steps):
         rows = [({"data_source": "math", "index": n, "level": n % 5 + 1}, [float(n % 3 == 0)]) for n in range(problems)]
         validated(tmp_path, step, rows)
-    page = write_plots(tmp_path)
+    page = draw_plots(tmp_path).write_page()
     text = page.read_text()
     assert 'src="validation_problems.png"' in text and 'href="validation_problems.csv"' in text
     height, width, _ = imread(page.parent / "validation_problems.png").shape
@@ -89,12 +89,12 @@ def test_the_report_has_a_heat_map_and_a_table(tmp_path: Path, problems: int, st
 def test_many_sources_share_a_heat_map(tmp_path: Path) -> None:
     sources = [{"data_source": f"source {place}", "index": 0} for place in range(MAX_MAPS + 1)]
     validated(tmp_path, 0, [(info, [1.0]) for info in sources[:-1]])
-    page = write_plots(tmp_path)
+    page = draw_plots(tmp_path).write_page()
     assert len(list(page.parent.glob("validation_problems_*.png"))) == MAX_MAPS
     validated(tmp_path, 5, [(info, [1.0]) for info in sources])
-    assert 'alt="Accuracy by problem: all"' in write_plots(tmp_path).read_text()
+    assert 'alt="Accuracy by problem: all"' in draw_plots(tmp_path).write_page().read_text()
 
 
 def test_a_run_without_validations_has_neither(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/acc/mean": 0.5}\n')
-    assert "validation_problems" not in write_plots(tmp_path).read_text()
+    assert "validation_problems" not in draw_plots(tmp_path).write_page().read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import selectors
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,11 @@ from tools.code_interpreter.settings import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_retool.config import CodeInterpreterConfig
+
+
+CHECK_SECONDS = 1.0
+RETRY_SECONDS = 10.0
+"""Until the next try, where a server could not be started again."""
 
 
 class SandboxServerError(RuntimeError):
@@ -147,3 +154,21 @@ class SandboxServerProcess:
         if config.print_last_expression:
             command.append("--print-last-expression")
         return [*command, *self._extra_arguments, "--preimport", *config.preimport]
+
+
+async def kept_running(server: SandboxServerProcess, say: Callable[[str], None]) -> None:
+    """Start ``server`` again, on its port, whenever it ends, until cancelled; callers wait and repeat meanwhile.
+
+    Args:
+        say: told of every end, and of every start that fails.
+    """
+    while True:
+        await asyncio.sleep(CHECK_SECONDS)
+        if not server.is_running():
+            say("the code interpreter server ended: starting it again")
+            try:
+                # Not in another thread: the server dies with the thread that started it.
+                server.start()
+            except SandboxServerError as error:
+                say(f"the code interpreter server does not start again: {error}")
+                await asyncio.sleep(RETRY_SECONDS)

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_retool.config import CodeInterpreterConfig, ConfigError
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
+from tools.code_interpreter.settings import TOKEN_VARIABLE
 from tools.tool import Tool, ToolResult, shorten_middle
 
 logger = logging.getLogger(__name__)
@@ -108,3 +109,19 @@ def _error_text(result: ExecutionResult, config: CodeInterpreterConfig) -> str:
         return stderr
     lines = stderr.splitlines()
     return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), lines[-1])
+
+
+async def client_of_named_servers(config: CodeInterpreterConfig) -> CodeInterpreterClient:
+    """A client of the servers that ``config.url`` names, all of which have answered.
+
+    Raises:
+        ConfigError: one of them does not answer.
+    """
+    client = CodeInterpreterClient(config.urls)
+    if silent := await client.silent_servers():
+        raise ConfigError(
+            f"tools.code_interpreter.url: {', '.join(silent)} does not answer, or demands another {TOKEN_VARIABLE}: "
+            "start the server there (python -m tools.code_interpreter.server), or leave the key unset and one is "
+            "started"
+        )
+    return client

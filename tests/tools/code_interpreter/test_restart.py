@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 
 import pytest
-from rich.console import Console
 
-from megatron_retool.cluster import deployment
+from tools.code_interpreter import process
 from tools.code_interpreter.process import SandboxServerError
 
 
@@ -28,14 +26,12 @@ class Server:
 
 
 def test_a_refused_start_is_said_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deployment, "SANDBOX_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(deployment, "RETRY_SECONDS", 0.0)
-    run = object.__new__(deployment.Deployment)
-    run.console = Console(file=io.StringIO(), width=200)
-    server = Server()
+    monkeypatch.setattr(process, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(process, "RETRY_SECONDS", 0.0)
+    server, said = Server(), []
 
     async def scenario() -> None:
-        watch = asyncio.create_task(run._keep_running(server))  # type: ignore[arg-type]
+        watch = asyncio.create_task(process.kept_running(server, said.append))  # type: ignore[arg-type]
         async with asyncio.timeout(10):
             while not server.is_running():
                 await asyncio.sleep(0.01)
@@ -43,6 +39,5 @@ def test_a_refused_start_is_said_and_repeated(monkeypatch: pytest.MonkeyPatch) -
         watch.cancel()
 
     asyncio.run(scenario())
-    said = run.console.file.getvalue()
-    assert "does not start again: the sandbox server ended: no memory [Errno 12]" in said
-    assert said.count("starting it again") == 2
+    assert "does not start again: the sandbox server ended: no memory [Errno 12]" in "\n".join(said)
+    assert sum("starting it again" in line for line in said) == 2

@@ -1,0 +1,60 @@
+"""What `serve` and `chat` share: the arguments that say what is served, and its configuration."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_retool.commands.running import with_exported_model
+from megatron_retool.commands.settings import at_least
+from megatron_retool.config import Config
+
+if TYPE_CHECKING:
+    from megatron_retool.serving.source import Source
+
+SERVED_SETTINGS = (
+    "model.tokenizer_path", "model.families", "rollout.val", "rollout.multi_turn", "rollout.engine",
+    "rollout.max_concurrent_trajectories", "rollout.request_retries", "rollout.request_timeout_seconds", "tools",
+)  # fmt: skip
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET, what chooses of it, and settings."""
+    parser.add_argument("target", metavar="TARGET", help="a model's directory, a run, or a checkpoint of one")
+    parser.add_argument("--step", metavar="N", type=at_least(0), help="of the run's checkpoint (default: the newest)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file in place of the run's config.yaml")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", type=Path, help="keep what engines and sandbox print (default: a temporary one)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
+
+
+@contextmanager
+def served_config(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[tuple[Source, Config, Path]]:
+    """What is served, its configuration with a Hugging Face model as model.path, and the directory for logs.
+
+    A checkpoint's export and all that is written meanwhile lie in a temporary directory, which goes with the block.
+
+    Raises:
+        FileNotFoundError, ValueError, ConfigError: as ``find_source`` and ``with_exported_model``.
+        EngineStartError: from the block, with a word of how to keep the log.
+    """
+    from megatron_retool.serving.source import find_source, with_work_directory
+    from sglang_rollout.engine.base import EngineStartError
+
+    source = find_source(options.target, options.step, options.config, options.overrides)
+    say(f"model: {source.description}")
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        config = with_exported_model(source.config, scratch / "model", say)
+        config = with_work_directory(config, scratch)
+        try:
+            yield source, config, options.log_dir or scratch / "logs"
+        except EngineStartError as error:
+            if options.log_dir is not None:
+                raise
+            raise EngineStartError(f"{error}\nThat log is temporary: --log-dir DIR keeps it") from error
