@@ -70,8 +70,8 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     check_named_metrics(config)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
-    announced = old_log_probs_source(config, expected_updates(config)).sentence
-    console.print(announced, markup=False, highlight=False, soft_wrap=True)
+        announced = old_log_probs_source(config, expected_updates(config)).sentence
+        console.print(announced, markup=False, highlight=False, soft_wrap=True)
     run = Deployment(config, console)
     try:
         async with run.watchdog, run:
