@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from conversion.model.architecture import Architecture
 
@@ -129,6 +130,10 @@ class ParallelLayout:
     def sequence_multiple(self) -> int:
         """A sequence's length is padded to a multiple of this: context parallelism cuts it into 2 x CP chunks."""
         return 2 * self.context if self.context > 1 else 1
+
+    def padded(self, tokens: Any) -> Any:
+        """Lengths of sequences (an int, or an integer array) with their padding to ``sequence_multiple``."""
+        return -(-tokens // self.sequence_multiple) * self.sequence_multiple
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_retool.algorithms.kl import K3_LIMIT, kl_penalty
 from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
-from megatron_retool.algorithms.rollout_correction import rejection_mask
+from megatron_retool.algorithms.rollout_correction import correct_responses
 from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
@@ -223,10 +223,10 @@ def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOut
     weights = torch.where(loss_mask, inputs.loss_weights, 0.0)
     if objective.rejection is not None:
         owners, count = contiguous_ids(inputs.sequence_ids)
-        kept = rejection_mask(
+        corrected = correct_responses(
             inputs.log_probs.detach(), inputs.old_log_probs, loss_mask, owners, count, objective.rejection
         )
-        weights = torch.where(kept, weights, 0.0)
+        weights = torch.where(corrected.keep_mask, weights, 0.0)
     inputs = replace(inputs, loss_mask=loss_mask, loss_weights=weights)
     active = inputs.active
     inputs = replace(inputs, advantages=_selected(inputs.advantages, active))
@@ -261,6 +261,34 @@ def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOut
         loss = loss + objective.kl_in_loss * kl_loss
         metrics["actor/kl_loss"] = _metric(kl_loss, torch.zeros_like(num_active))
     return LossOutput(loss, metrics)
+
+
+def with_own_old_log_probs(
+    inputs: PolicyLossInputs, rollout_log_probs: Tensor, correction: RolloutCorrectionSettings
+) -> tuple[PolicyLossInputs, Tensor]:
+    """The inputs of an update whose own log-probs are the old ones: the ratio is 1, and its gradient is that of log pi.
+
+    The rollout correction, which a pass before the update would have made of the same numbers, is made here, response
+    by response: importance weights take their place, and what it rejects weighs 0.
+
+    Args:
+        inputs: one micro-batch of whole responses. Their old log-probs and importance weights are not read; the loss
+            weights are those without the correction.
+        rollout_log_probs: float [t], the engine's.
+
+    Returns:
+        The inputs; bool [t], true at the sampled tokens that the correction keeps.
+    """
+    old_log_probs = inputs.log_probs.detach()
+    owners, count = contiguous_ids(inputs.sequence_ids)
+    weights, kept = correct_responses(old_log_probs, rollout_log_probs, inputs.loss_mask, owners, count, correction)
+    corrected = replace(
+        inputs,
+        old_log_probs=old_log_probs,
+        importance_weights=weights,
+        loss_weights=torch.where(kept, inputs.loss_weights, 0.0),
+    )
+    return corrected, kept
 
 
 def token_losses(inputs: PolicyLossInputs, loss: Extension[PolicyLoss]) -> TokenLosses:

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,9 +119,7 @@ def rollout_correction(
     )
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
     units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
-    reasons, vetoed = _reasons(units, config)
-    weights, inside = _importance_weights(units, config)
-    reasons = torch.where(inside | (reasons > 0), reasons, WEIGHT_MASK)
+    weights, reasons, vetoed = _decided(units, config)
     kept = reasons == 0
     if config.batch_normalize:
         weights = _normalized(units, weights, kept, config)
@@ -144,39 +143,51 @@ def rollout_correction(
     skip = limit is not None and metrics.get(f"{_PREFIX}k3_kl", 0.0) > limit
     metrics[f"{_PREFIX}skipped_updates"] = float(skip)
 
-    importance_weights = torch.zeros(len(loss_mask), dtype=torch.float32, device=loss_mask.device)
-    importance_weights[sampled] = weights.float()
-    keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
-    keep_mask[sampled] = kept
-    rejected_by = torch.zeros(len(loss_mask), dtype=torch.int8, device=loss_mask.device)
-    rejected_by[sampled] = reasons
-    return CorrectionResult(importance_weights, keep_mask, rejected_by, bool(skip), metrics)
+    return CorrectionResult(
+        importance_weights=_spread(weights.float(), sampled, loss_mask),
+        keep_mask=_spread(kept, sampled, loss_mask),
+        rejected_by=_spread(reasons, sampled, loss_mask),
+        skip_update=bool(skip),
+        metrics=metrics,
+    )
+
+
+class ResponseCorrection(NamedTuple):
+    """``importance_weights`` and ``keep_mask`` of ``CorrectionResult``, for some responses of a batch."""
+
+    importance_weights: Tensor
+    keep_mask: Tensor
 
 
 @torch.no_grad()
-def rejection_mask(
+def correct_responses(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     loss_mask: Tensor,
     sequence_ids: Tensor,
     num_sequences: int,
     config: RolloutCorrectionSettings,
-) -> Tensor:
-    """The rules and the veto alone, for any subset of whole responses.
+) -> ResponseCorrection:
+    """Weights, rules and veto alone, for any subset of whole responses: what ``rollout_correction`` gives them.
 
-    Bypass mode needs it inside the loss: the learner's log-probs are first known in the forward pass of the update.
+    The loss needs it where the learner's log-probs are first known in the forward pass of the update: in bypass mode,
+    and where old log-probs are the update's own. The batch filter is not applied, and weights are as they are before
+    ``batch_normalize``: both ask for the whole batch.
 
     Args:
         As ``rollout_correction``.
-
-    Returns:
-        bool [T], true at sampled tokens that may give loss.
     """
     sampled = torch.nonzero(loss_mask.bool()).squeeze(1)
     units = _SampledTokens(train_log_probs[sampled], rollout_log_probs[sampled], sequence_ids[sampled], num_sequences)
-    keep_mask = torch.zeros(len(loss_mask), dtype=torch.bool, device=loss_mask.device)
-    keep_mask[sampled] = _reasons(units, config)[0] == 0
-    return keep_mask
+    weights, reasons, _ = _decided(units, config)
+    return ResponseCorrection(_spread(weights.float(), sampled, loss_mask), _spread(reasons == 0, sampled, loss_mask))
+
+
+def _spread(values: Tensor, sampled: Tensor, loss_mask: Tensor) -> Tensor:
+    """[sampled] -> [T], 0 outside the loss mask."""
+    whole = torch.zeros(len(loss_mask), dtype=values.dtype, device=loss_mask.device)
+    whole[sampled] = values
+    return whole
 
 
 class _SampledTokens:
@@ -268,6 +279,13 @@ def _reasons(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[
     for reason, unit, rejected in reversed(rejecting):  # the first one has the last word
         reasons[rejected if unit == "token" else rejected[units.sequence_ids]] = reason
     return reasons, vetoed
+
+
+def _decided(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights [sampled]; int8 [sampled] why a token is rejected, 0 if it is not; bool [num_sequences] vetoed)."""
+    reasons, vetoed = _reasons(units, config)
+    weights, inside = _importance_weights(units, config)
+    return weights, torch.where(inside | (reasons > 0), reasons, WEIGHT_MASK), vetoed
 
 
 def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,19 @@ def sequence_cost(length: Any, linear: float = 1.0, quadratic: float = 0.0) -> A
     return float(cost) if cost.ndim == 0 else cost
 
 
+def cut_rollouts(
+    rollout_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], max_tokens: int
+) -> npt.NDArray[np.bool_]:
+    """bool [M]: rollouts of several rows that no micro-batch of ``max_tokens`` holds: each row is packed by itself.
+
+    Args:
+        rollout_ids: int64 [N] in [0, M), the rollout of each row.
+        lengths: int64 [N], tokens of each row, padding included.
+    """
+    found: npt.NDArray[np.bool_] = (np.bincount(rollout_ids) > 1) & (np.bincount(rollout_ids, lengths) > max_tokens)
+    return found
+
+
 def balanced_partition(
     costs: Sequence[float] | npt.NDArray[Any], num_parts: int, equal_size: bool = False
 ) -> list[list[int]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_retool.cluster.engine_group import EngineGroup
 from megatron_retool.cluster.gpu_phases import GpuPhases
-from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase

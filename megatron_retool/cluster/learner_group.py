@@ -18,10 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import ray
 import torch
-from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
+from ray.exceptions import ObjectLostError
 
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.learner_failures import (
+    DEATHS,
+    LearnerDied,
+    OutOfStep,
+    Severity,
+    failures,
+    in_one_line,
+    severity,
+)
 from megatron_retool.cluster.nsight import nsight_environment
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.routed_rows import RowStore, with_rows
@@ -38,8 +47,8 @@ from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from megatron_retool.learner.learner import LogProbs
     from megatron_retool.learner.profiler import StepRecorder
+    from megatron_retool.learner.reading import FusedUpdate, LogProbs
 
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
@@ -53,9 +62,6 @@ GPU_ENVIRONMENT = {
 }
 """Of ranks with GPUs; what the environment has already wins. Under Slurm scripts/slurm/nccl.env says the same."""
 
-_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
-_BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
-
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -63,14 +69,6 @@ Bucket = list[tuple[str, torch.Tensor]]
 FloatArray = npt.NDArray[np.float32]
 Updated = tuple[dict[str, float] | None, float]
 """Metrics of an update (rank 0's alone), and the seconds that the rank itself took (``Learner.own_seconds``)."""
-
-
-class LearnerDied(RuntimeError):
-    """A rank is gone, or its device or links are: the whole group must be built anew. The message names the rank."""
-
-
-class OutOfStep(RuntimeError):
-    """A rank left a series of collectives in which others may go on waiting for it: none of them can be used again."""
 
 
 class LearnerWorker:
@@ -143,6 +141,15 @@ class LearnerWorker:
         with self._phase(Phase.UPDATE_ACTOR):
             metrics = self.learner.update(_arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
+
+    def update_fused(
+        self, batch: TrajectoryBatch, sampling: SamplingSettings, kl_in_loss: float | None, step_without_loss: bool
+    ) -> tuple[FusedUpdate | None, float]:
+        with self._phase(Phase.UPDATE_ACTOR):
+            found = self.learner.update_fused(
+                _arrived(batch), sampling=sampling, kl_in_loss=kl_in_loss, step_without_loss=step_without_loss
+            )
+        return (found if self.rank == 0 else None), self.learner.own_seconds
 
     def update_critic(self, batch: TrajectoryBatch) -> Updated:
         with self._phase(Phase.UPDATE_CRITIC):
@@ -277,7 +284,7 @@ class LearnerGroup:
     async def setup(self, total_optimizer_steps: int) -> None:
         try:
             master = await self.workers[0].rendezvous.remote()
-        except _DEATHS as error:
+        except DEATHS as error:
             raise self._died(0, error) from error
         self.nodes = await self._on_all_ranks(LearnerWorker.setup, master, total_optimizer_steps)
 
@@ -303,13 +310,26 @@ class LearnerGroup:
         """One optimizer step on a mini-batch; its metrics. ``kl_in_loss``: as for ``Learner.update``."""
         return self._note_seconds(await self._on_all_ranks(LearnerWorker.update, batch, sampling, kl_in_loss))
 
+    async def update_fused(
+        self,
+        batch: TrajectoryBatch,
+        *,
+        sampling: SamplingSettings,
+        kl_in_loss: float | None = None,
+        step_without_loss: bool = False,
+    ) -> FusedUpdate:
+        """The same with old log-probs of its own: ``Learner.update_fused``."""
+        return self._note_seconds(
+            await self._on_all_ranks(LearnerWorker.update_fused, batch, sampling, kl_in_loss, step_without_loss)
+        )
+
     async def update_critic(self, batch: TrajectoryBatch) -> dict[str, float]:
         """The same for a critic."""
         return self._note_seconds(await self._on_all_ranks(LearnerWorker.update_critic, batch))
 
-    def _note_seconds(self, answers: list[Updated]) -> dict[str, float]:
+    def _note_seconds(self, answers: Sequence[tuple[Answer | None, float]]) -> Answer:
         self._seconds = [total + own for total, (_, own) in zip(self._seconds, answers, strict=True)]
-        return _of_rank_0([metrics for metrics, _ in answers])
+        return _of_rank_0([answer for answer, _ in answers])
 
     def take_rank_seconds(self) -> list[float]:
         """Each rank's own seconds in updates since the last call: without its waiting for other data-parallel ranks."""
@@ -393,7 +413,7 @@ class LearnerGroup:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             deadline = asyncio.get_running_loop().time() + DEATH_NOTICE_SECONDS
-            while (failed := _failures(tasks)) and not isinstance(failed[0][1], _DEATHS):
+            while (failed := failures(tasks)) and not isinstance(failed[0][1], DEATHS):
                 # One rank's death is an error in another rank's collective, which may be known first.
                 pending = [task for task in tasks if not task.done()]
                 left = deadline - asyncio.get_running_loop().time()
@@ -405,7 +425,7 @@ class LearnerGroup:
                 task.cancel()
         if failed:
             rank, error = failed[0]
-            if severity(error) != _ORDINARY:
+            if severity(error) != Severity.ORDINARY:
                 # The other ranks may wait for this one for ever, and later calls for them.
                 self.kill()
                 raise self._died(rank, error) from error
@@ -420,26 +440,10 @@ class LearnerGroup:
     def _died(self, rank: int, error: BaseException) -> LearnerDied:
         log = self.config.run_dir / "logs" / f"{self.role}_rank{rank}.log"
         node = f" on {self.nodes[rank]}" if self.nodes else ""
-        what = {_DEATH: "died", _OUT_OF_STEP: "left the others waiting"}.get(
+        what = {Severity.DEATH: "died", Severity.OUT_OF_STEP: "left the others waiting"}.get(
             severity(error), "lost its device or its links"
         )
-        return LearnerDied(f"{self.role} rank {rank}{node} {what} ({log}): {_in_one_line(error)}")
-
-
-_DEATH, _OUT_OF_STEP, _ORDINARY, _LINK = range(4)
-
-
-def severity(error: BaseException) -> int:
-    """Which of several ranks' errors tells the cause: the smallest. Links come last: they break when a rank leaves."""
-    if isinstance(error, _DEATHS):
-        return _DEATH
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, OutOfStep):
-        return _OUT_OF_STEP
-    names = {kind.__name__ for kind in type(cause).__mro__}
-    # gloo raises plain RuntimeErrors; subclasses, as of a weight sync or a checkpoint, may only quote it.
-    broken = bool(names & set(_BROKEN_LINKS)) or (type(cause) is RuntimeError and "gloo" in str(cause))
-    return _LINK if broken else _ORDINARY
+        return LearnerDied(f"{self.role} rank {rank}{node} {what} ({log}): {in_one_line(error)}")
 
 
 def _failure_of(work: Callable[[], None]) -> str | None:
@@ -460,19 +464,6 @@ def _of_rank_0(answers: Sequence[Answer | None]) -> Answer:
     answer = answers[0]
     assert answer is not None
     return answer
-
-
-def _failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:
-    """(rank, error) of the calls that failed, the most telling first."""
-    errors = [(rank, task.exception()) for rank, task in enumerate(tasks) if task.done() and not task.cancelled()]
-    found = [(rank, error) for rank, error in errors if error is not None]
-    return sorted(found, key=lambda pair: severity(pair[1]))
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = str(getattr(error, "cause", None) or error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]
 
 
 def _of_rank(placement: Placement, role: str, rank: int) -> dict[str, str]:

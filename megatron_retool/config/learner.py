@@ -139,6 +139,10 @@ class LearnerConfig:
     than computing again. Needs Transformer Engine, one pipeline stage and no recompute."""
     mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
+    fuse_old_log_probs: str = choice("auto", "never", "first_mini_batch")
+    """Take old log-probs from the update's own forward pass and spare the pass before it. auto: where one update
+    follows a batch, with the same losses, gradients and metrics. first_mini_batch: also for the first of several.
+    never: not at all. The pass stays where something needs it beforehand; the run says at its start what."""
     max_tokens_per_micro_batch: int = at_least_one(32768)
     """Token budget of a packed micro-batch, over all context-parallel ranks together."""
     share_prefixes: bool = False

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,35 +24,32 @@ from torch import Tensor
 from conversion.files.directory import local_directory
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.policy_loss import LossOutput, PolicyLossInputs, policy_loss, value_loss
+from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import make_deterministic
-from megatron_retool.learner.model import (
-    CriticModel,
-    PackedModel,
-    PolicyModel,
-    build_model_chunks,
-    build_transformer_config,
+from megatron_retool.learner.initial import frozen_copy, initial_chunks
+from megatron_retool.learner.losses import (
+    KEPT_TOKENS,
+    FusedPolicyLoss,
+    MicroBatchLoss,
+    critic_update_loss,
+    policy_update_loss,
+    sft_update_loss,
+    sft_weights,
 )
+from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
 from megatron_retool.learner.packing import MicroBatch, Packer
 from megatron_retool.learner.performance import check_performance
-from megatron_retool.learner.pipeline import (
-    forward,
-    forward_backward,
-    reduce_over_ranks,
-    sum_gradients,
-    whole_sequences,
-)
+from megatron_retool.learner.pipeline import forward_backward, reduce_over_ranks, sum_gradients
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
+from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
-from megatron_retool.learner.weights import export_hf_weights, load_hf_weights
-from megatron_retool.registry import Need
-from megatron_retool.routed_experts import ExpertArray
+from megatron_retool.learner.weights import export_hf_weights
 from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
@@ -61,15 +58,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
-
-
-class LogProbs(TypedDict):
-    """What ``Learner.log_probs`` finds."""
-
-    log_probs: FloatArray
-    entropy: FloatArray
-    metrics: dict[str, float]
-    routed_experts: NotRequired[ExpertArray]
 
 
 class Learner:
@@ -137,17 +125,21 @@ class Learner:
         self.transformer_config = build_transformer_config(
             architecture, config.learner, self.layout, self.acceleration, deterministic=config.trainer.deterministic
         )
-        model_class = PolicyModel if role == "actor" else CriticModel
-        chunks = self._build(model_class, hf_dir, mcore_dir)
+        chunks = initial_chunks(
+            PolicyModel if role == "actor" else CriticModel,
+            architecture,
+            self.transformer_config,
+            self.acceleration,
+            hf_dir=hf_dir,
+            mcore_dir=mcore_dir,
+            verify=config.trainer.verify_checkpoints,
+            share_prefixes=config.learner.share_prefixes,
+        )
         self.reference_chunks: list[PackedModel] | None = None
         if with_reference:
-            self.reference_chunks = build_model_chunks(
-                architecture, self.transformer_config, self.acceleration, share_prefixes=config.learner.share_prefixes
+            self.reference_chunks = frozen_copy(
+                chunks, architecture, self.transformer_config, self.acceleration, config.learner.share_prefixes
             )
-            for reference, chunk in zip(self.reference_chunks, chunks, strict=True):
-                reference.requires_grad_(False).eval()
-                for frozen, parameter in zip(reference.parameters(), chunk.parameters(), strict=True):
-                    frozen.data.copy_(parameter.data)
         self.routing_replay: RoutingReplay | None = None
         if role == "actor" and config.learner.routing_replay != "none":
             models = [*chunks, *(self.reference_chunks or ())]
@@ -171,28 +163,6 @@ class Learner:
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
             pairs_per_call=2e6 / (architecture.query_size / self.layout.tensor),
         )
-
-    def _build(
-        self, model_class: type[PackedModel], hf_dir: str | Path | None, mcore_dir: str | Path | None
-    ) -> list[PackedModel]:
-        chunks = build_model_chunks(
-            self.architecture,
-            self.transformer_config,
-            self.acceleration,
-            model_class,
-            share_prefixes=self.config.learner.share_prefixes,
-        )
-        own = ("value_head.weight",) if model_class is CriticModel else ()
-        from megatron_retool.learner.checkpoint.load import load_model_weights, verify_together
-
-        source = mcore_dir or hf_dir
-        if source is not None and self.config.trainer.verify_checkpoints:
-            verify_together(source)
-        if mcore_dir is not None:
-            load_model_weights(chunks, self.architecture, mcore_dir)
-        elif hf_dir is not None:
-            load_hf_weights(chunks, self.architecture, hf_dir, except_names=own)
-        return chunks
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
         """Start a stage: fresh optimizer state and schedule on the present weights.
@@ -243,7 +213,7 @@ class Learner:
         micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
         routing = replay.reading(batch, micro_batches, reference) if replay else None
-        found = self._read(micro_batches, 2, batch.num_response_tokens, chunks, head_options, routing)
+        found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
         answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
@@ -252,39 +222,33 @@ class Learner:
     def values(self, batch: TrajectoryBatch) -> FloatArray:
         """The critic's value of the state in which each response token is generated: float32 [T]."""
         micro_batches = self.packer.micro_batches(batch, head_on="response")
-        return self._read(micro_batches, 1, batch.num_response_tokens, None, {})[0]
+        return self._read(micro_batches, 1, batch.num_response_tokens, {})[0]
 
     def sft_loss(self, batch: TrajectoryBatch) -> float:
         """-sum(loss_weights * log_probs), without a gradient; weights as in ``sft_update``."""
         micro_batches = self.packer.micro_batches(batch)
-        log_probs = self._read(micro_batches, 2, batch.num_response_tokens, None, {})[0].astype(np.float64)
-        return float(-(_sft_weights(batch).astype(np.float64) * log_probs).sum())
+        log_probs = self._read(micro_batches, 2, batch.num_response_tokens, {})[0].astype(np.float64)
+        return float(-(sft_weights(batch).astype(np.float64) * log_probs).sum())
 
-    @torch.no_grad()
     def _read(
         self,
         micro_batches: list[MicroBatch],
         columns: int,
         num_tokens: int,
-        chunks: list[PackedModel] | None,
         head_options: dict[str, Any],
+        chunks: list[PackedModel] | None = None,
         routing: RoutingPass | None = None,
     ) -> FloatArray:
-        found = torch.zeros(columns, num_tokens, dtype=torch.float32, device=self.device)
-
-        def collect(micro_batch: MicroBatch, output: Tensor) -> None:
-            positions = torch.from_numpy(micro_batch.response_positions).to(self.device)[micro_batch.slots]
-            found[:, positions] = output.view(columns, -1)
-
-        modules: list[torch.nn.Module] = list(chunks or self.model_chunks)
-        for module in modules:
-            module.eval()
-        options = {**head_options, **self._head_settings, "routing": routing}
-        with routing or contextlib.nullcontext():
-            forward(modules, micro_batches, options, self.packer.max_tokens, collect)
-        # Every token was found by one context-parallel rank of one data-parallel rank.
-        parallel.sum_over_data_parallel(found, with_context_parallel=True)
-        return found.cpu().numpy()
+        return read_tokens(
+            chunks or self.model_chunks,
+            micro_batches,
+            columns,
+            num_tokens,
+            max_tokens=self.packer.max_tokens,
+            device=self.device,
+            head_options={**head_options, **self._head_settings},
+            routing=routing,
+        )
 
     # --- learning -------------------------------------------------------------------------------------------------
 
@@ -314,47 +278,60 @@ class Learner:
         Raises:
             ValueError: the batch lacks a column, or its routed experts are not of this model.
         """
-        objective = self.config.algorithm.objective
-        if kl_in_loss is not None:
-            objective = dataclasses.replace(objective, kl_in_loss=kl_in_loss)
-        values = ("values", "returns") if Need.CRITIC in objective.loss.needs else ()
-        columns = _columns(
-            mini_batch,
-            ("old_log_probs", "advantages", "loss_weights", *values),
-            ("importance_weights", "ref_log_probs"),
-        )
-
-        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-            log_probs, entropy = whole_sequences(micro_batch, output, self.layout)
-            inputs = PolicyLossInputs(
-                log_probs=log_probs,
-                entropy=entropy,
-                sequence_ids=micro_batch.sequence_ids,
-                loss_mask=micro_batch.column(mini_batch.loss_mask),
-                **{name: micro_batch.column(column) for name, column in columns.items()},
-            )
-            return policy_loss(inputs, objective)
-
+        loss = policy_update_loss(mini_batch, self._objective(kl_in_loss), self.layout)
         options = _head_options(temperature, sampling)
         return self._learn("actor", mini_batch, "loss_mask", options, loss, replays=True)
 
+    def update_fused(
+        self,
+        mini_batch: TrajectoryBatch,
+        *,
+        temperature: float = 1.0,
+        sampling: SamplingSettings | None = None,
+        kl_in_loss: float | None = None,
+        step_without_loss: bool = False,
+    ) -> FusedUpdate:
+        """``update`` with old log-probs of its own forward pass, and the rollout correction applied within it.
+
+        The same loss, gradient and metrics as ``log_probs``, ``rollout_correction`` and ``update`` one after another.
+
+        Args:
+            mini_batch: as for ``update``, without old_log_probs and importance_weights; keep and loss_weights tell what
+                may give loss before the correction.
+            step_without_loss: make the optimizer step also where the correction rejects every token: other mini-batches
+                of the step have some.
+
+        Raises:
+            ValueError: as ``update``.
+        """
+        loss = FusedPolicyLoss(
+            mini_batch,
+            self._objective(kl_in_loss),
+            self.config.algorithm.rollout_correction,
+            self.layout,
+            self.device,
+        )
+        metrics = self._learn(
+            "actor",
+            mini_batch,
+            "loss_mask",
+            _head_options(temperature, sampling),
+            loss,
+            replays=True,
+            counts_routing=True,
+            step_without_loss=step_without_loss,
+        )
+        # Context-parallel ranks have whole sequences each.
+        found = parallel.sum_over_data_parallel(loss.found).cpu().numpy()
+        return {"log_probs": found[0], "entropy": found[1], "metrics": metrics}
+
+    def _objective(self, kl_in_loss: float | None) -> PolicyObjective:
+        objective = self.config.algorithm.objective
+        return objective if kl_in_loss is None else dataclasses.replace(objective, kl_in_loss=kl_in_loss)
+
     def update_critic(self, mini_batch: TrajectoryBatch) -> dict[str, float]:
         """One optimizer step on the value loss; columns values (before the update), returns and loss_weights."""
-        columns = _columns(mini_batch, ("values", "returns", "loss_weights"), ())
-        clip = self.config.learner.critic.value_clip
-
-        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-            (values,) = whole_sequences(micro_batch, output[None], self.layout)
-            column = {name: micro_batch.column(array) for name, array in columns.items()}
-            return value_loss(
-                values,
-                column["values"],
-                column["returns"],
-                micro_batch.column(mini_batch.loss_mask),
-                column["loss_weights"],
-                clip,
-            )
-
+        loss = critic_update_loss(mini_batch, self.config.learner.critic.value_clip, self.layout)
         return self._learn("critic", mini_batch, "response", {}, loss)
 
     def sft_update(self, batch: TrajectoryBatch) -> dict[str, float]:
@@ -365,15 +342,7 @@ class Learner:
         Returns:
             loss, grad_norm, lr.
         """
-        weights = _sft_weights(batch)
-
-        def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-            # The weights are sums over the batch, so each context-parallel rank may add up the tokens it has.
-            share = micro_batch.column(weights)[micro_batch.slots]
-            value = -(share * output[0]).sum()
-            pair = torch.stack([value.detach().double(), torch.zeros((), dtype=torch.float64, device=value.device)])
-            return LossOutput(value, {"sft/loss": pair})
-
+        loss = sft_update_loss(batch)
         metrics = self._learn("sft", batch, "loss_mask", {}, loss, sum_over_context=True)
         return {name.removeprefix("sft/"): value for name, value in metrics.items()}
 
@@ -383,9 +352,11 @@ class Learner:
         batch: TrajectoryBatch,
         head_on: str,
         head_options: dict[str, Any],
-        loss: Callable[[MicroBatch, Tensor], LossOutput],
+        loss: MicroBatchLoss,
         sum_over_context: bool = False,
         replays: bool = False,
+        counts_routing: bool = False,
+        step_without_loss: bool = True,
     ) -> dict[str, float]:
         start = self._update_start = time.perf_counter()
         micro_batches = self.packer.micro_batches(batch, head_on)
@@ -393,19 +364,21 @@ class Learner:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        routing = self.routing_replay.learning(batch, micro_batches) if replays and self.routing_replay else None
+        replay = self.routing_replay if replays else None
+        routing = replay.learning(batch, micro_batches, count=counts_routing) if replay else None
         options = {**head_options, **self._head_settings, "routing": routing}
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
-        lr = self.learning_rate
-        applied, grad_norm = self._step()
         metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
-        metrics[f"{room}/grad_norm"] = grad_norm
-        metrics[f"{room}/lr"] = lr
-        metrics |= routing.metrics() if routing else {}
+        routing_metrics = routing.metrics() if routing else {}
+        if not metrics.pop(KEPT_TOKENS, 1.0) and not step_without_loss:
+            return routing_metrics
+        metrics[f"{room}/lr"] = self.learning_rate
+        applied, metrics[f"{room}/grad_norm"] = self._step()
+        metrics |= routing_metrics
         if not applied:
             metrics[f"{room}/nonfinite_grad"] = 1.0
-            logger.warning("the gradient norm is %s: this update was left out", grad_norm)
+            logger.warning("the gradient norm is %s: this update was left out", metrics[f"{room}/grad_norm"])
         if room != "sft":
             metrics |= self.packer.balance_metrics(batch)
             metrics |= self._mfu(room, batch, time.perf_counter() - start)
@@ -514,19 +487,3 @@ class Learner:
 
 def _head_options(temperature: float, sampling: SamplingSettings | None) -> dict[str, Any]:
     return {"temperature": temperature} if sampling is None else {"sampling": sampling}
-
-
-def _columns(
-    batch: TrajectoryBatch, needed: tuple[str, ...], optional: tuple[str, ...]
-) -> dict[str, npt.NDArray[np.float32]]:
-    missing = [name for name in needed if name not in batch.columns]
-    if missing:
-        raise ValueError(f"the mini-batch lacks the column(s) {', '.join(missing)}")
-    return {name: batch.columns[name] for name in (*needed, *optional) if name in batch.columns}
-
-
-def _sft_weights(batch: TrajectoryBatch) -> FloatArray:
-    if "loss_weights" in batch.columns:
-        return np.where(batch.loss_mask, batch.columns["loss_weights"], 0).astype(np.float32)
-    count = max(int(batch.loss_mask.sum()), 1)
-    return (batch.loss_mask / count).astype(np.float32)

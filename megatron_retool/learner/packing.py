@@ -20,7 +20,12 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
-from megatron_retool.algorithms.sequence_balance import balanced_partition, pack_micro_batches, sequence_cost
+from megatron_retool.algorithms.sequence_balance import (
+    balanced_partition,
+    cut_rollouts,
+    pack_micro_batches,
+    sequence_cost,
+)
 from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
@@ -200,9 +205,9 @@ class Packer:
         rollout that is too long for it each row is a unit.
         """
         rollouts = batch.rollout_ids
-        tokens = np.bincount(rollouts, self._padded(batch.total_lengths.astype(np.int64)))
+        cut = cut_rollouts(rollouts, self._padded(batch.total_lengths.astype(np.int64)), self.max_tokens)
         begins = np.ones(len(batch), np.bool_)
-        begins[1:] = (rollouts[1:] != rollouts[:-1]) | (tokens[rollouts[1:]] > self.max_tokens)
+        begins[1:] = (rollouts[1:] != rollouts[:-1]) | cut[rollouts[1:]]
         units: Int64Array = np.cumsum(begins, dtype=np.int64) - 1
         return units
 
@@ -259,8 +264,8 @@ class Packer:
         return int(stream.lengths[rows].sum())
 
     def _padded(self, lengths: Int64Array) -> Int64Array:
-        multiple = self.layout.sequence_multiple
-        return -(-lengths // multiple) * multiple
+        padded: Int64Array = self.layout.padded(lengths)
+        return padded
 
     def _cut(
         self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, rows: Int64Array, head_on: str

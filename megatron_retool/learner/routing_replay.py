@@ -337,13 +337,13 @@ class RoutingReplay:
             return RoutingPass(self, batch, micro_batches, record=True)
         return RoutingPass(self, batch, micro_batches, column=self._column(batch), count=not reference)
 
-    def learning(self, batch: TrajectoryBatch, micro_batches: Sequence[MicroBatch]) -> RoutingPass:
-        """The pass of an update, which counts where no pass before it has.
+    def learning(self, batch: TrajectoryBatch, micro_batches: Sequence[MicroBatch], count: bool = False) -> RoutingPass:
+        """The pass of an update, which counts where no pass before it has: by itself, or where ``count`` says so.
 
         Raises:
             ValueError: the batch's routed experts are not of this model.
         """
-        count = self.bypass or self.mode == "old_log_probs"
+        count = count or self.bypass or self.mode == "old_log_probs"
         return RoutingPass(self, batch, micro_batches, column=self._column(batch), count=count)
 
     def share_of(self, positions: Int64Array) -> Int64Array:

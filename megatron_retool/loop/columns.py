@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages, share_branch_advantages
@@ -19,6 +20,7 @@ from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import Config
+from megatron_retool.config.old_log_probs import number_of_updates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer, reward_metrics
 from megatron_retool.monitor.phases import Phase
@@ -45,26 +47,39 @@ async def add_log_probs(
     Returns:
         The batch, and routing_replay/* metrics where the engine's experts were replayed.
     """
-    algorithm, sampling = run.config.algorithm, run.config.rollout.train
     metrics: dict[str, float] = {}
-    with timer.phase(Phase.OLD_LOG_PROB):
-        if algorithm.rollout_correction.bypass_old_log_probs:
+    if run.config.algorithm.rollout_correction.bypass_old_log_probs:
+        with timer.phase(Phase.OLD_LOG_PROB):
             batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
-        else:
-            result = await run.learner.log_probs(batch, sampling=sampling)
-            batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
-            metrics = result["metrics"]
-            if "routed_experts" in result:
-                column = RoutedExperts.end_to_end(result["routed_experts"], batch.total_lengths)
-                batch = dataclasses.replace(batch, routed_experts=column)
-    if Need.REFERENCE in algorithm.needs:
-        with timer.phase(Phase.REFERENCE):
-            reference = await run.learner.log_probs(batch, reference=True, sampling=sampling)
-            batch = batch.with_columns(ref_log_probs=reference["log_probs"])
+    else:
+        batch, metrics = await add_old_log_probs(run, batch, timer)
+    batch = await add_ref_log_probs(run, batch, timer)
     if run.critic is not None:
         with timer.phase(Phase.VALUES):
             batch = batch.with_columns(values=await run.critic.values(batch))
     return batch, metrics
+
+
+async def add_old_log_probs(
+    run: Deployment, batch: TrajectoryBatch, timer: StepTimer
+) -> tuple[TrajectoryBatch, dict[str, float]]:
+    """old_log_probs and entropy by a pass of the learner, and the pass's metrics."""
+    with timer.phase(Phase.OLD_LOG_PROB):
+        result = await run.learner.log_probs(batch, sampling=run.config.rollout.train)
+        batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
+        if "routed_experts" in result:
+            column = RoutedExperts.end_to_end(result["routed_experts"], batch.total_lengths)
+            batch = dataclasses.replace(batch, routed_experts=column)
+    return batch, result["metrics"]
+
+
+async def add_ref_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTimer) -> TrajectoryBatch:
+    """ref_log_probs, where something asks for them."""
+    if Need.REFERENCE not in run.config.algorithm.needs:
+        return batch
+    with timer.phase(Phase.REFERENCE):
+        reference = await run.learner.log_probs(batch, reference=True, sampling=run.config.rollout.train)
+        return batch.with_columns(ref_log_probs=reference["log_probs"])
 
 
 def correct_rollout(
@@ -79,7 +94,7 @@ def correct_rollout(
     Returns:
         The batch, rollout_corr/* metrics, and whether the whole update is to be skipped.
     """
-    filtered = np.array([bool(t.reward_info.get("overlong_filtered")) for t in trajectories], dtype=bool)
+    filtered = _overlong_rows(trajectories)
     correction = config.algorithm.rollout_correction
     result = rollout_correction(
         torch.from_numpy(batch.columns["old_log_probs"]),
@@ -105,6 +120,23 @@ def correct_rollout(
         rejected_by=np.where(batch.loss_mask & overlong & (rejected_by == 0), OVERLONG, rejected_by),
     )
     return batch, metrics, result.skip_update
+
+
+def keep_before_correction(batch: TrajectoryBatch, trajectories: Sequence[Trajectory]) -> TrajectoryBatch:
+    """Column keep as far as it is known without old log-probs: sampled tokens that overlong filtering leaves.
+
+    ``trajectories`` are the batch's rows.
+    """
+    return batch.with_columns(keep=batch.loss_mask & ~np.repeat(_overlong_rows(trajectories), batch.response_lengths))
+
+
+def has_loss(batch: TrajectoryBatch) -> bool:
+    """Whether correction and filters leave a sampled token."""
+    return bool(batch.columns["keep"][batch.loss_mask].any())
+
+
+def _overlong_rows(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.bool_]:
+    return np.array([bool(t.reward_info.get("overlong_filtered")) for t in trajectories], dtype=bool)
 
 
 def add_advantages(
@@ -152,28 +184,39 @@ def add_advantages(
     return batch.with_columns(advantages=advantages.numpy(), returns=result.returns.numpy()), metrics
 
 
-def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:
-    """Shuffle the responses (seeded by run and step) and cut them into mini-batches, each with its loss_weights.
+def mini_batch_rows(config: Config, batch: TrajectoryBatch, step: int) -> list[npt.NDArray[np.int64]]:
+    """Shuffle the responses (seeded by run and step) and cut them into mini-batches; the rows of each, ascending.
 
     learner.mini_batch_size counts rollouts; all rows of one are in the same mini-batch.
+    """
+    order = np.random.default_rng((config.trainer.seed, step)).permutation(batch.num_rollouts)
+    count = number_of_updates(config, batch.num_rollouts)
+    return [np.flatnonzero(np.isin(batch.rollout_ids, rollouts)) for rollouts in np.array_split(order, count)]
+
+
+def split_mini_batches(config: Config, batch: TrajectoryBatch, step: int) -> Iterator[TrajectoryBatch]:
+    """The step's mini-batches (``mini_batch_rows``), each with its loss_weights."""
+    for rows in mini_batch_rows(config, batch, step):
+        yield mini_batch_of(config, batch, rows)
+
+
+def mini_batch_of(config: Config, batch: TrajectoryBatch, rows: npt.NDArray[np.int64]) -> TrajectoryBatch:
+    """``rows`` of the batch as a mini-batch, with its loss_weights.
 
     Every loss aggregation is a weight per token over the mini-batch as a whole, so the loss does not depend on how the
     learner cuts it into micro-batches or over ranks. Rejected tokens get weight 0.
     """
-    order = np.random.default_rng((config.trainer.seed, step)).permutation(batch.num_rollouts)
-    count = max(1, round(batch.num_rollouts / config.learner.mini_batch_size))
-    for rollouts in np.array_split(order, count):
-        mini_batch = batch.select(np.flatnonzero(np.isin(batch.rollout_ids, rollouts)))
-        weights = token_weights(
-            config.algorithm.aggregation,
-            torch.from_numpy(mini_batch.loss_mask),
-            torch.from_numpy(mini_batch.token_rollout_ids),
-            mini_batch.num_rollouts,
-            keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
-            denominator=config.algorithm.rollout_correction.denominator,
-            max_response_length=config.data.max_response_length,
-        )
-        yield mini_batch.with_columns(loss_weights=weights.numpy())
+    mini_batch = batch.select(rows)
+    weights = token_weights(
+        config.algorithm.aggregation,
+        torch.from_numpy(mini_batch.loss_mask),
+        torch.from_numpy(mini_batch.token_rollout_ids),
+        mini_batch.num_rollouts,
+        keep_mask=torch.from_numpy(mini_batch.columns["keep"] > 0),
+        denominator=config.algorithm.rollout_correction.denominator,
+        max_response_length=config.data.max_response_length,
+    )
+    return mini_batch.with_columns(loss_weights=weights.numpy())
 
 
 def critic_mini_batch(mini_batch: TrajectoryBatch) -> TrajectoryBatch:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup
+from megatron_retool.cluster.learner_failures import LearnerDied
+from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
 from megatron_retool.loop.checkpointer import Checkpointer
 

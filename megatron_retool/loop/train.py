@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
-from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import Config
+from megatron_retool.config.old_log_probs import expected_updates, old_log_probs_source
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.checks import check_model, check_stored_rollouts
-from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, split_mini_batches
+from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, has_loss, split_mini_batches
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
+from megatron_retool.loop.fused_update import learn_fused, source_of
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
 from megatron_retool.loop.rollout_files import store_step, store_times
@@ -68,6 +70,8 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     check_named_metrics(config)  # the same
     if not config.trainer.val_only:
         check_stored_rollouts(config, first_step=1 + (0 if resume is None else resume.step))
+        announced = old_log_probs_source(config, expected_updates(config)).sentence
+        console.print(announced, markup=False, highlight=False, soft_wrap=True)
     run = Deployment(config, console)
     try:
         async with run.watchdog, run:
@@ -186,18 +190,23 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
         return Learned(batch, {}, SkipReason.NO_SIGNAL)
     with timer.phase(Phase.PHASE_SWITCH):
         await run.gpu_phases.training()
-    batch, routing_metrics = await add_log_probs(run, batch, timer)
-    with timer.phase(Phase.ADVANTAGE):
-        batch, metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
-        batch, kl_metrics = add_advantages(batch, kept, state)
-    metrics |= routing_metrics | kl_metrics
-    if beyond_limit:
-        return Learned(batch, metrics, SkipReason.MISMATCH)
-    if not batch.columns["keep"][batch.loss_mask].any():
+    if source_of(run.config, batch).fused:
+        batch, metrics, updates = await learn_fused(run, state, batch, kept, timer)
+    else:
+        batch, metrics = await add_log_probs(run, batch, timer)
+        with timer.phase(Phase.ADVANTAGE):
+            batch, correction_metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
+            batch, kl_metrics = add_advantages(batch, kept, state)
+        metrics |= correction_metrics | kl_metrics | {"actor/fused_old_log_probs": 0.0}
+        if beyond_limit:
+            return Learned(batch, metrics, SkipReason.MISMATCH)
+        updates = []
+        if has_loss(batch):
+            mini_batches = list(split_mini_batches(run.config, batch, step))
+            actor, critic = await gather_or_cancel(
+                [update_actor(run, mini_batches, step, timer), update_critic(run, mini_batches, timer)]
+            )
+            updates = [*actor, *critic]
+    if not has_loss(batch):
         return Learned(batch, metrics, SkipReason.REJECTED)
-    mini_batches = list(split_mini_batches(run.config, batch, step))
-    actor, critic = await gather_or_cancel(
-        [update_actor(run, mini_batches, step, timer), update_critic(run, mini_batches, timer)]
-    )
-    updates = [*actor, *critic]
     return Learned(batch, metrics | mean_metrics(updates), SkipReason.NONFINITE if nonfinite_updates(updates) else None)

@@ -23,6 +23,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
+from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
@@ -88,6 +89,10 @@ class LearnerTime:
     @property
     def total(self) -> float:
         return float(sum(vars(self).values()))
+
+    def scaled(self, share: float) -> LearnerTime:
+        """The phase over ``share`` of the step's mini-batches."""
+        return LearnerTime(**{name: share * seconds for name, seconds in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -340,11 +345,9 @@ def predict_step(
         generation = predict_generation(engine, config.rollout.engine.count, workload, config.rollout.partial)
     learner = config.learner
     arguments = (architecture, learner, layout, machines, workload, assumptions)
-    log_probs = learner_time(*arguments, training=False)
+    log_probs = learner_time(*arguments, training=False).scaled(_share_of_log_probs(config))
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
-    if algorithm.rollout_correction.bypass_old_log_probs:
-        log_probs = LearnerTime(*(0.0,) * 9)
     reference = learner_time(*arguments, training=False) if Need.REFERENCE in algorithm.needs else None
     model_flops = 3 * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)
@@ -364,6 +367,15 @@ def predict_step(
         gpus=machines.count,
         mfu=model_flops / (layout.world_size * machines.accelerator.flops * update.total),
     )
+
+
+def _share_of_log_probs(config: Config) -> float:
+    """The part of a step's mini-batches whose old log-probs take a pass: learner.fuse_old_log_probs."""
+    updates = expected_updates(config)
+    source = old_log_probs_source(config, updates).source
+    if source is OldLogProbs.FIRST_UPDATE:
+        return (updates - 1) / updates
+    return 1.0 if source is OldLogProbs.PASS else 0.0
 
 
 def predict_generation(

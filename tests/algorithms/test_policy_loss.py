@@ -15,7 +15,9 @@ from megatron_retool.algorithms.policy_loss import (
     policy_loss,
     reduce_metrics,
     value_loss,
+    with_own_old_log_probs,
 )
+from megatron_retool.algorithms.rollout_correction import rollout_correction
 from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
 from tests.algorithms.ragged_batches import pad, ragged
 
@@ -265,6 +267,53 @@ def test_bypass_mode_rejects_inside_the_loss():
     (gradient,) = torch.autograd.grad(loss, data["log_probs"])
     kept = data["loss_mask"] & (data["sequence_ids"] != 1)
     assert torch.equal(gradient != 0, kept)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=2, max_size=7).filter(any),
+    cuts=st.lists(st.integers(1, 6), max_size=3),
+    name=st.sampled_from(LOSSES),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    mode=st.sampled_from(["none", "truncate", "clip", "mask"]),
+    rules=st.sampled_from([[], ["geometric_ratio 0.8 1.2"], ["token_k2 -inf 0.5", "sequence_max_k3 -inf 0.6"]]),
+    seed=st.integers(0, 99),
+)
+def test_the_updates_own_old_log_probs_are_those_of_a_pass(lengths, cuts, name, level, mode, rules, seed):
+    """Corrected micro-batch by micro-batch, or before the update over all responses: one loss and one gradient."""
+    data = columns(lengths, seed)
+    rollout = data["old_log_probs"]
+    ids, mask, count = data["sequence_ids"], data["loss_mask"], len(lengths)
+    if seed % 2:
+        rollout = torch.where(ids == ids[0], torch.nan, rollout)
+    correction = RolloutCorrectionConfig(level=level, mode=mode, lower=0.7, upper=1.5, rejection=rules)
+    objective = AlgorithmConfig(policy_loss=name, entropy_coefficient=0.1, kl_in_loss=0.2).objective
+    weights = weights_of({**data, "sequence_ids": ids}, "token-mean")
+    own = data["log_probs"].detach()
+
+    whole = rollout_correction(own, rollout, mask, ids, count, torch.zeros_like(ids), correction)
+    separate = policy_loss(
+        PolicyLossInputs(
+            **data | {"old_log_probs": own, "importance_weights": whole.importance_weights},
+            loss_weights=torch.where(whole.keep_mask, weights, 0.0),
+        ),
+        objective,
+    )
+    (expected,) = torch.autograd.grad(separate.loss, data["log_probs"], retain_graph=True)
+
+    bounds = sorted({0, *(cut for cut in cuts if cut < count), count})
+    parts, kept = [], []
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        chosen = (ids >= low) & (ids < high)
+        columns_of_part = {column: values[chosen] for column, values in (data | {"loss_weights": weights}).items()}
+        inputs, keep = with_own_old_log_probs(PolicyLossInputs(**columns_of_part), rollout[chosen], correction)
+        parts.append(policy_loss(inputs, objective))
+        kept.append(keep)
+    (gradient,) = torch.autograd.grad(sum(part.loss for part in parts), data["log_probs"])
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(torch.cat(kept), whole.keep_mask)
+    found, wanted = reduce_metrics(part.metrics for part in parts), reduce_metrics([separate.metrics])
+    assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("policy", LOSSES)

@@ -15,7 +15,7 @@ from megatron_retool.algorithms.rejection_rules import (
     WEIGHT_MASK,
     parse_rejection_rule,
 )
-from megatron_retool.algorithms.rollout_correction import rejection_mask, rollout_correction
+from megatron_retool.algorithms.rollout_correction import correct_responses, rollout_correction
 from megatron_retool.config import ConfigError, RolloutCorrectionConfig, load_config
 from tests.algorithms.ragged_batches import pad, ragged, unpad
 
@@ -204,7 +204,7 @@ def test_veto_is_strict_and_unclamped():
 
     def kept(threshold):
         config = RolloutCorrectionConfig(rejection=[], veto_threshold=threshold)
-        return rejection_mask(d, torch.zeros_like(d), mask, ids, 2, config).tolist()
+        return correct_responses(d, torch.zeros_like(d), mask, ids, 2, config).keep_mask.tolist()
 
     assert kept(1e-4) == [True, False]
     assert kept(1.0001e-4) == [False, False]
@@ -370,11 +370,9 @@ def test_a_responses_result_does_not_depend_on_the_batch_around_it(lengths, rule
         take, piece = part(rows)
         assert torch.equal(piece.keep_mask, whole.keep_mask[take])
         torch.testing.assert_close(piece.importance_weights, whole.importance_weights[take])
-        assert torch.equal(
-            rejection_mask(train[take], rollout[take], mask[take], ids[take], len(lengths), config)
-            & (mode != "mask" or piece.importance_weights != 0),
-            piece.keep_mask,
-        )
+        alone = correct_responses(train[take], rollout[take], mask[take], ids[take], len(lengths), config)
+        assert torch.equal(alone.keep_mask, whole.keep_mask[take])
+        assert torch.equal(alone.importance_weights, whole.importance_weights[take])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron_retool.cluster import deployment, hang_watchdog
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.cluster.hang_watchdog import HangWatchdog, RunHung, py_spy_dump
-from megatron_retool.cluster.learner_group import LearnerDied
+from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import load_config
 from megatron_retool.loop import train as train_loop
 from megatron_retool.monitor.metrics import StepTimer

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from megatron_retool.cluster.learner_group import LearnerWorker, OutOfStep
+from megatron_retool.cluster.learner_failures import OutOfStep
+from megatron_retool.cluster.learner_group import LearnerWorker
 from megatron_retool.config import load_config
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.weight_sync.errors import WeightSyncError

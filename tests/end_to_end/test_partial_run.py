@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from megatron_retool.loop.rollout_files import read_estimates
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -26,6 +27,7 @@ def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: F
         f"model.mcore_path={demo_run.run_dir / 'sft_mcore'}",
         "trainer.val_before_train=false",
         "learner.world_size=1",
+        "learner.mini_batch_size=32",  # one update a step, which computes its old log-probs itself
         "trainer.total_steps=6",
         "trainer.keep_checkpoints=0",
         "trainer.deterministic=false",
@@ -50,6 +52,13 @@ def test_paused_trajectories_go_on_in_the_next_step_and_after_a_kill(demo_run: F
     paused, resumed = ([row[f"rollout/{name}_trajectories"] for row in rows] for name in ("paused", "resumed"))
     assert sum(paused) > 0 and resumed == [0, *paused[:-1]]
     assert all(row["rollout/dropped_trajectories"] == 0 for row in rows)
+
+    assert "old log-probs: of the update's own forward pass" in " ".join(output.split())
+    learned = [row for row in rows if not row["actor/skipped_updates"]]
+    assert learned and all(row["actor/fused_old_log_probs"] == 1.0 for row in learned)
+    assert all(row["timing_s/old_log_prob"] < 0.1 and row["rollout_corr/log_prob_abs_diff"] >= 0 for row in learned)
+    stored = read_estimates(run_dir / "rollouts" / f"step_{learned[0]['step']:06d}.learner.parquet")
+    assert all(row.keys() >= {"old_log_probs", "entropy", "importance_weights", "keep"} for row in stored.values())
 
     steps = [read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet") for step in range(1, 7)]
     assert all(len(step) == 4 * 8 for step in steps)

@@ -100,7 +100,8 @@ def test_weights_alone_and_profile_of_the_second_step(demo_run: FinishedRun):
         assert words in page, words
     with gzip.open(profile / "step_000002_rank0.json.gz") as packed:
         names = {event.get("name") for event in json.load(packed)["traceEvents"]}
-    assert {"old_log_prob", "update_actor", "weight_sync", "aten::mm"} <= names
+    passes = {"old_log_prob"} if rows[2]["actor/fused_old_log_probs"] < 1.0 else set()
+    assert {"update_actor", "weight_sync", "aten::mm"} | passes <= names
     assert "profile of step 2" in demo_run.output and len(list(profile.iterdir())) == 2
 
 

@@ -236,6 +236,8 @@ def test_bad_input_names_what_is_wrong(model_dir: Path) -> None:
     batch = random_batch(LENGTHS)
     with pytest.raises(ValueError, match=r"lacks the column\(s\) old_log_probs, advantages"):
         learner.update(batch.with_columns(loss_weights=batch.loss_mask))
+    with pytest.raises(ValueError, match=r"lacks the column\(s\) keep"):
+        learner.update_fused(_mini_batch(batch))
     with pytest.raises(ConfigError, match="without a reference policy"):
         learner.log_probs(batch, reference=True)
     with pytest.raises(ValueError, match=r"sequence 0 .*max_tokens_per_micro_batch=64"):

@@ -145,6 +145,15 @@ def test_mini_batches_replay_their_own_rows(model_dir: Path) -> None:
         np.testing.assert_allclose(learner.log_probs(part)["log_probs"], alone, atol=1e-5)
 
 
+def test_an_update_with_old_log_probs_of_its_own_counts_as_the_pass_would(model_dir: Path) -> None:
+    batch = _batch()
+    replayed = with_rows(batch, _rows(batch, missing=0.2)).with_columns(keep=batch.loss_mask)
+    expected = _learner(model_dir).log_probs(replayed)
+    found = _learner(model_dir).update_fused(replayed)
+    np.testing.assert_array_equal(found["log_probs"], expected["log_probs"])
+    assert len(expected["metrics"]) == 3 and expected["metrics"].items() <= found["metrics"].items()
+
+
 def test_critic_and_supervised_fine_tuning_choose_for_themselves(model_dir: Path) -> None:
     batch = _batch()
     replayed = with_rows(batch, _rows(batch))
@@ -164,7 +173,7 @@ def test_an_update_that_broke_off_leaves_nothing_for_the_next(model_dir: Path, m
     batch = with_rows(batch, _rows(batch))
     expected, _ = gradients_of_update(learner, batch, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_retool.learner.learner.policy_loss", lambda *_: 1 / 0)
+        patch.setattr("megatron_retool.learner.losses.policy_loss", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             learner.update(batch)
     assert learner.routing_replay.waiting == 0

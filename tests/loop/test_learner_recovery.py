@@ -13,7 +13,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
 
 from megatron_retool.cluster import learner_group
-from megatron_retool.cluster.learner_group import LearnerDied, LearnerGroup, OutOfStep
+from megatron_retool.cluster.learner_failures import LearnerDied, OutOfStep
+from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import load_config
 from megatron_retool.loop.faults import LearnerRecovery
 from megatron_retool.runs.checkpoints import Checkpoint

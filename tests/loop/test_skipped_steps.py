@@ -83,12 +83,18 @@ class FakeLearner:
         log_probs = batch.rollout_log_probs - np.float32(self.gap)
         return {"log_probs": log_probs, "entropy": np.zeros_like(log_probs), "metrics": {}}
 
+    async def update_fused(self, batch: Any, **options: Any) -> dict[str, Any]:
+        found = await self.log_probs(batch)
+        rejected = self.gap > 10 and not options["step_without_loss"]
+        return found if rejected else {**found, "metrics": await self.update(batch)}
+
     async def update(self, batch: Any, **_: Any) -> dict[str, float]:
         self.updates += 1
         metrics = {"actor/grad_norm": self.grad_norm}
         return metrics if np.isfinite(self.grad_norm) else metrics | {"actor/nonfinite_grad": 1.0}
 
 
+@pytest.mark.parametrize("fuse", ["auto", "never"])
 @pytest.mark.parametrize(
     ("overrides", "gap", "grad_norm", "updates", "reason"),
     [
@@ -100,16 +106,18 @@ class FakeLearner:
     ids=["learns", "nonfinite", "rejected", "mismatch"],
 )
 def test_each_reason_is_recognised(
-    overrides: list[str], gap: float, grad_norm: float, updates: int, reason: SkipReason | None
+    overrides: list[str], gap: float, grad_norm: float, updates: int, reason: SkipReason | None, fuse: str
 ) -> None:
     sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
-    config = load_config(None, [*sizes, *overrides])
+    config = load_config(None, [*sizes, f"learner.fuse_old_log_probs={fuse}", *overrides])
     learner = FakeLearner(gap, grad_norm)
     run: Any = SimpleNamespace(config=config, learner=learner, critic=None, gpu_phases=GpuPhases(False, list, list))
     state = TrainerState.first(config)
     state.step = 1
     learned = asyncio.run(learn(run, state, [trajectory(0), trajectory(1)], StepTimer()))
     assert (learned.skipped, learner.updates) == (reason, updates)
+    fused = fuse == "auto" and reason is not SkipReason.MISMATCH
+    assert learned.metrics["actor/fused_old_log_probs"] == float(fused)
 
 
 def test_a_step_without_a_signal_asks_nothing_of_the_learner(tmp_path: Any) -> None:

@@ -72,12 +72,11 @@ def test_group_adds_up_each_ranks_own_seconds(monkeypatch: pytest.MonkeyPatch) -
         return ({"actor/lr": 1.0} if rank == 0 else None), 1.0 + rank
 
     group = LearnerGroup.__new__(LearnerGroup)
-    group.workers = [
-        SimpleNamespace(update=SimpleNamespace(remote=lambda *_, rank=rank, **__: answer(rank))) for rank in range(2)
-    ]
+    calls = [SimpleNamespace(remote=lambda *_, rank=rank, **__: answer(rank)) for rank in range(2)]
+    group.workers = [SimpleNamespace(update=call, update_fused=call) for call in calls]
     group._seconds = [0.0, 0.0]
-    for _ in range(2):
-        assert asyncio.run(group.update(None, sampling=None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
+    for update in (group.update, group.update_fused):
+        assert asyncio.run(update(None, sampling=None)) == {"actor/lr": 1.0}  # type: ignore[arg-type]
     assert group.take_rank_seconds() == [2.0, 4.0]
     assert group.take_rank_seconds() == [0.0, 0.0]
 

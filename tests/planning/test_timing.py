@@ -235,6 +235,11 @@ def test_phases_add_up_and_follow_the_algorithm() -> None:
     assert step.phases()[Phase.WEIGHT_SYNC] == pytest.approx(step.weight_sync + step.phase_switch / 2)
     assert step.tokens_per_second_per_gpu == pytest.approx(workload.trained_tokens / step.total / 8)
     assert 0.25 < step.mfu < 0.5
+    first, fused = (
+        recipe("learner.fuse_old_log_probs=first_mini_batch", *size)[1].phases()[Phase.OLD_LOG_PROB]
+        for size in ((), ("learner.mini_batch_size=512",))
+    )
+    assert first == pytest.approx(7 / 8 * step.log_probs.total) and fused == 0.0
     _, with_reference, _ = recipe("algorithm.kl_in_loss=0.001")
     assert with_reference.phases()["ref"] == pytest.approx(step.log_probs.total)
     _, with_critic, _ = recipe("algorithm.advantage=gae", "algorithm.dynamic_sampling.enable=false")
