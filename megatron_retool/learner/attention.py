@@ -1,7 +1,7 @@
 """Layer modules for machines without Transformer Engine: RMSNorm, and rotary causal attention over packed sequences.
 
 Attention runs on torch's scaled_dot_product_attention.  Packed sequences of similar length become one padded batch
-(``packing.Bucket``): a call per sequence would cost more than the arithmetic of short sequences.  Under context
+(``Bucket``): a call per sequence would cost more than the arithmetic of short sequences.  Under context
 parallelism keys and values are gathered from all ranks, and each rank's zigzag share of the queries sees its past
 through a mask.
 """
@@ -23,8 +23,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_retool.learner.packing import Bucket, ContextBucket
-from megatron_retool.learner.tree_attention import SharedPrefixes, tree_attention
+from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
+from megatron_retool.learner.tree_attention import tree_attention
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,43 +26,10 @@ from megatron_retool.algorithms.sequence_balance import (
     pack_micro_batches,
     sequence_cost,
 )
+from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
 from megatron_retool.trajectory import TrajectoryBatch
 
-if TYPE_CHECKING:
-    from megatron_retool.learner.tree_attention import SharedPrefixes
-
 Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length that attention treats as one padded batch [B, L].
-
-    The bucket is a contiguous run of ``tokens`` packed tokens; buckets follow one another in the stream.  ``pad``
-    [B * L] names, for every cell, the token of the run in it (any token in padding cells: causality keeps them from
-    being seen, and their outputs are dropped); ``cells`` [tokens] holds the cell of each token.  None for both: all
-    lengths are equal and the run is the batch.
-    """
-
-    tokens: int
-    batch: int
-    length: int
-    pad: torch.Tensor | None
-    cells: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class ContextBucket:
-    """A bucket under context parallelism: local queries against keys gathered from all CP ranks.
-
-    ``key_pad`` [B * key_length] names, in natural order, cells of the gathered key stream (CP rank after CP rank);
-    ``query_positions`` [B, L] are the queries' positions in their sequences.
-    """
-
-    queries: Bucket
-    key_length: int
-    key_pad: torch.Tensor
-    query_positions: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.prefix_tree import PrefixTree, families, prefix_tree
+from megatron_retool.learner.attention_pieces import SharedPrefixes
 from megatron_retool.learner.packing import Int64Array, MicroBatch, Packer, Responses, Stream, numbered
-from megatron_retool.learner.tree_attention import SharedPrefixes
 from megatron_retool.trajectory import TrajectoryBatch
 
 

@@ -12,42 +12,16 @@ whose subtree it lies in.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from megatron_retool.learner.packing import Bucket
+from megatron_retool.learner.attention_pieces import Bucket, SharedPrefixes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """What attention needs to know of a micro-batch's tree.
-
-    Attributes:
-        nodes: the tokens of each node, nodes of similar length together; see ``packing.Bucket``.
-        stems: (start, end, subtree_end) in the stream of every node with something below it.
-        visible_until: int32 [t], the end of the subtree that each token's node is the root of.
-    """
-
-    nodes: tuple[Bucket, ...]
-    stems: tuple[tuple[int, int, int], ...]
-    visible_until: Tensor
-
-    @functools.cached_property
-    def block_mask(self) -> BlockMask:
-        """For FlexAttention."""
-        tokens, visible_until = self.visible_until.numel(), self.visible_until
-
-        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < visible_until[key])
-
-        return create_block_mask(sees, None, None, tokens, tokens, device=str(visible_until.device))
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: SharedPrefixes, scale: float) -> Tensor:
