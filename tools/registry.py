@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -236,8 +236,7 @@ class TrajectoryTools:
         """
         named = self._tools.get(name)
         if named is None:
-            text = f"Error: there is no tool {str(name)[:60]!r}; the tools are: {', '.join(self._tools) or 'none'}"
-            return ToolResult("unknown_tool", text)
+            return unknown_tool(name, self._tools)
         if name in self._failed:
             return ToolResult("error", f"Error: the tool failed: {self._failed[name]}")
         if isinstance(arguments, str):
@@ -245,12 +244,7 @@ class TrajectoryTools:
                 arguments = load_json(arguments)
             except ValueError as error:
                 return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
-        problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
-        if problem is not None:
-            place = ".".join(str(part) for part in problem.absolute_path)
-            text = f"Error: bad arguments for {name}: {place + ': ' if place else ''}{problem.message[:200]}"
-            return ToolResult("bad_arguments", text)
-        return await self._run(named, arguments)
+        return bad_arguments(name, arguments, named.validator) or await self._run(named, arguments)
 
     async def close(self, returned: dict[str, Any]) -> None:
         """End every session, to the end also where it is cancelled meanwhile.
@@ -308,6 +302,29 @@ class TrajectoryTools:
         takes = named.takes[_METHODS[groups[0]]]
         given = {name: value for group in groups for name, value in (kwargs.get(group) or {}).items()}
         return {name: value for name, value in given.items() if takes is None or name in takes}
+
+
+def refused(name: str, arguments: Any, validators: Mapping[str, jsonschema.Draft202012Validator]) -> ToolResult | None:
+    """What a call is answered that names none of these tools or breaks its schema; None: it may be made."""
+    if name not in validators:
+        return unknown_tool(name, validators)
+    return bad_arguments(name, arguments, validators[name])
+
+
+def unknown_tool(name: Any, known: Iterable[str]) -> ToolResult:
+    """What a call of no tool is answered."""
+    text = f"Error: there is no tool {str(name)[:60]!r}; the tools are: {', '.join(known) or 'none'}"
+    return ToolResult("unknown_tool", text)
+
+
+def bad_arguments(name: str, arguments: Any, validator: jsonschema.Draft202012Validator) -> ToolResult | None:
+    """What a call is answered whose arguments break the schema; None where they do not."""
+    problem = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+    if problem is None:
+        return None
+    place = ".".join(str(part) for part in problem.absolute_path)
+    text = f"Error: bad arguments for {name}: {place + ': ' if place else ''}{problem.message[:200]}"
+    return ToolResult("bad_arguments", text)
 
 
 def check_tools(config: Config) -> None:
