@@ -17,7 +17,7 @@ from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json
-from tools.loading import NamedTool, make_tool
+from tools.loading import NamedTool, make_tools
 from tools.tool import ToolResult, TrajectoryInfo, run_method
 
 if TYPE_CHECKING:
@@ -73,11 +73,24 @@ class ToolRegistry:
             ExtensionError: a target cannot be loaded or made, or is no tool.
         """
         entries = tool_entries(tools)
-        return cls([make_tool(config, index, entry, code_interpreter) for index, entry in enumerate(entries)])
+        return cls(
+            [tool for index, entry in enumerate(entries) for tool in make_tools(config, index, entry, code_interpreter)]
+        )
 
     @property
     def names(self) -> list[str]:
         return list(self._tools)
+
+    def check_resuming(self, config: Config) -> None:
+        """Raise ConfigError where the run goes on with trajectories that a tool's session could not follow."""
+        for setting in ("partial", "branching"):
+            for named in self._tools.values():
+                if getattr(config.rollout, setting).enable and not named.tool.resumes:
+                    raise ConfigError(
+                        f"{named.label}: the sessions of {named.name} begin and end with a trajectory, and "
+                        f"rollout.{setting} goes on in the middle of one: set rollout.{setting}.enable to false, or "
+                        "have no session for each trajectory"
+                    )
 
     def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """OpenAI function schemas for the chat template's ``tools``: of a prompt's tools in its order, or of all.
@@ -335,6 +348,7 @@ def check_tools(config: Config) -> None:
     """
     from tools.code_interpreter.client import CodeInterpreterClient
 
-    ToolRegistry.from_config(
+    registry = ToolRegistry.from_config(
         config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
     )
+    registry.check_resuming(config)
