@@ -4,7 +4,8 @@ One parquet file, one row a trajectory; what concerns a whole group lies in the 
 stored, but those of environments: the data position gives each group id its prompt again. Routed experts are, the
 prompt's rows too: an engine that continues the trajectory sends only what comes after them. Nothing of the tools is
 stored either: their sessions are opened anew and learn which calls were made before, and calls whose results are
-missing are made again. A task agent keeps its state to itself: its rollouts in a group that is not complete start again.
+missing are made again. A task agent keeps its state to itself: its rollouts in a group that is not complete start
+again.
 """
 
 from __future__ import annotations

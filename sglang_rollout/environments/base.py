@@ -104,4 +104,11 @@ class Environment(ABC):
         return None
 
 
-environments: Registry[Callable[..., Any]] = Registry("rollout.environment", takes=())
+environments: Registry[Callable[..., Any]] = Registry(
+    "rollout.environment",
+    takes=(),
+    built_in={
+        "openenv": "sglang_rollout.environments.openenv:OpenEnvEnvironment",
+        "reasoning_gym": "sglang_rollout.environments.reasoning_gym:ReasoningGymEnvironment",
+    },
+)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_retool.config import Config
+from megatron_retool.config import Config, ConfigError
 from megatron_retool.registry import Extension, ExtensionError
 from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
@@ -281,7 +281,7 @@ def environment_of(config: Config) -> Extension[Callable[..., Any]]:
     made = environments.bind(rollout.environment, rollout.environment_kwargs)
     try:
         environment = made()
-    except ExtensionError:
+    except (ConfigError, ExtensionError):
         raise
     except Exception as error:
         raise ExtensionError(f"{made.label}: {made.raised(error)}") from error
