@@ -361,8 +361,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     positive = ("workers", "memory_limit_mb", "max_run_seconds", "max_processes", "workspace_mb", "max_output_bytes")
     if parsed.max_sessions is None:
         parsed.max_sessions = max(1, parsed.workers // 2)
-    positive = (*positive, "max_sessions", "session_seconds", "session_idle_seconds")
-    for name in (*positive, "max_body_mb", "max_bodies_mb", "body_seconds", "idle_seconds", "max_connections"):
+    sessions = ("max_sessions", "session_seconds", "session_idle_seconds")
+    for name in (
+        *positive,
+        *sessions,
+        "max_body_mb",
+        "max_bodies_mb",
+        "body_seconds",
+        "idle_seconds",
+        "max_connections",
+    ):
         if getattr(parsed, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     return parsed
