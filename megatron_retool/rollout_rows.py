@@ -15,12 +15,12 @@ import numpy as np
 from megatron_retool.trajectory import Trajectory
 
 AGENT_KEY = "agent"
-"""In reward_info: how an agent that samples through the gateway ended (outcome, message) and, where it has given the
-reward itself, its result (score and what else it said)."""
+"""In reward_info: how an agent that samples through the gateway, or an environment, ended (outcome, message) and, where
+it has given the reward itself, its result (score and what else it said)."""
 
 
 class AgentOutcome(StrEnum):
-    """How an agent that samples through the gateway ended; every rollout has exactly one.
+    """How an agent that samples through the gateway, or an environment, ended; every rollout of one has exactly one.
 
     FINISHED: it returned. CRASH: it raised, or its program ended with another status than 0. TIMEOUT: it was not done
     after rollout.multi_turn.max_wall_seconds. RESOURCES: its program had more memory or processes than

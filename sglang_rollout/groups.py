@@ -94,7 +94,12 @@ class GroupFactory:
         group.age = paused.age
         # With its prompt before it is looked at: routed experts out of a file are of the prompt's tokens too.
         group.states = [
-            replace(state, prompt_ids=first.prompt_ids, extra_info=first.extra_info, messages=first.messages).copy()
+            replace(
+                state,
+                prompt_ids=state.prompt_ids if state.own_prompt else first.prompt_ids,
+                extra_info=first.extra_info,
+                messages=first.messages,
+            ).copy()
             for state in paused.states
         ]
         if paused.branching is None:

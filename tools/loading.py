@@ -26,9 +26,10 @@ BUILT_IN = {
     "code_interpreter": "tools.code_interpreter.tool:CodeInterpreterTool",
     "search": "tools.search.tool:SearchTool",
     "read_page": "tools.search.page_tool:ReadPageTool",
+    "mcp": "tools.mcp_servers.tools:mcp_tools",
 }
-"""Tool classes. One that has a section tools.<name> is made with it, the others with the keyword arguments of their
-entry."""
+"""Tool classes, and functions that make tools. One that has a section tools.<name> is made with it, the others with the
+keyword arguments of their entry."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class NamedTool:
     stateful: bool
 
 
-def make_tool(config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInterpreterClient | None) -> NamedTool:
-    """The tool of an element of rollout.multi_turn.tools.
+def make_tools(
+    config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInterpreterClient | None
+) -> list[NamedTool]:
+    """The tool of an element of rollout.multi_turn.tools, or the tools where its target makes several.
 
     Args:
         index: of the element.
@@ -89,24 +92,32 @@ def make_tool(config: ToolsConfig, index: int, entry: ToolEntry, client: CodeInt
 
     try:
         tool = make()
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}" if section is None else str(error)) from error
     except Exception as error:
         also = " A function that makes a tool says so: -> Tool" if inspect.isfunction(found) else ""
         raise ExtensionError(f"{label}: making the tool failed: {type(error).__name__}: {error}.{also}") from error
-    if not isinstance(tool, Tool):
-        raise ExtensionError(
-            f"{label}: {type(tool).__name__} is no tool: derive the class from tools.tool.Tool, or name a function"
+    several = isinstance(tool, list)
+    if several and entry.name is not None:
+        raise ConfigError(
+            f"{key}.name={entry.name}: {entry.tool} makes tools that have names of their own: leave it out"
         )
-    return named_tool(tool, entry.name, label)
+    for each in tool if several else [tool]:
+        if not isinstance(each, Tool):
+            raise ExtensionError(
+                f"{label}: {type(each).__name__} is no tool: derive the class from tools.tool.Tool, or name a function"
+            )
+    return [named_tool(each, entry.name, label) for each in (tool if several else [tool])]
 
 
 def _makes_a_tool(found: Any) -> bool:
-    """Whether it is a function that is annotated to return a tool, and not one that is a tool itself."""
+    """Whether it is a function that is annotated to return a tool or a list of tools, and not a tool itself."""
     try:
         returned = typing.get_type_hints(found).get("return")
     except (TypeError, NameError):
         return False
+    if typing.get_origin(returned) is list:
+        (returned,) = typing.get_args(returned)
     return inspect.isclass(returned) and issubclass(returned, Tool)
 
 

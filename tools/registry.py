@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -17,7 +17,7 @@ from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json
-from tools.loading import NamedTool, make_tool
+from tools.loading import NamedTool, make_tools
 from tools.tool import ToolResult, TrajectoryInfo, run_method
 
 if TYPE_CHECKING:
@@ -73,11 +73,24 @@ class ToolRegistry:
             ExtensionError: a target cannot be loaded or made, or is no tool.
         """
         entries = tool_entries(tools)
-        return cls([make_tool(config, index, entry, code_interpreter) for index, entry in enumerate(entries)])
+        return cls(
+            [tool for index, entry in enumerate(entries) for tool in make_tools(config, index, entry, code_interpreter)]
+        )
 
     @property
     def names(self) -> list[str]:
         return list(self._tools)
+
+    def check_resuming(self, config: Config) -> None:
+        """Raise ConfigError where the run goes on with trajectories that a tool's session could not follow."""
+        for setting in ("partial", "branching"):
+            for named in self._tools.values():
+                if getattr(config.rollout, setting).enable and not named.tool.resumes:
+                    raise ConfigError(
+                        f"{named.label}: the sessions of {named.name} begin and end with a trajectory, and "
+                        f"rollout.{setting} goes on in the middle of one: set rollout.{setting}.enable to false, or "
+                        "have no session for each trajectory"
+                    )
 
     def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """OpenAI function schemas for the chat template's ``tools``: of a prompt's tools in its order, or of all.
@@ -236,8 +249,7 @@ class TrajectoryTools:
         """
         named = self._tools.get(name)
         if named is None:
-            text = f"Error: there is no tool {str(name)[:60]!r}; the tools are: {', '.join(self._tools) or 'none'}"
-            return ToolResult("unknown_tool", text)
+            return unknown_tool(name, self._tools)
         if name in self._failed:
             return ToolResult("error", f"Error: the tool failed: {self._failed[name]}")
         if isinstance(arguments, str):
@@ -245,12 +257,7 @@ class TrajectoryTools:
                 arguments = load_json(arguments)
             except ValueError as error:
                 return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
-        problem = jsonschema.exceptions.best_match(named.validator.iter_errors(arguments))
-        if problem is not None:
-            place = ".".join(str(part) for part in problem.absolute_path)
-            text = f"Error: bad arguments for {name}: {place + ': ' if place else ''}{problem.message[:200]}"
-            return ToolResult("bad_arguments", text)
-        return await self._run(named, arguments)
+        return bad_arguments(name, arguments, named.validator) or await self._run(named, arguments)
 
     async def close(self, returned: dict[str, Any]) -> None:
         """End every session, to the end also where it is cancelled meanwhile.
@@ -310,6 +317,29 @@ class TrajectoryTools:
         return {name: value for name, value in given.items() if takes is None or name in takes}
 
 
+def refused(name: str, arguments: Any, validators: Mapping[str, jsonschema.Draft202012Validator]) -> ToolResult | None:
+    """What a call is answered that names none of these tools or breaks its schema; None: it may be made."""
+    if name not in validators:
+        return unknown_tool(name, validators)
+    return bad_arguments(name, arguments, validators[name])
+
+
+def unknown_tool(name: Any, known: Iterable[str]) -> ToolResult:
+    """What a call of no tool is answered."""
+    text = f"Error: there is no tool {str(name)[:60]!r}; the tools are: {', '.join(known) or 'none'}"
+    return ToolResult("unknown_tool", text)
+
+
+def bad_arguments(name: str, arguments: Any, validator: jsonschema.Draft202012Validator) -> ToolResult | None:
+    """What a call is answered whose arguments break the schema; None where they do not."""
+    problem = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+    if problem is None:
+        return None
+    place = ".".join(str(part) for part in problem.absolute_path)
+    text = f"Error: bad arguments for {name}: {place + ': ' if place else ''}{problem.message[:200]}"
+    return ToolResult("bad_arguments", text)
+
+
 def check_tools(config: Config) -> None:
     """Make the run's tools as a run would, and drop them again: nothing is started.
 
@@ -318,6 +348,7 @@ def check_tools(config: Config) -> None:
     """
     from tools.code_interpreter.client import CodeInterpreterClient
 
-    ToolRegistry.from_config(
+    registry = ToolRegistry.from_config(
         config.tools, config.rollout.multi_turn.tools, code_interpreter=CodeInterpreterClient(["http://unused"])
     )
+    registry.check_resuming(config)

@@ -82,6 +82,9 @@ class Tool:
     name: str
     schema: Mapping[str, Any]
     """{"type": "function", "function": {"name", "description", "parameters": JSON schema}}."""
+    resumes: bool = True
+    """A session can begin in the middle of a trajectory, after a pause (rollout.partial) or a fork (rollout.branching).
+    """
 
     async def start(self) -> None:
         """Once, before the first trajectory: connections."""

@@ -309,6 +309,13 @@ class RolloutConfig:
     """Keyword arguments of that class or function."""
     agent_limits: AgentLimitsConfig = field(default_factory=AgentLimitsConfig)
     """What one rollout of a function or program may use, besides rollout.multi_turn.max_wall_seconds."""
+    environment: str | None = None
+    """Leads trajectories in place of tools and reward function: package.module:Class or path/to/file.py:Class of an
+    Environment, or a built-in of sglang_rollout.environments (docs/environments.md); null: none does."""
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class."""
+    environment_timeout_seconds: float = positive(60.0, maximum=86400)
+    """For one answer of the environment; then the trajectory ends, and is counted."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """The inference engines."""
     partial: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
@@ -366,10 +373,24 @@ class RolloutConfig:
                 "(top_k=-1, top_p=1, min_p=0)"
             )
         tool_entries(self.multi_turn.tools)
+        self._check_environment()
         if not isinstance(self.agent, str):
             self.command  # noqa: B018
         if self.branching.enable and self.branching.initial_rollouts > self.train.n:
             raise ConfigError("rollout.branching.initial_rollouts exceeds the budget rollout.train.n")
+
+    def _check_environment(self) -> None:
+        if self.environment is None:
+            if self.environment_kwargs:
+                raise ConfigError("rollout.environment_kwargs needs rollout.environment")
+            return
+        said = f"rollout.environment={self.environment}"
+        if self.agent != "tool_calling" or self.agent_kwargs:
+            raise ConfigError(f"{said} leads the built-in agent: leave rollout.agent and rollout.agent_kwargs unset")
+        if self.multi_turn.tools:
+            raise ConfigError(
+                f"{said} brings its own tools, and rollout.multi_turn.tools={self.multi_turn.tools}: set it to []"
+            )
 
     def _check_speculative(self) -> None:
         algorithm = self.engine.speculative.algorithm

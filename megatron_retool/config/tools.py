@@ -22,6 +22,13 @@ class CodeInterpreterConfig:
     """Memory of each snippet."""
     run_timeout_seconds: float = positive(10.0)
     """For one snippet; then it is killed."""
+    session: bool = False
+    """Variables live from call to call of a response, in a process of its own with these limits for its whole life.
+    Does not go with rollout.partial and rollout.branching."""
+    max_sessions: int | None = at_least_one(None, maximum=65536)
+    """Sessions at a time on one server that the trainer starts, each of which holds a worker; null: half of workers."""
+    session_idle_seconds: float = positive(3600.0)
+    """A session to which no call comes for so long is ended."""
     port: int = not_negative(0, maximum=65535)
     """Of the servers that the trainer starts; 0: any free port."""
     isolation: str = choice("auto", "namespaces", "bubblewrap", "rlimits")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_retool.config import Config
-from megatron_retool.registry import ExtensionError, Registry
+from megatron_retool.registry import ExtensionError, Registry, load_object
 from sglang_rollout.agent.loop import Agent, AgentSetup
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer
 from sglang_rollout.engine.base import StopConditions
@@ -26,6 +26,8 @@ agents: Registry[Callable[..., Any]] = Registry(
 BUILT_IN = "tool_calling"
 task_agents: Registry[Callable[..., Any]] = Registry("rollout.agent", takes=("task", "client"))
 """run(task, client, *, its own settings) -> reward | None | dict, plain or asynchronous."""
+_ENVIRONMENTS = "sglang_rollout.environments.loop"
+"""The agent of rollout.environment, imported where it is chosen: it renders as the gateway does, a floor above."""
 
 
 def is_task_agent(config: Config) -> bool:
@@ -67,6 +69,9 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent
         max_response_length=config.data.max_response_length,
         context_length=rollout.engine.context_length,
     )
+    if rollout.environment is not None:
+        loop: Agent = load_object("rollout.environment", f"{_ENVIRONMENTS}:make_environment_loop")(config, setup)
+        return loop
     extension = agents.bind(target, kwargs)
     try:
         made = extension(setup)
@@ -104,6 +109,9 @@ def check_agent(config: Config) -> None:
 
     The rest is checked where it is made, for which a tokenizer is needed.
     """
+    if config.rollout.environment is not None:
+        load_object("rollout.environment", f"{_ENVIRONMENTS}:environment_of")(config)
+        return
     if is_task_agent(config):
         if isinstance(config.rollout.agent, str):
             task_agents.bind(config.rollout.agent, config.rollout.agent_kwargs)

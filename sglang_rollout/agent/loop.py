@@ -50,6 +50,7 @@ class TrajectoryState:
         routed_ids: int32, the tokens that those rows were received for; None: for those that it has.
         messages: of the prompt, where the data have them.
         rows: what a finished task agent has left, in place of the lists here.
+        own_prompt: ``prompt_ids`` come from an environment, and not from the data.
     """
 
     prompt_ids: list[int]
@@ -75,6 +76,7 @@ class TrajectoryState:
     reward_info: dict[str, Any] = field(default_factory=dict)
     messages: Sequence[Mapping[str, Any]] = ()
     rows: list[Trajectory] = field(default_factory=list)
+    own_prompt: bool = False
 
     @property
     def length(self) -> int:
@@ -317,16 +319,8 @@ class AgentLoop:
             return True
         began, counted = time.monotonic(), state.seconds
         result = await generate(state, remaining, deadline)
-        state.append_sampled(result)
-        if result.finish_reason == "abort":
-            not_counted = counted - state.seconds
-            if time.monotonic() - began - not_counted < deadline:
-                return False
-            state.finish_reason = FinishReason.ABORTED
-            return True
-        if result.finish_reason == "length":
-            state.finish_reason = FinishReason.LENGTH
-            return True
+        if not self.ends_turn(state, result, time.monotonic() - began - (counted - state.seconds), deadline):
+            return state.finish_reason is not None
         ended = result.matched_stop == self.glue.end_of_turn_id
         calls = []
         if ended == self.format.uses_chat_template:
@@ -344,6 +338,23 @@ class AgentLoop:
             state.finish_reason = FinishReason.LENGTH
         else:
             state.pending_calls = calls
+        return True
+
+    def ends_turn(self, state: TrajectoryState, result: GenerateResult, seconds: float, deadline: float) -> bool:
+        """Append what was sampled. Whether the turn is whole; if not, ``state.finish_reason`` is set where no more can
+        follow.
+
+        Args:
+            seconds: that the request took, what engines that failed have cost left out.
+        """
+        state.append_sampled(result)
+        if result.finish_reason == "abort":
+            if seconds >= deadline:
+                state.finish_reason = FinishReason.ABORTED
+            return False
+        if result.finish_reason == "length":
+            state.finish_reason = FinishReason.LENGTH
+            return False
         return True
 
     async def answer_calls(self, state: TrajectoryState, tools: ToolSession, deadline: float) -> None:
@@ -409,6 +420,20 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
         finally:
             if state.finish_reason is not None and returned:
                 state.reward_info["tools"] = returned
+
+
+def row_of(state: TrajectoryState) -> dict[str, Any]:
+    """The data's row as agents and environments see it: messages, data_source, ground_truth, uid, extra_info (what else
+    the row carries), group_id, index (of the rollout in its group) and seed."""
+    known = ("data_source", "ground_truth", "uid")
+    return {
+        "messages": [dict(message) for message in state.messages],
+        **{name: state.extra_info.get(name) for name in known},
+        "extra_info": {name: value for name, value in state.extra_info.items() if name not in known},
+        "group_id": state.group_id,
+        "index": state.index,
+        "seed": state.seed,
+    }
 
 
 class _NoTools:

@@ -1,10 +1,11 @@
 """Paused groups on disk: what a checkpoint keeps of trajectories that partial rollout left unfinished.
 
 One parquet file, one row a trajectory; what concerns a whole group lies in the schema's metadata. Prompts are not
-stored: the data position gives each group id its prompt again. Routed experts are, the prompt's rows too: an engine
-that continues the trajectory sends only what comes after them. Nothing of the tools is stored either: their
-sessions are opened anew and learn which calls were made before, and calls whose results are missing are made again.
-A task agent keeps its state to itself: its rollouts in a group that is not complete start again.
+stored, but those of environments: the data position gives each group id its prompt again. Routed experts are, the
+prompt's rows too: an engine that continues the trajectory sends only what comes after them. Nothing of the tools is
+stored either: their sessions are opened anew and learn which calls were made before, and calls whose results are
+missing are made again. A task agent keeps its state to itself: its rollouts in a group that is not complete start
+again.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def _stored_rows(states: Sequence[tuple[int, TrajectoryState]]) -> dict[str, lis
             "tool_calls": [vars(call) for call in state.tool_calls],
             "pending_calls": [vars(call) for call in state.pending_calls],
             "reward_info": state.reward_info,
+            "own_prompt_ids": state.prompt_ids if state.own_prompt else None,
         }
         rows["progress"].append(json.dumps(progress))
         rows["routed_experts"].append(to_stored(state.routed_experts))
@@ -106,7 +108,7 @@ def _stored_rows(states: Sequence[tuple[int, TrajectoryState]]) -> dict[str, lis
 
 
 def read_paused_groups(path: str | Path) -> list[PausedGroup]:
-    """Read what ``write_paused_groups`` wrote; the states' ``prompt_ids`` are empty.
+    """Read what ``write_paused_groups`` wrote; the states' ``prompt_ids`` are empty where they are the data's.
 
     Raises:
         UnreadableFile: the file is missing or damaged, or holds something else; naming it and the row.
@@ -122,8 +124,10 @@ def read_paused_groups(path: str | Path) -> list[PausedGroup]:
             reason = progress.pop("finish_reason")
             group = groups[row["group_id"]]
             rows = from_stored(stored)
+            own_prompt = progress.pop("own_prompt_ids", None)
             state = TrajectoryState(
-                prompt_ids=[],
+                prompt_ids=own_prompt or [],
+                own_prompt=own_prompt is not None,
                 age=group.age,
                 finish_reason=None if reason is None else FinishReason(reason),
                 timing=RolloutTiming(**progress.pop("timing", {})),

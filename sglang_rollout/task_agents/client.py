@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_rollout.agent.loop import TrajectoryState
+from sglang_rollout.agent.loop import TrajectoryState, row_of
 
 MODEL = "policy"
 """The name that answers carry; calls may name any."""
@@ -41,16 +40,5 @@ class ClientSettings:
 
 
 def task_of(state: TrajectoryState, purpose: str) -> dict[str, Any]:
-    """The data's row as an agent sees it: messages, data_source, ground_truth, uid, extra_info (what else the row
-    carries), group_id, index (of the rollout in its group), purpose ("train" or "validation") and seed."""
-    extra: Mapping[str, Any] = state.extra_info
-    known = ("data_source", "ground_truth", "uid")
-    return {
-        "messages": [dict(message) for message in state.messages],
-        **{name: extra.get(name) for name in known},
-        "extra_info": {name: value for name, value in extra.items() if name not in known},
-        "group_id": state.group_id,
-        "index": state.index,
-        "purpose": purpose,
-        "seed": state.seed,
-    }
+    """The data's row (see ``row_of``), with purpose: "train" or "validation"."""
+    return {**row_of(state), "purpose": purpose}

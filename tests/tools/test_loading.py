@@ -167,7 +167,7 @@ def test_entries_of_a_wrong_form(entry: Any, said: str) -> None:
         (
             "calculator",
             {},
-            r"tools\[0\]='calculator' is not one of code_interpreter, search, read_page, and not of the form",
+            r"tools\[0\]='calculator' is not one of code_interpreter, search, read_page, mcp, and not of the form",
         ),
         ("no.such.module:tool", {}, "there is no module no.such.module"),
         ("tools.tool:missing", {}, "tools.tool has no 'missing'"),

@@ -134,6 +134,47 @@ class CodeInterpreterClient:
             )
         )
 
+    async def open_session(self, memory_limit_mb: int | None = None) -> SandboxSession:
+        """A process for several cells, on the least busy server that has room.
+
+        Raises:
+            SandboxUnavailable: none has within ``give_up_seconds``.
+        """
+        stop_trying, delay = time.monotonic() + self._give_up_seconds, self._first_delay
+        failed: set[Server] = set()
+        while True:
+            server, reason = self._balancer.choose(failed), "there is no server"
+            if server is not None:
+                try:
+                    body = {"memory_limit_MB": memory_limit_mb or -1}
+                    answer = await self.post(f"{server.url}/session/create", body, self._give_up_seconds + 60)
+                    if "session" in answer:
+                        return SandboxSession(self, server.url, answer["session"])
+                    reason = str(answer.get("message"))
+                except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                    reason = f"{type(error).__name__}: {error}"
+                failed.add(server)
+                if self._balancer.has_another(failed):
+                    continue
+            pause = random.uniform(0.5, 1.5) * delay
+            if time.monotonic() + pause > stop_trying:
+                raise SandboxUnavailable(f"sandbox: no session: {reason}; gave up after {self._give_up_seconds:g} s")
+            await asyncio.sleep(pause)
+            delay, failed = min(2 * delay, self._longest_delay), set()
+
+    async def post(self, url: str, body: dict, seconds: float) -> dict:
+        """One request, and the object that answers it.
+
+        Raises:
+            TimeoutError, aiohttp.ClientError, OSError, ValueError: there is none.
+        """
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=30)
+        async with self._open().post(url, json=body, timeout=timeout) as response:
+            answer = await response.json(content_type=None)
+        if not isinstance(answer, dict):
+            raise ValueError(f"not an answer of a sandbox: {str(answer)[:200]}")
+        return answer
+
     async def execute(self, request: ExecutionRequest) -> ExecutionResult:
         """Run one snippet; see ``run_code``."""
         body = request.to_json()
@@ -283,6 +324,46 @@ class CodeInterpreterClient:
                 return response.status == 200 and "pong" in await response.text()
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             return False
+
+
+class SandboxSession:
+    """A process on one server whose variables live from cell to cell.
+
+    Attributes:
+        open: it can take another cell.
+    """
+
+    def __init__(self, client: CodeInterpreterClient, url: str, identifier: str) -> None:
+        self._client, self._url, self._id = client, url, identifier
+        self.open = True
+
+    async def run(self, code: str, *, run_timeout: float, print_last_expression: bool) -> ExecutionResult:
+        """Run a cell. It is sent once: a second time it would do its work twice.
+
+        Raises:
+            SandboxUnavailable: the server does not answer; the session is lost.
+        """
+        body = {
+            "session": self._id,
+            "code": code,
+            "run_timeout": run_timeout,
+            "print_last_expression": print_last_expression,
+        }
+        try:
+            answer = await self._client.post(f"{self._url}/session/run", body, run_timeout + 60)
+            result = ExecutionResult.from_json(answer)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            self.open = False
+            raise SandboxUnavailable(f"sandbox {self._url}: {type(error).__name__}: {error}") from error
+        self.open = bool(answer.get("session_open"))
+        return result
+
+    async def close(self) -> None:
+        """End it. A server that does not answer ends it by itself later."""
+        if self.open:
+            self.open = False
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError):
+                await self._client.post(f"{self._url}/session/close", {"session": self._id}, 30.0)
 
 
 def _base(url: str) -> str:

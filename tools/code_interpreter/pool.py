@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
+import functools
 import json
 import logging
 import os
@@ -19,8 +21,9 @@ from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
 from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
 from tools.code_interpreter.protocol import CellResult, ExecutionRequest, ExecutionResult, Outcome
+from tools.code_interpreter.sessions import Session, Sessions
 from tools.code_interpreter.settings import INTERPRETER_FLAGS, SandboxSettings
-from tools.code_interpreter.snippet import CELLS, INTERPRETER_ENVIRONMENT
+from tools.code_interpreter.snippet import CELLS, INTERPRETER_ENVIRONMENT, SESSION
 from tools.code_interpreter.streams import Streams, read_all, read_text
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,12 @@ class _Worker:
     """Descriptors of collected files that arrived for the current request."""
 
 
+def _cancel(worker: _Worker, request_id: int) -> None:
+    """Ask a worker to end a request; one that is answered already is none."""
+    with contextlib.suppress(OSError):
+        worker.channel.send(json.dumps({"cancel": request_id}).encode())
+
+
 class WorkerPool:
     """Runs snippets in at most ``settings.workers`` isolated processes at a time."""
 
@@ -63,6 +72,7 @@ class WorkerPool:
         """What /health says about the isolation in force; filled by ``start``."""
         self.restarts = 0
         """Workers that died and were replaced."""
+        self.sessions = Sessions(settings, self._begin_session)
         self._queue: FairQueue[_Worker] = FairQueue(settings.max_queue)
         self._workers: dict[int, _Worker] = {}
         self._next_request = 0
@@ -126,6 +136,7 @@ class WorkerPool:
         self._closing = True
         if self._restart is not None:
             self._restart.cancel()
+        await self.sessions.close_all()
         await self._stop_warden()
 
     async def run(self, request: ExecutionRequest, client: str = "") -> tuple[ExecutionResult, float]:
@@ -153,9 +164,37 @@ class WorkerPool:
         try:
             return await asyncio.shield(task), waited
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                worker.channel.send(json.dumps({"cancel": worker.request_id}).encode())
+            _cancel(worker, worker.request_id)
             raise
+
+    async def _begin_session(
+        self, identifier: str, memory_limit_mb: int | None, client: str
+    ) -> Session | ExecutionResult:
+        """A worker with a process that waits for cells; a result where there is none."""
+        request = ExecutionRequest(
+            "", language=SESSION, run_timeout=self.settings.session_seconds, memory_limit_mb=memory_limit_mb
+        )
+        try:
+            worker = await self._acquire(client)
+        except QueueFull as error:
+            return ExecutionResult(Outcome.BUSY, message=f"busy: {error}")
+        except (SandboxStartError, OSError) as error:
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=str(error))
+        channel, theirs = socket.socketpair()
+        channel.setblocking(False)
+        try:
+            streams = dataclasses.replace(self._open_streams(request, self._memory(request)), records=theirs.detach())
+        except OSError as error:
+            self._queue.put(worker)
+            channel.close()
+            theirs.close()
+            return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"no room for the session: {error}")
+        for descriptor in (streams.stdout, streams.stderr):
+            # So that they can be emptied after a cell.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+        life = asyncio.ensure_future(self._run_on(worker, request, streams))
+        await asyncio.sleep(0)  # it has its request now, and an id to be cancelled by
+        return Session(identifier, streams, channel, life, functools.partial(_cancel, worker, worker.request_id))
 
     async def _acquire(self, client: str) -> _Worker:
         if self._closing:
@@ -234,15 +273,21 @@ class WorkerPool:
         elif worker.answer is not None and not worker.answer.done():
             worker.answer.set_result(message)
 
-    async def _run_on(self, worker: _Worker, request: ExecutionRequest) -> ExecutionResult:
+    def _memory(self, request: ExecutionRequest) -> int:
+        return min(request.memory_limit_mb or self.settings.memory_limit_mb, self.settings.memory_limit_mb) << 20
+
+    async def _run_on(
+        self, worker: _Worker, request: ExecutionRequest, streams: Streams | None = None
+    ) -> ExecutionResult:
         settings = self.settings
         self._next_request += 1
         worker.request_id = self._next_request
         worker.answer = asyncio.get_running_loop().create_future()
-        timeout = min(request.run_timeout, settings.max_run_seconds)
-        memory = min(request.memory_limit_mb or settings.memory_limit_mb, settings.memory_limit_mb) << 20
+        longest = settings.session_seconds if request.language == SESSION else settings.max_run_seconds
+        timeout = min(request.run_timeout, longest)
+        memory = self._memory(request)
         try:
-            streams = self._open_streams(request, memory)
+            streams = streams or self._open_streams(request, memory)
         except OSError as error:
             worker.answer = None
             self._queue.put(worker)
@@ -306,7 +351,7 @@ class WorkerPool:
         stream_limit = settings.workspace_mb << 20
         cells: tuple[CellResult, ...] = ()
         cell_timed_out, position, truncated = False, (0, 0), False
-        if streams.records is not None:
+        if streams.records is not None and request.language == CELLS:
             limit = settings.max_output_bytes
             cells, position, truncated = read_cells(streams, len(request.cells), limit, answer["seconds"])
             # It did not let itself be interrupted, and the process ended itself.

@@ -151,6 +151,9 @@ class SandboxServerProcess:
         command += ["--host", self.host, "--port", str(self.port or config.port), "--ready-fd", str(ready_fd)]
         command += ["--workers", str(config.workers), "--isolation", config.isolation]
         command += ["--memory-limit-mb", str(config.memory_limit_mb)]
+        command += ["--session-idle-seconds", str(config.session_idle_seconds)]
+        if config.max_sessions is not None:
+            command += ["--max-sessions", str(config.max_sessions)]
         if config.print_last_expression:
             command.append("--print-last-expression")
         return [*command, *self._extra_arguments, "--preimport", *config.preimport]

@@ -3,9 +3,10 @@
     python -m tools.code_interpreter.server --workers 128 --port 8080
 
 POST /run_code runs a snippet (Python, pytest or bash) in a fresh isolated process, POST /run_jupyter a notebook's
-cells; GET /v1/ping answers "pong"; GET /health tells which isolation is in force; GET /metrics is for Prometheus. Where
-the environment has MEGATRON_RETOOL_SANDBOX_TOKEN, every request must show it ("Authorization: Bearer TOKEN"), or is
-refused with status 401.
+cells; POST /session/create, /session/run and /session/close keep a process for several cells; GET /v1/ping answers
+"pong"; GET /health tells which isolation is in force; GET /metrics is for Prometheus. Where the environment has
+MEGATRON_RETOOL_SANDBOX_TOKEN, every request must show it ("Authorization: Bearer TOKEN"), or is refused with status
+401.
 
 A body of more than --max-body-mb is refused with status 413, one that does not come in --body-seconds with 408, and one
 for which --max-bodies-mb have no room left with 503. A connection without a request is closed after --idle-seconds, or
@@ -44,6 +45,7 @@ from tools.code_interpreter.admission import (
 )
 from tools.code_interpreter.pool import SandboxStartError, WorkerPool
 from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
+from tools.code_interpreter.sessions import ENDED
 from tools.code_interpreter.settings import DEFAULT_PREIMPORT, ISOLATION_ORDER, TOKEN_VARIABLE, SandboxSettings
 
 logger = logging.getLogger("tools.code_interpreter")
@@ -106,6 +108,8 @@ class SandboxApplication:
         application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_token])
         application.router.add_post("/run_code", self.run_code)
         application.router.add_post("/run_jupyter", self.run_jupyter)
+        for name in ("create", "run", "close"):
+            application.router.add_post(f"/session/{name}", self.session)
         application.router.add_get("/v1/ping", self.ping)
         application.router.add_get("/health", self.health)
         application.router.add_get("/metrics", self.metrics)
@@ -126,6 +130,34 @@ class SandboxApplication:
 
     async def run_code(self, http_request: web.Request) -> web.Response:
         return await self._answer(http_request, ExecutionRequest.from_json, ExecutionResult.to_json)
+
+    async def session(self, http_request: web.Request) -> web.Response:
+        """Create (memory_limit_MB) a session, run (session, code, run_timeout, print_last_expression) a cell in it,
+        close (session) it. What an answer of ``run`` says of ``session_open`` holds for the next cell."""
+        what, sessions = http_request.path.rpartition("/")[2], self._pool.sessions
+        try:
+            body = load_json(await http_request.read())
+            request = ExecutionRequest.from_json({"code": "", **body} if isinstance(body, dict) else body)
+        except ValueError as error:
+            result: Any = ExecutionResult(Outcome.INVALID_REQUEST, message=str(error))
+            return web.json_response(result.to_json(), status=422)
+        identifier = str(body.get("session"))
+        if what == "create":
+            client = http_request.headers.get("X-Client-Id") or http_request.remote or ""
+            result = await sessions.create(request.memory_limit_mb, client)
+            if not isinstance(result, ExecutionResult):
+                return web.json_response({"session": result.id})
+        elif what == "close":
+            return web.json_response({"closed": await sessions.close(identifier)})
+        else:
+            last = request.print_last_expression
+            last = self._pool.settings.print_last_expression if last is None else last
+            result = await sessions.run(identifier, request.code, request.run_timeout, last)
+            if result is None:
+                result = ExecutionResult(Outcome.SANDBOX_ERROR, message=f"there is no such session: {ENDED}")
+        self._metrics.record(result, 0.0)
+        answer = {**result.to_json(), "session_open": sessions.has(identifier)}
+        return web.json_response(answer, status=_HTTP_STATUS.get(result.outcome, 200))
 
     async def run_jupyter(self, http_request: web.Request) -> web.Response:
         if not self._has_ipython:
@@ -200,6 +232,11 @@ class SandboxApplication:
                 "restarts": pool.restarts,
             },
             "queue": {"waiting": pool.waiting, "limit": pool.settings.max_queue},
+            "sessions": {
+                "open": pool.sessions.count,
+                "limit": pool.settings.max_sessions,
+                "reaped": pool.sessions.reaped,
+            },
             "memory_limit_mb": pool.settings.memory_limit_mb,
             "print_last_expression": pool.settings.print_last_expression,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
@@ -311,6 +348,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--body-seconds", type=float, default=defaults.body_seconds, help="until a body has come")
     parser.add_argument("--idle-seconds", type=float, default=defaults.idle_seconds, help="until a request has come")
     parser.add_argument("--max-connections", type=int, default=defaults.max_connections)
+    parser.add_argument("--max-sessions", type=int, help="sessions at a time; default: half the workers")
+    parser.add_argument("--session-seconds", type=float, default=defaults.session_seconds, help="of one's whole life")
+    parser.add_argument("--session-idle-seconds", type=float, default=defaults.session_idle_seconds)
     parser.add_argument("--print-last-expression", action="store_true", help="as an interactive interpreter does")
     parser.add_argument(
         "--preimport", nargs="*", default=list(DEFAULT_PREIMPORT), help="modules that every snippet finds imported"
@@ -319,7 +359,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
     parsed = parser.parse_args(arguments)
     positive = ("workers", "memory_limit_mb", "max_run_seconds", "max_processes", "workspace_mb", "max_output_bytes")
-    for name in (*positive, "max_body_mb", "max_bodies_mb", "body_seconds", "idle_seconds", "max_connections"):
+    if parsed.max_sessions is None:
+        parsed.max_sessions = max(1, parsed.workers // 2)
+    sessions = ("max_sessions", "session_seconds", "session_idle_seconds")
+    for name in (
+        *positive,
+        *sessions,
+        "max_body_mb",
+        "max_bodies_mb",
+        "body_seconds",
+        "idle_seconds",
+        "max_connections",
+    ):
         if getattr(parsed, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     return parsed
@@ -347,6 +398,9 @@ def main(arguments: list[str] | None = None) -> int:
         body_seconds=parsed.body_seconds,
         idle_seconds=parsed.idle_seconds,
         max_connections=parsed.max_connections,
+        max_sessions=parsed.max_sessions,
+        session_seconds=parsed.session_seconds,
+        session_idle_seconds=parsed.session_idle_seconds,
         print_last_expression=parsed.print_last_expression,
         preimport=tuple(parsed.preimport),
         read_only_paths=tuple(parsed.read_only_path),

@@ -55,6 +55,12 @@ class SandboxSettings:
     """Default of the request field of the same name."""
     preimport: tuple[str, ...] = DEFAULT_PREIMPORT
     """Modules that every snippet finds already imported."""
+    max_sessions: int = 64
+    """Sessions at the same time, each of which holds a worker. The others are for single snippets."""
+    session_seconds: float = 3600.0
+    """Longest life of a session."""
+    session_idle_seconds: float = 600.0
+    """A session to which nobody comes back for so long is ended."""
     read_only_paths: tuple[str, ...] = field(default_factory=tuple)
     """Further host directories that snippets may read."""
 

@@ -1,6 +1,6 @@
 """Runs one snippet in the process that was made for it.
 
-Standard library only, as notebook.py: bubblewrap executes these two in a new interpreter.
+Standard library only, as notebook.py and console.py: bubblewrap executes these in a new interpreter.
 
 The request comes in a file descriptor as a 4-byte big-endian header length, the header (JSON: language, code,
 print_last_expression, cells, cell_timeout, record_bytes, files as [path, size] pairs, fetch_files, limits), and the
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from tools.code_interpreter import notebook
+from tools.code_interpreter import console, notebook
 
 STARTED = b"S"
 """The sandbox is set up; what fails from here on is the snippet's own doing."""
@@ -34,6 +34,8 @@ SOURCE_NAMES = {"python": FILE_NAME, "pytest": "test_main.py", "bash": "main.sh"
 """The languages of POST /run_code, and the name of the code's own file in the working directory."""
 CELLS = "jupyter"
 """The language of POST /run_jupyter."""
+SESSION = "session"
+"""The language of a session, whose cells come later (see console.py)."""
 
 _BASH = "/bin/bash"
 
@@ -111,7 +113,7 @@ def run(header: dict, status: int, records: int) -> int:
     Args:
         header: of the request.
         status: descriptor for what happens beyond the exit status.
-        records: descriptor for what a notebook's cells do; −1 for other languages.
+        records: descriptor for what a notebook's cells do, or of a session's socket; −1 for other languages.
     """
     for descriptor in {status, records} - {-1}:
         os.set_inheritable(descriptor, False)
@@ -122,6 +124,8 @@ def run(header: dict, status: int, records: int) -> int:
     sys.path.insert(0, os.getcwd())
     if language == CELLS:
         return notebook.run_cells(header["cells"], header["cell_timeout"], records, header["record_bytes"])
+    if language == SESSION:
+        return console.run_session(records, _compile)
     if language == "pytest":
         return _run_guarded(lambda: _run_pytest(header["code"]), status)
     return _run_guarded(lambda: _run_python(header["code"], header["print_last_expression"], status), status)
@@ -230,17 +234,17 @@ def _write_source(name: str, code: str) -> None:
         file.write(code)
 
 
-def _compile(code: str, print_last_expression: bool) -> list:
+def _compile(code: str, print_last_expression: bool, name: str = FILE_NAME) -> list:
     if not print_last_expression:
-        return [compile(code, FILE_NAME, "exec", dont_inherit=True)]
+        return [compile(code, name, "exec", dont_inherit=True)]
     import ast
 
-    tree = ast.parse(code, FILE_NAME)
+    tree = ast.parse(code, name)
     if not tree.body or not isinstance(tree.body[-1], ast.Expr):
-        return [compile(tree, FILE_NAME, "exec", dont_inherit=True)]
+        return [compile(tree, name, "exec", dont_inherit=True)]
     # "single" sends an expression statement's value through sys.displayhook, as the interactive interpreter does.
     last = ast.Interactive([tree.body.pop()])
-    return [compile(part, FILE_NAME, mode, dont_inherit=True) for part, mode in ((tree, "exec"), (last, "single"))]
+    return [compile(part, name, mode, dont_inherit=True) for part, mode in ((tree, "exec"), (last, "single"))]
 
 
 def forget_own_modules() -> None:

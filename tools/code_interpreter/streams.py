@@ -23,7 +23,8 @@ class Streams:
     stdout: int
     stderr: int
     records: int | None
-    """What a notebook's cells did (see notebook.py); None for other languages."""
+    """What a notebook's cells did (see notebook.py), or the process's end of a session's socket (see console.py); None
+    for other languages."""
 
     @classmethod
     def open(cls, header: Mapping[str, Any], files: Mapping[str, bytes], stdin: bytes, records: bool) -> Streams:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.config import CodeInterpreterConfig, ConfigError
-from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
+from tools.code_interpreter.client import CodeInterpreterClient, SandboxSession, SandboxUnavailable
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.settings import TOKEN_VARIABLE
-from tools.tool import Tool, ToolResult, shorten_middle
+from tools.tool import Tool, ToolResult, TrajectoryInfo, shorten_middle
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +23,21 @@ _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Exit|Inte
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 
 
+_SESSION_ENDED = "[The session ended: its variables are gone; the next call begins a new one.]"
+
+
+@dataclass
+class _Held:
+    """The process of a trajectory, once it has made a call."""
+
+    process: SandboxSession | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 class CodeInterpreterTool(Tool):
     """Runs the model's Python code on a sandbox server, or on several."""
 
-    server_settings = ("url", "workers", "port", "isolation", "preimport")
+    server_settings = ("url", "workers", "port", "isolation", "preimport", "max_sessions", "session_idle_seconds")
     """Settings that no single tool can have of its own."""
     name = "code_interpreter"
     schema: dict[str, Any] = {
@@ -56,11 +70,26 @@ class CodeInterpreterTool(Tool):
             )
         self._config = config
         self._client = client or CodeInterpreterClient(config.urls)
+        self.resumes = not config.session
+        if config.session:
+            self.schema = copy.deepcopy(self.schema)
+            self.schema["function"]["description"] = (
+                "Run Python code and return what it prints. Variables live from call to call."
+            )
 
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+    async def open(self, trajectory: TrajectoryInfo) -> _Held | None:
+        return _Held() if self._config.session else None
+
+    async def close(self, session: _Held | None) -> None:
+        if session is not None and session.process is not None:
+            await session.process.close()
+
+    async def call(self, arguments: Mapping[str, Any], session: _Held | None = None) -> ToolResult:
         started = time.monotonic()
         config = self._config
         try:
+            if session is not None:
+                return await self._call_in(session, arguments["code"])
             result = await self._client.run_code(
                 arguments["code"],
                 run_timeout=config.run_timeout_seconds,
@@ -73,6 +102,28 @@ class CodeInterpreterTool(Tool):
             return ToolResult("error", text, time.monotonic() - started)
         status = "ok" if result.ok else "timeout" if result.outcome is Outcome.TIME_LIMIT_EXCEEDED else "error"
         return ToolResult(status, describe(result, config), time.monotonic() - started)
+
+    async def _call_in(self, session: _Held, code: str) -> ToolResult:
+        """Run a cell in the trajectory's process, which its first call begins.
+
+        Raises:
+            SandboxUnavailable: there is none to be had.
+        """
+        config, started = self._config, time.monotonic()
+        async with session.lock:  # calls of one turn run side by side
+            if session.process is None or not session.process.open:
+                session.process = await self._client.open_session(config.memory_limit_mb)
+            result = await session.process.run(
+                code,
+                run_timeout=config.run_timeout_seconds,
+                print_last_expression=config.print_last_expression,
+            )
+            ended = not session.process.open
+        status = "ok" if result.ok else "timeout" if result.outcome is Outcome.TIME_LIMIT_EXCEEDED else "error"
+        text = describe(result, config)
+        if ended:
+            text = "\n".join(part for part in (text, _SESSION_ENDED) if part)
+        return ToolResult(status, text, time.monotonic() - started, {"session_ended": float(ended)})
 
     def take_metrics(self) -> dict[str, float]:
         """Requests, failures and retries of each server since the last call."""

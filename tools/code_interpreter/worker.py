@@ -5,9 +5,9 @@ the process made for the request.  So a worker's memory, which every later proce
 of earlier requests.
 
 Messages on the channel (SOCK_SEQPACKET, JSON). Server to worker: {"id", "timeout", "memory_bytes", "collect"} with the
-descriptors request, stdin, stdout, stderr and, for a notebook, records; or {"cancel": id}.  Worker to server:
-{"id", "file", "size"} with a descriptor for each collected file, then {"id", "state", "wait_status", "seconds",
-"flags", "error", "memory_exceeded"}.
+descriptors request, stdin, stdout, stderr and, for a notebook, records, for a session its socket; or {"cancel": id}.
+Worker to server: {"id", "file", "size"} with a descriptor for each collected file, then {"id", "state", "wait_status",
+"seconds", "flags", "error", "memory_exceeded"}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 from typing import NoReturn
 
-from tools.code_interpreter import filesystem, isolation, landlock, linux, notebook, seccomp, snippet
+from tools.code_interpreter import console, filesystem, isolation, landlock, linux, notebook, seccomp, snippet
 from tools.code_interpreter.child_signal import ChildSignal
 from tools.code_interpreter.plan import IsolationPlan
 from tools.code_interpreter.settings import INTERPRETER_FLAGS
@@ -273,7 +273,7 @@ class Worker:
         self._become_user()
         linux.die_with_parent(signal.SIGKILL)
         command = isolation.bubblewrap_command(self._plan, directory)
-        for module in (snippet, notebook):
+        for module in (snippet, notebook, console):
             inside = f"{_IN_BUBBLEWRAP}/{module.__name__.replace('.', '/')}.py"
             command += ["--ro-bind", os.path.abspath(str(module.__file__)), inside]
         for name, value in snippet.INTERPRETER_ENVIRONMENT.items():

@@ -1,0 +1,176 @@
+"""A connection to a server of the Model Context Protocol: a program that speaks over its pipes, or an HTTP address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megatron_retool
+from megatron_retool.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "mcp>=2.0,<3"
+CLOSE_SECONDS = 20.0
+
+_LAUNCH = (
+    f"import os, sys; sys.path.insert(0, {str(Path(megatron_retool.__file__).resolve().parents[1])!r}); "
+    "from megatron_retool.rewards.guard import fork_guarded; fork_guarded(int(sys.argv[1])); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Starts a program that ends, with all that it has started, when this process does."""
+
+
+class McpUnavailable(RuntimeError):
+    """The server cannot be reached, or has gone."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """Where a server is.
+
+    Attributes:
+        command: program and arguments; none: ``url``.
+        environment: variables that the program gets besides PATH, HOME and the like.
+        headers_env: of requests, by name: the environment variable that holds the value.
+        start_seconds: longest time to begin.
+    """
+
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+    headers_env: Mapping[str, str] = field(default_factory=dict)
+    start_seconds: float = 60.0
+
+    @property
+    def label(self) -> str:
+        return self.url or " ".join(self.command)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Any]:
+        """An ``mcp.Client`` that is connected.
+
+        Raises:
+            ConfigError: the package is missing, or an environment variable of ``headers_env``.
+        """
+        try:
+            from mcp import Client, StdioServerParameters
+            from mcp.client.streamable_http import streamable_http_client
+            from mcp.shared._httpx_utils import create_mcp_http_client
+        except ImportError as error:
+            raise ConfigError(
+                f"MCP servers need the package mcp, version 2 (here: {error}): pip install '{PACKAGE}', or "
+                "pip install --no-deps -r requirements/environments.txt"
+            ) from error
+        async with contextlib.AsyncExitStack() as stack:
+            if self.url is None:
+                arguments = ["-c", _LAUNCH, str(os.getpid()), *self.command]
+                parameters = StdioServerParameters(command=sys.executable, args=arguments, env=dict(self.environment))
+                client = Client(parameters)
+            else:
+                http = await stack.enter_async_context(create_mcp_http_client(headers=self._headers()))
+                client = Client(streamable_http_client(self.url, http_client=http))
+            yield await stack.enter_async_context(client)
+
+    def _headers(self) -> dict[str, str]:
+        missing = [name for name in self.headers_env.values() if name not in os.environ]
+        if missing:
+            raise ConfigError(f"headers_env of {self.label}: the environment has no variable {missing[0]}")
+        return {header: os.environ[name] for header, name in self.headers_env.items()}
+
+
+class McpConnection:
+    """One connection, opened when it is first needed and, where the server has gone, opened again by the next call."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self._lock = asyncio.Lock()
+        self._life: asyncio.Task[None] | None = None
+        self._client: Any = None
+        self._leave = asyncio.Event()
+
+    async def open(self) -> Any:
+        """The connected client; connect, where it is not.
+
+        Raises:
+            McpUnavailable: the server does not begin in time, or ends.
+            ConfigError: see ``McpServer.client``.
+        """
+        async with self._lock:
+            if self._life is not None and not self._life.done():
+                return self._client
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._leave = asyncio.Event()
+            # The client's own tasks must end where they began.
+            self._life = asyncio.create_task(self._live(ready, self._leave))
+            try:
+                async with asyncio.timeout(self.server.start_seconds):
+                    self._client = await ready
+            except TimeoutError as error:
+                await self._end()
+                seconds = self.server.start_seconds
+                raise McpUnavailable(f"{self.server.label} did not begin within {seconds:g} s") from error
+            return self._client
+
+    async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """The ``CallToolResult`` of a call.
+
+        Raises:
+            TimeoutError: it took too long. The server is told that nobody waits.
+            McpUnavailable: the server has gone, or answers with an error of the protocol.
+        """
+        client = await self.open()
+        try:
+            async with asyncio.timeout(seconds):
+                return await client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            from mcp import MCPError
+            from mcp_types import CONNECTION_CLOSED
+
+            if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
+                await self.close()
+            raise McpUnavailable(f"{self.server.label}: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """End it, and the program with it."""
+        async with self._lock:
+            await self._end()
+
+    async def _end(self) -> None:
+        life, self._life, self._client = self._life, None, None
+        if life is None:
+            return
+        self._leave.set()
+        done, _ = await asyncio.wait({life}, timeout=CLOSE_SECONDS)
+        if not done:
+            life.cancel()
+            await asyncio.wait({life}, timeout=CLOSE_SECONDS)
+
+    async def _live(self, ready: asyncio.Future[Any], leave: asyncio.Event) -> None:
+        try:
+            async with self.server.client() as client:
+                if not ready.done():
+                    ready.set_result(client)
+                await leave.wait()
+        except Exception as error:
+            if ready.done():
+                logger.warning("MCP server %s: %s: %s", self.server.label, type(error).__name__, error)
+            elif isinstance(error, ConfigError):
+                ready.set_exception(error)
+            else:
+                ready.set_exception(McpUnavailable(f"{self.server.label}: {_reason(error)}"))
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
