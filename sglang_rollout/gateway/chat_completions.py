@@ -120,7 +120,7 @@ def _message(item: fields.Json, path: str) -> Message:
     message: Message = {"role": role, "content": fields.content_text(item.get("content"), f"{path}content", _PARTS)}
     if role == "assistant":
         calls = [
-            _read_call(call, f"{path}tool_calls[{place}].")
+            read_call(call, f"{path}tool_calls[{place}].")
             for place, call in enumerate(fields.items(item, "tool_calls", path))
         ]
         if calls:
@@ -136,7 +136,12 @@ def _message(item: fields.Json, path: str) -> Message:
     return message
 
 
-def _read_call(call: fields.Json, path: str) -> dict[str, Any]:
+def read_call(call: fields.Json, path: str = "") -> dict[str, Any]:
+    """A tool call as an answer has it.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
     function = call.get("function")
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise invalid(f"{path}function", 'expected a call of type "function" with an object here')

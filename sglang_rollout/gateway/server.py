@@ -6,6 +6,7 @@
 | POST /v1/responses | OpenAI's Responses |
 | POST /v1/messages | Anthropic's Messages |
 | GET /v1/models | the one model |
+| POST /v1/tool_calls | of no API: runs a tool call with the run's tools, answers with the message of its result |
 
 Without /sessions/<id> the session is the key's ("Authorization: Bearer KEY" or "x-api-key: KEY"). With it, the id is
 enough on loopback, for agents that bring a key of their own; elsewhere the key must be shown too. Id and key are random
@@ -34,6 +35,7 @@ from sglang_rollout.gateway.errors import ApiError, invalid, session_not_found, 
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionHandle, SessionLimits
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
+from tools.tool import ToolSession
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Gateway:
             application.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             application.router.add_post(f"{prefix}/v1/responses", self._responses)
             application.router.add_post(f"{prefix}/v1/messages", self._messages)
+            application.router.add_post(f"{prefix}/v1/tool_calls", self._tool_calls)
             application.router.add_get(f"{prefix}/v1/models", self._models)
         # A client that goes away cancels its call, and with it the engine's request.
         self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
@@ -107,6 +110,7 @@ class Gateway:
         sampling: SamplingConfig,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_session: ToolSession | None = None,
         limits: SessionLimits | None = None,
         seed: int | None = None,
         group_id: int = 0,
@@ -117,12 +121,15 @@ class Gateway:
         Args:
             sampling: of every call; what a call asks for itself (temperature, top_p, …) is checked and not used.
             tools: schemas shown to the model where a call brings none.
+            tool_session: runs calls that come to …/tool_calls; to be closed after the session.
             seed: of the draws; a call may bring its own. Answers in one history differ in all but the first's seed.
             group_id: sessions of one group are sent to the engine that has their prompt in its cache.
             index: of the rollout in its group; for messages.
         """
         settings = session_settings(sampling, tools, limits, seed, group_id, index)
-        session = OpenSession(settings, self._renderer, self._sampler, self.statistics, self._root, self._forget)
+        session = OpenSession(
+            settings, self._renderer, self._sampler, self.statistics, self._root, self._forget, tool_session
+        )
         self._by_id[session.id] = self._by_key[session.key] = session
         self.statistics.sessions += 1
         return session
@@ -173,6 +180,10 @@ class Gateway:
         if not request.stream:
             return _json(anthropic_messages.message(request, answer, self.model))
         return await _stream(http, map(_event, anthropic_messages.events(request, answer, self.model)))
+
+    async def _tool_calls(self, http: web.Request) -> web.StreamResponse:
+        session = self._session(http)
+        return _json(await session.run_tool(chat_completions.read_call(await _body(http))))
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         self._session(http)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,17 @@ class ClientSettings:
         }
 
 
-def task_of(state: TrajectoryState, purpose: str) -> dict[str, Any]:
+def task_of(state: TrajectoryState, purpose: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The data's row as an agent sees it: messages, data_source, ground_truth, uid, extra_info (what else the row
-    carries), group_id, index (of the rollout in its group), purpose ("train" or "validation") and seed."""
+    carries), tools (schemas of the run's tools, which …/tool_calls runs), group_id, index (of the rollout in its
+    group), purpose ("train" or "validation") and seed."""
     extra: Mapping[str, Any] = state.extra_info
     known = ("data_source", "ground_truth", "uid")
     return {
         "messages": [dict(message) for message in state.messages],
         **{name: extra.get(name) for name in known},
         "extra_info": {name: value for name, value in extra.items() if name not in known},
+        "tools": [dict(tool) for tool in tools],
         "group_id": state.group_id,
         "index": state.index,
         "purpose": purpose,

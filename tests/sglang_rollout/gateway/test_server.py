@@ -18,6 +18,7 @@ from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
 from tests.sglang_rollout.scripted import Counter
+from tools.tool import ToolResult
 
 END = "<|im_end|>"
 QUESTION = [{"role": "user", "content": "question"}]
@@ -314,6 +315,67 @@ def test_a_client_that_goes_away_and_a_session_that_ends(tokenizer):
             assert await at.session.close() == []
             with pytest.raises(openai.NotFoundError, match="ended"):
                 await call
+
+    asyncio.run(run())
+
+
+class SlowTools:
+    """Answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def call(self, name, arguments):
+        await self.go.wait()
+        return ToolResult("ok", json.dumps([name, arguments]))
+
+    async def close(self, returned):
+        pass
+
+
+def test_tools_of_the_run(tokenizer):
+    """Any call may be run, also one that the policy did not make; what is wrong with a call is its result."""
+
+    async def run():
+        async with served(tokenizer, [WORD + CALL_BROKEN + CALL + END], max_concurrent_calls=2) as at:
+            status, answer = await post(at, "/v1/tool_calls", {"id": "1", "function": {"name": "x", "arguments": "{}"}})
+            assert (status, answer["error"]["code"]) == (404, "no_tools")
+            tools = SlowTools()
+
+            def opened(**limits):
+                limits = SessionLimits(context_length=2000, max_concurrent_calls=2, **limits)
+                return at.gateway.open_session(SamplingConfig(), limits=limits, tool_session=tools)
+
+            at.session = opened()
+
+            async def call(arguments, identifier="1"):
+                function = {"name": "x", "arguments": arguments}
+                return await post(at, "/v1/tool_calls", {"id": identifier, "function": function})
+
+            waiting = [asyncio.create_task(call("{}")) for _ in range(2)]
+            while len(at.session._desk.at_work) < 2:
+                await asyncio.sleep(0.01)
+            assert (await call("{}"))[1]["error"]["code"] == "max_concurrent_calls"
+            tools.go.set()
+            assert [answer["content"] for _, answer in await asyncio.gather(*waiting)] == ['["x", {}]'] * 2
+            assert "not an object" in (await call("[]"))[1]["content"]
+            assert "invalid tool call" in (await call("{"))[1]["content"]
+            status, answer = await post(at, "/v1/tool_calls", {"id": "1"})
+            assert (status, answer["error"]["param"]) == (400, "function")
+            _, said = await post(at, "/v1/chat/completions", {"messages": QUESTION})
+            broken, whole = said["choices"][0]["message"]["tool_calls"]
+            assert "invalid tool call" in (await post(at, "/v1/tool_calls", broken))[1]["content"]
+            assert "print(6*7)" in (await post(at, "/v1/tool_calls", whole))[1]["content"]
+            (segment,) = at.session.segments()
+            assert [(one.status, one.position) for one in segment.tool_calls] == [("parse_error", 1), ("ok", 2)]
+            tools.go.clear()
+            waiting = asyncio.create_task(call("{}"))
+            await asyncio.sleep(0.1)
+            await at.session.close()
+            assert (await waiting)[0] == 404 and (await call("{}"))[0] == 404
+            at.session = opened(max_wall_seconds=0.5)
+            assert (await call("{}"))[1]["error"]["code"] == "max_wall_seconds"
+            assert 0.1 < at.session.timing.tools < 30
 
     asyncio.run(run())
 
