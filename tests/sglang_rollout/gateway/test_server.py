@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 
 import aiohttp
@@ -264,7 +265,8 @@ def test_limits_and_dead_sessions(tokenizer):
                 await create(model="", messages=[{"role": "user", "content": "x" * 200}])
             error = raised.value
             assert (error.status_code, error.code) == (413, "context_length_exceeded")
-            assert "120" in error.message and "context_length" in error.message
+            tokens, limit = map(int, re.search(r"are (\d+) tokens.*limit is (\d+)", error.message).groups())
+            assert tokens > 200 and limit == 120 and "context_length" in error.message
             await create(model="", messages=QUESTION, n=2)
             with pytest.raises(openai.RateLimitError) as raised:
                 await create(model="", messages=QUESTION)
@@ -376,6 +378,42 @@ def test_tools_of_the_run(tokenizer):
             at.session = opened(max_wall_seconds=0.5)
             assert (await call("{}"))[1]["error"]["code"] == "max_wall_seconds"
             assert 0.1 < at.session.timing.tools < 30
+
+    asyncio.run(run())
+
+
+def test_calls_at_a_time_are_limited(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], max_concurrent_calls=2) as at:
+            at.script.held.clear()
+            create = at.client.chat.completions.create
+            held = [asyncio.create_task(create(model="", messages=QUESTION)) for _ in range(2)]
+            while len(at.script.requests) < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError, match="max_concurrent_calls=2"):
+                await create(model="", messages=QUESTION)
+            at.script.held.set()
+            await asyncio.gather(*held)
+            await create(model="", messages=QUESTION)
+            assert len(await at.session.close()) == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_that_is_cut_keeps_its_turn(tokenizer, path):
+    """What was sampled is trained, once, whether or not the client has read it; its retry begins a segment."""
+
+    async def run():
+        async with served(tokenizer, [WORD * 400 + END]) as at:
+            body = {"model": "", "input": "question", "messages": QUESTION, "max_tokens": 1000, "stream": True}
+            for _ in range(2):
+                async with at.http.post(at.session.anthropic_base_url + path, json=body) as response:
+                    assert await response.content.readany()
+                    response.close()
+            first, again = await at.session.close()
+            assert first.loss_mask.sum() == again.loss_mask.sum() == 401
+            assert first.prompt_ids.tolist() == again.prompt_ids.tolist() == at.script.contexts[0]
 
     asyncio.run(run())
 
