@@ -86,7 +86,8 @@ def main() -> None:
         settings = [
             f"trainer.runs_dir={directory}", "trainer.experiment_name=alternating", "trainer.val_before_train=false",
             f"trainer.total_steps={2 * options.pairs + 2}", "trainer.test_freq=0", "trainer.save_freq=0",
-            "trainer.at_end=[]", "data.max_val_samples=4", "demo.enable=false", "algorithm.dynamic_sampling.enable=false",
+            "trainer.at_end=[]", "data.max_val_samples=4",
+            "demo.enable=false", "algorithm.dynamic_sampling.enable=false",
             f"rollout.agent={ROOT}/examples/run_tools_agent.py:run", *base.data_overrides, *base.model_overrides,
         ]  # fmt: skip
         config = load_config(ROOT / "configs" / "demo_cpu.yaml", settings)
