@@ -106,6 +106,17 @@ class RolloutTiming:
             self.engine if engine is None else engine,
         )
 
+    def with_times_of(self, other: RolloutTiming) -> RolloutTiming:
+        """Both, of which ``other`` began later."""
+        return RolloutTiming(
+            self.generation + other.generation,
+            self.tools + other.tools,
+            self.waiting + other.waiting,
+            min((each for each in (self.started, other.started) if each is not None), default=None),
+            max((each for each in (self.ended, other.ended) if each is not None), default=None),
+            self.engine if other.engine is None else other.engine,
+        )
+
 
 @dataclass
 class Trajectory:

@@ -116,7 +116,7 @@ class Session:
         try:
             while True:
                 if self._lease is None:
-                    self._lease = await router.acquire(state.group_id, state.length, avoid)
+                    self._lease = await router.acquire(state.group_id, state.length, avoid, state.timing.engine)
                     if self._in_flight.pausing:
                         state.timing = state.timing.plus(waiting=time.monotonic() - called)
                         return GenerateResult([], [], [], "abort")

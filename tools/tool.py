@@ -130,6 +130,10 @@ class ToolCaller(Protocol):
 
     async def open(self, trajectory: TrajectoryInfo) -> ToolSession: ...
 
+    def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """OpenAI function schemas of the tools that a prompt with this ``extra_info`` has."""
+        ...
+
 
 async def run_method(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Call a function: await it where it is asynchronous, else run it in a thread.

@@ -1,8 +1,9 @@
 """Which engine a trajectory goes to, and how many an engine takes.
 
 A trajectory stays with its engine while it lives: the next turn finds its whole past in that engine's prefix cache.
-A new one goes where its group is (the prompt is cached there) unless that engine is clearly busier than the least
-loaded one. An engine that fails is left out; its trajectories take another one and go on from their token ids.
+A new one goes where its group is (the prompt is cached there), and one that gave its place back between two turns goes
+where it was, unless that engine is clearly busier than the least loaded one. An engine that fails is left out; its
+trajectories take another one and go on from their token ids.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class _Waiter:
     group_id: int
     tokens: int
     avoid: RoutedEngine | None
+    before: int | None
     lease: asyncio.Future[Lease]
 
 
@@ -74,16 +76,19 @@ class Router:
         """Set while a dead engine is being restarted: then waiting makes sense."""
         self._waiting: deque[_Waiter] = deque()
 
-    async def acquire(self, group_id: int, tokens: int, avoid: RoutedEngine | None = None) -> Lease:
+    async def acquire(
+        self, group_id: int, tokens: int, avoid: RoutedEngine | None = None, before: int | None = None
+    ) -> Lease:
         """A place for a trajectory of ``group_id`` that has ``tokens`` tokens now; waits, first come first served.
 
         Args:
             avoid: an engine that just failed a request of this trajectory: taken only where there is no other.
+            before: number of the engine that has the trajectory's past in its cache.
 
         Raises:
             NoEngineAvailable
         """
-        waiter = _Waiter(group_id, tokens, avoid, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(group_id, tokens, avoid, before, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._serve()
         try:
@@ -127,18 +132,20 @@ class Router:
         """Let those who wait look again (after ``recovery_expected`` changed)."""
         self._serve()
 
-    def _choose(self, group_id: int, tokens: int, avoid: RoutedEngine | None) -> RoutedEngine | None:
+    def _choose(self, waiter: _Waiter) -> RoutedEngine | None:
         alive = [engine for engine in self.engines if engine.alive]
         # An engine that just failed a request is a last resort, not a first choice.
-        candidates = [engine for engine in alive if engine is not avoid] or alive
-        candidates = [engine for engine in candidates if self._has_room(engine, tokens)]
+        candidates = [engine for engine in alive if engine is not waiter.avoid] or alive
+        candidates = [engine for engine in candidates if self._has_room(engine, waiter.tokens)]
         if not candidates:
             return None
         least = min(candidates, key=lambda engine: engine.trajectories)
-        home = max(candidates, key=lambda engine: engine.groups.get(group_id, 0))
-        if home.groups.get(group_id) and home.trajectories <= least.trajectories + GROUP_AFFINITY_SLACK:
-            return home
-        return least
+        busiest = least.trajectories + GROUP_AFFINITY_SLACK
+        for engine in candidates:
+            if engine.number == waiter.before and engine.trajectories <= busiest:
+                return engine
+        home = max(candidates, key=lambda engine: engine.groups.get(waiter.group_id, 0))
+        return home if home.groups.get(waiter.group_id) and home.trajectories <= busiest else least
 
     def _has_room(self, engine: RoutedEngine, tokens: int) -> bool:
         if engine.trajectories >= self.max_trajectories:
@@ -156,7 +163,7 @@ class Router:
         """Give places to those who wait, in order; the first one that finds none keeps the others waiting."""
         while self._waiting:
             waiter = self._waiting[0]
-            engine = self._choose(waiter.group_id, waiter.tokens, waiter.avoid)
+            engine = self._choose(waiter)
             if engine is None:
                 break
             self._waiting.popleft()

@@ -50,7 +50,7 @@ def read(body: fields.Json) -> MessagesRequest:
         raise unsupported("thinking", "the policy thinks as it was trained to, within its text")
     call = Call(
         messages=normalize_messages(messages),
-        tools=_tools(body),
+        tools=fields.tools(body, _schema),
         max_tokens=limit,
         stop=fields.texts(body, "stop_sequences"),
         model=fields.text(body, "model", default=""),
@@ -143,18 +143,8 @@ def _user(blocks: list[fields.Json], path: str) -> list[Message]:
     return messages
 
 
-def _tools(body: fields.Json) -> list[dict[str, Any]] | None:
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise unsupported("tool_choice", "a call cannot be forced: the policy decides; use auto or none")
-    schemas = [
-        fields.function_schema(tool, f"tools[{place}].", "input_schema")
-        for place, tool in enumerate(fields.items(body, "tools"))
-    ]
-    if kind == "none":
-        return []
-    return schemas if body.get("tools") is not None else None
+def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
+    return fields.function_schema(tool, path, "input_schema")
 
 
 def _head(request: MessagesRequest, answer: Answer, model: str) -> dict[str, Any]:

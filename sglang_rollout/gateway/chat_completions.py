@@ -54,7 +54,7 @@ def read(body: fields.Json) -> ChatRequest:
     limit = fields.integer(body, "max_completion_tokens", 1)
     call = Call(
         messages=normalize_messages(messages),
-        tools=_tools(body),
+        tools=fields.tools(body, _schema),
         max_tokens=limit if limit is not None else fields.integer(body, "max_tokens", 1),
         stop=fields.texts(body, "stop"),
         seed=fields.integer(body, "seed", 0),
@@ -121,7 +121,7 @@ def _message(item: fields.Json, path: str) -> Message:
     message: Message = {"role": role, "content": fields.content_text(item.get("content"), f"{path}content", _PARTS)}
     if role == "assistant":
         calls = [
-            _read_call(call, f"{path}tool_calls[{place}].")
+            read_call(call, f"{path}tool_calls[{place}].")
             for place, call in enumerate(fields.items(item, "tool_calls", path))
         ]
         if calls:
@@ -137,7 +137,12 @@ def _message(item: fields.Json, path: str) -> Message:
     return message
 
 
-def _read_call(call: fields.Json, path: str) -> dict[str, Any]:
+def read_call(call: fields.Json, path: str = "") -> dict[str, Any]:
+    """A tool call as an answer has it.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
     function = call.get("function")
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise invalid(f"{path}function", 'expected a call of type "function" with an object here')
@@ -147,19 +152,11 @@ def _read_call(call: fields.Json, path: str) -> dict[str, Any]:
     )
 
 
-def _tools(body: fields.Json) -> list[dict[str, Any]] | None:
-    choice = body.get("tool_choice")
-    if choice is not None and choice not in ("auto", "none"):
-        raise unsupported("tool_choice", 'a call cannot be forced: the policy decides; use "auto" or "none"')
-    schemas = []
-    for place, tool in enumerate(fields.items(body, "tools")):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise invalid(f"tools[{place}].function", 'expected a tool of type "function" with an object here')
-        schemas.append(fields.function_schema(function, f"tools[{place}].function."))
-    if choice == "none":
-        return []
-    return schemas if body.get("tools") is not None else None
+def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise invalid(f"{path}function", 'expected a tool of type "function" with an object here')
+    return fields.function_schema(function, f"{path}function.")
 
 
 def _log_probs(body: fields.Json) -> bool:

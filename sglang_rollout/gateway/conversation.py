@@ -46,12 +46,14 @@ class SpokenCall:
 
     Attributes:
         arguments: JSON; where the call is malformed what the model wrote.
+        raw: the text that the call was read from.
         error: what is wrong with it; None: nothing.
     """
 
     id: str
     name: str
     arguments: str
+    raw: str
     error: str | None = None
 
 

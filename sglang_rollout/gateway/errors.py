@@ -58,6 +58,10 @@ def session_closed() -> ApiError:
     return ApiError(404, "the session has ended: no call can follow", code="session_closed")
 
 
+def no_tools() -> ApiError:
+    return ApiError(404, "no tools are opened for this session: run the call yourself", code="no_tools")
+
+
 def limit_reached(what: str, limit: float) -> ApiError:
     """Status 429: a limit of the session (``SessionLimits``) holds."""
     return ApiError(429, f"the session may have {what}={limit:g} and has used it up", code=what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_rollout.gateway.conversation import Message
@@ -98,6 +98,22 @@ def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
             raise unsupported(f"{where}.type", f"{part.get('type')!r:.40}; the model reads text alone")
         found.append(text(part, "refusal" if part["type"] == "refusal" else "text", f"{where}."))
     return "".join(found)
+
+
+def tools(body: Json, schema: Callable[[Json, str], dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The tools of a request; none where its tool_choice says so, None where it says nothing of them.
+
+    Args:
+        schema: (tool, path of its fields) -> the tool as chat templates take it.
+    """
+    choice = body.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    if choice not in (None, "auto", "none"):
+        raise unsupported("tool_choice", 'a call cannot be forced: the policy decides; use "auto" or "none"')
+    schemas = [schema(tool, f"tools[{place}].") for place, tool in enumerate(items(body, "tools"))]
+    if choice == "none":
+        return []
+    return schemas if body.get("tools") is not None else None
 
 
 def function_schema(function: Json, path: str, parameters: str = "parameters") -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import ExpertArray
-from megatron_retool.trajectory import FinishReason
+from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult, StopConditions
 
@@ -42,6 +42,7 @@ class Segment:
         finish_reason: of its last turn; LENGTH too where a call that would have followed had no room.
         routed_experts: [P + R, layers, k], or None.
         calls: the numbers (0, 1, … in the order of their answers) of the session's turns in the response.
+        tool_calls: of those turns, what was run with the run's tools (``OpenSession.run_tool``).
     """
 
     prompt_ids: IntArray
@@ -53,6 +54,7 @@ class Segment:
     finish_reason: FinishReason
     routed_experts: ExpertArray | None = None
     calls: tuple[int, ...] = ()
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class SessionHandle(Protocol):
         key: the API key. It finds the session also at ``…/v1``, without the session's id in the path.
         failure: why the engines could not answer a call, which then got status 503; None: they could.
         overflowed: whether a call's context had no room for an answer.
+        timing: where the time of its calls went; of calls side by side each counts.
     """
 
     base_url: str
@@ -110,6 +113,9 @@ class SessionHandle(Protocol):
     key: str
     failure: Exception | None
     overflowed: bool
+
+    @property
+    def timing(self) -> RolloutTiming: ...
 
     def seconds_left(self) -> float:
         """Until max_wall_seconds are over, a second at least while a call is under way, which ends by itself."""
@@ -127,7 +133,8 @@ class Sampler(Protocol):
     async def generate(self, state: TrajectoryState, request: TurnRequest) -> GenerateResult:
         """What follows the state's ids. A call waits here while engines sleep or are started anew.
 
-        The seconds of that waiting are taken from ``state.seconds``, which is 0 before.
+        The seconds of that waiting are taken from ``state.seconds``, which is 0 before; ``state.timing`` gets what the
+        call took, and has the number of the engine that sampled the session's turn before (or None).
 
         Raises:
             RolloutError, NoEngineAvailable: no engine can answer.

@@ -18,6 +18,7 @@ from megatron_retool.data.chat_template import ChatTemplateError as RenderError
 from megatron_retool.data.chat_template import render
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import without_surrogates
+from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.loop import stop_conditions
 from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
@@ -99,6 +100,15 @@ class ContextRenderer:
             raise invalid("messages", "the chat template cannot show these messages after an assistant's turn")
         return [*missing, *self._encode(text[len(self._glue.end_of_turn_text) :])]
 
+    def result_size(self, text: str) -> tuple[int, bool]:
+        """The tokens of a tool's result as the model reads it, and whether its middle is left out."""
+        rendered = self._glue.render([text])
+        return rendered.result_tokens[0], rendered.truncated[0]
+
+    def positions(self, sampled: Sequence[int], calls: Sequence[SpokenCall]) -> list[int]:
+        """Tokens of a turn before each of its ``calls``; -1 where one is not found."""
+        return call_positions(self._tokenizer, sampled, [call.raw for call in calls])
+
     def answer(
         self, result: GenerateResult, stop: Sequence[str], prompt_tokens: int, with_tokens: bool = False
     ) -> Answer:
@@ -163,8 +173,8 @@ class ContextRenderer:
 def _spoken(call: ParsedCall) -> SpokenCall:
     identifier = f"call_{secrets.token_hex(12)}"
     if call.error:
-        return SpokenCall(identifier, call.name, call.raw, call.error)
-    return SpokenCall(identifier, call.name, json.dumps(call.arguments, ensure_ascii=False))
+        return SpokenCall(identifier, call.name, call.raw, call.raw, call.error)
+    return SpokenCall(identifier, call.name, json.dumps(call.arguments, ensure_ascii=False), call.raw)
 
 
 def _before_calls(text: str, calls: Sequence[ParsedCall]) -> str:

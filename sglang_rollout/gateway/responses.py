@@ -62,7 +62,7 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
         raise unsupported("text.format", "a constrained answer is not what the policy would say")
     call = Call(
         messages=normalize_messages(messages),
-        tools=_tools(body),
+        tools=fields.tools(body, _schema),
         max_tokens=fields.integer(body, "max_output_tokens", 1),
         model=fields.text(body, "model", default=""),
         sampling=sampling,
@@ -153,18 +153,10 @@ def _read_input(body: fields.Json) -> list[Message]:
     return messages
 
 
-def _tools(body: fields.Json) -> list[dict[str, Any]] | None:
-    choice = body.get("tool_choice")
-    if choice is not None and choice not in ("auto", "none"):
-        raise unsupported("tool_choice", 'a call cannot be forced: the policy decides; use "auto" or "none"')
-    schemas = []
-    for place, tool in enumerate(fields.items(body, "tools")):
-        if tool.get("type") != "function":
-            raise unsupported(f"tools[{place}].type", f"{tool.get('type')!r:.40}; functions alone are")
-        schemas.append(fields.function_schema(tool, f"tools[{place}]."))
-    if choice == "none":
-        return []
-    return schemas if body.get("tools") is not None else None
+def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unsupported(f"{path}type", f"{tool.get('type')!r:.40}; functions alone are")
+    return fields.function_schema(tool, path)
 
 
 def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:

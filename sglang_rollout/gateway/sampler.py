@@ -82,7 +82,7 @@ class PoolSampler:
                 session.close()
             work.append_sampled(result)
             sampled = joined(sampled, result)
-            state.seconds = work.seconds
+            state.seconds, state.timing = work.seconds, work.timing
             if result.finish_reason != "abort" or pauses == self._pauses:
                 return sampled
             if len(sampled.output_ids) >= request.max_new_tokens:

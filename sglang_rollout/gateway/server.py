@@ -6,6 +6,7 @@
 | POST /v1/responses | OpenAI's Responses |
 | POST /v1/messages | Anthropic's Messages |
 | GET /v1/models | the one model |
+| POST /v1/tool_calls | of no API: runs a tool call with the run's tools, answers with the message of its result |
 
 Without /sessions/<id> the session is the key's ("Authorization: Bearer KEY" or "x-api-key: KEY"). With it, the id is
 enough on loopback, for agents that bring a key of their own; elsewhere the key must be shown too. Id and key are random
@@ -36,6 +37,7 @@ from sglang_rollout.gateway.errors import ApiError, invalid, session_not_found, 
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionLimits
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.sessions import OpenSession, session_settings
+from tools.tool import ToolSession
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,7 @@ class Gateway:
             application.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             application.router.add_post(f"{prefix}/v1/responses", self._responses)
             application.router.add_post(f"{prefix}/v1/messages", self._messages)
+            application.router.add_post(f"{prefix}/v1/tool_calls", self._tool_calls)
             application.router.add_get(f"{prefix}/v1/models", self._models)
         for path, page in self._pages.items():
             application.router.add_get(path, page)
@@ -136,6 +139,7 @@ class Gateway:
         sampling: SamplingConfig,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_session: ToolSession | None = None,
         limits: SessionLimits | None = None,
         seed: int | None = None,
         group_id: int = 0,
@@ -147,13 +151,16 @@ class Gateway:
         Args:
             sampling: of every call; what a call asks for itself (temperature, top_p, …) is checked and not used.
             tools: schemas shown to the model where a call brings none.
+            tool_session: runs calls that come to …/tool_calls; to be closed after the session.
             seed: of the draws; a call may bring its own. Answers in one history differ in all but the first's seed.
             group_id: sessions of one group are sent to the engine that has their prompt in its cache.
             index: of the rollout in its group; for messages.
             calls_choose_sampling: a call's own temperature and top_p count. Log-probs are of that distribution then.
         """
         settings = session_settings(sampling, tools, limits, seed, group_id, index, calls_choose_sampling)
-        session = OpenSession(settings, self._renderer, self._sampler, self.statistics, self._root, self._forget)
+        session = OpenSession(
+            settings, self._renderer, self._sampler, self.statistics, self._root, self._forget, tool_session
+        )
         self._by_id[session.id] = self._by_key[session.key] = session
         self.statistics.sessions += 1
         return session
@@ -210,6 +217,10 @@ class Gateway:
     async def _answers(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
         answering = session.answer if self._door is None else functools.partial(self._door.answer, session)
         return await answering(call, with_tokens)
+
+    async def _tool_calls(self, http: web.Request) -> web.StreamResponse:
+        session = self._session(http)
+        return _json(await session.run_tool(chat_completions.read_call(await _body(http))))
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         self._session(http)

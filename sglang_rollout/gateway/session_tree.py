@@ -29,14 +29,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_retool.trajectory import FinishReason
+from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.routing_record import whole_column
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import (
     Answer,
     Message,
+    SpokenCall,
     call_ids,
     followed_by,
     history_digests,
@@ -56,14 +58,14 @@ class Turn:
         number: 0, 1, … in the order of the answers.
         glue_ids: sent after the parent's ids, or all that was sent where there is none.
         continued_by: the turn that goes on with its segment.
-        call_ids: of its answer's tool calls.
+        calls: the tool calls of its answer.
     """
 
     number: int
     parent: Turn | None
     glue_ids: list[int]
     result: GenerateResult
-    call_ids: tuple[str, ...]
+    calls: tuple[SpokenCall, ...]
     continued_by: Turn | None = None
 
     def path(self) -> list[Turn]:
@@ -115,6 +117,8 @@ class SessionTree:
         self._by_answer: dict[bytes, Turn] = {}
         self._asked: dict[bytes, int] = {}
         self._overflow: tuple[Turn, list[int]] | None = None
+        self._spoken: dict[str, SpokenCall] = {}
+        self._ran: dict[str, ToolCall] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -144,7 +148,8 @@ class SessionTree:
     def add(self, context: Context, result: GenerateResult, answer: Answer) -> Turn:
         """File what was sampled in ``context`` (at least one token) and answered as ``answer``."""
         message = answer.message()
-        turn = Turn(len(self._turns), context.parent, context.glue_ids, result, call_ids(message))
+        turn = Turn(len(self._turns), context.parent, context.glue_ids, result, answer.calls)
+        self._spoken |= {call.id: call for call in answer.calls}
         self._turns.append(turn)
         if context.parent is not None and context.parent.continued_by is None:
             context.parent.continued_by = turn
@@ -157,6 +162,14 @@ class SessionTree:
         """``context`` was too long to be answered: its first ``room`` tokens beyond the parent's had room."""
         if context.parent is not None:
             self._overflow = (context.parent, context.glue_ids[: max(room, 0)])
+
+    def spoken(self, identifier: str) -> SpokenCall | None:
+        """The tool call of this id that a turn has made."""
+        return self._spoken.get(identifier)
+
+    def ran(self, identifier: str, record: ToolCall) -> None:
+        """The tool call of this id was run, for the first time, as ``record`` says."""
+        self._ran.setdefault(identifier, record)
 
     def segments(self) -> list[Segment]:
         """All that was sampled, in the order in which the segments began."""
@@ -192,7 +205,21 @@ class SessionTree:
             finish_reason=finish,
             routed_experts=whole_column(state.routed_experts, state.length) if state.routed_tokens() else None,
             calls=tuple(turn.number for turn in turns),
+            tool_calls=self._tool_calls(turns, np.flatnonzero(np.diff(turn_ids, prepend=-1) > 0)),
         )
+
+    def _tool_calls(self, turns: Sequence[Turn], starts: npt.NDArray[np.int64]) -> list[ToolCall]:
+        """What was run of the calls of ``turns``, whose sampled tokens begin at ``starts`` of the response."""
+        found = []
+        for turn, start in zip(turns, starts, strict=True):
+            if not any(call.id in self._ran for call in turn.calls):
+                continue
+            positions = self._renderer.positions(turn.result.output_ids, turn.calls)
+            for call, position in zip(turn.calls, positions, strict=True):
+                if call.id in self._ran:
+                    place = -1 if position < 0 else int(start) + position
+                    found.append(replace(self._ran[call.id], position=place))
+        return found
 
     def _known(self, messages: Sequence[Message]) -> dict[int, list[int]]:
         """Sampled ids of the turns in a history that is new as a whole, by their place in it."""
@@ -206,7 +233,8 @@ class SessionTree:
 
 def _chosen(candidates: Sequence[Turn], message: Message) -> Turn:
     ids = call_ids(message)
-    return next((turn for turn in reversed(candidates) if turn.call_ids == ids), candidates[-1])
+    same = (turn for turn in reversed(candidates) if tuple(call.id for call in turn.calls) == ids)
+    return next(same, candidates[-1])
 
 
 def _state_of(path: Sequence[Turn], group_id: int = 0, index: int = 0, seed: int | None = None) -> TrajectoryState:

@@ -10,15 +10,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_retool.config import SamplingConfig
+from megatron_retool.trajectory import RolloutTiming
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.router import NoEngineAvailable
-from sglang_rollout.gateway.conversation import Answer, Call
-from sglang_rollout.gateway.errors import ApiError, context_overflow, invalid, limit_reached, session_closed
+from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway.errors import (
+    ApiError,
+    context_overflow,
+    invalid,
+    limit_reached,
+    no_tools,
+    session_closed,
+)
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Segment, SessionLimits, TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.session_tree import Context, SessionTree, seed_of
+from sglang_rollout.gateway.tool_desk import ToolDesk
 from sglang_rollout.session import RolloutError
+from tools.tool import ToolSession
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class OpenSession:
 
     Args:
         root_url: the server's, without a slash at its end.
+        tools: of ``run_tool``; None: it refuses.
         forget: called with the session when it is closed.
 
     Attributes:
@@ -55,6 +66,7 @@ class OpenSession:
         statistics: GatewayStatistics,
         root_url: str,
         forget: Callable[[OpenSession], None],
+        tools: ToolSession | None = None,
     ) -> None:
         self.settings = settings
         self.id, self.key = secrets.token_urlsafe(16), secrets.token_urlsafe(24)
@@ -68,6 +80,8 @@ class OpenSession:
         self._statistics = statistics
         self._forget = forget
         self._tree = SessionTree(renderer)
+        self._desk = None if tools is None else ToolDesk(tools, renderer)
+        self._timing = RolloutTiming()
         self._running: set[asyncio.Task[GenerateResult]] = set()
         self._concurrent = 0
         self._promised = 0
@@ -82,6 +96,11 @@ class OpenSession:
         left = self._remaining_seconds()
         return max(left, 1.0) if self._running else left
 
+    @property
+    def timing(self) -> RolloutTiming:
+        """Where the time of its calls went; of calls side by side each counts."""
+        return self._timing if self._desk is None else self._timing.with_times_of(self._desk.timing)
+
     def segments(self) -> list[Segment]:
         """What has been sampled so far, in the order in which the segments began."""
         return self._tree.segments() if self._closed is None else self._closed
@@ -95,7 +114,35 @@ class OpenSession:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+            if self._desk is not None:
+                await self._desk.close()
         return self._closed
+
+    async def run_tool(self, call: Message) -> Message:
+        """Run ``call``, a tool call of an answer, with the run's tools.
+
+        Returns:
+            The message of its result, to be sent with the next call.
+
+        Raises:
+            ApiError: there are no tools, a limit holds, or the session has ended.
+        """
+        limits = self.settings.limits
+        if self._closed is not None:
+            raise session_closed()
+        if self._desk is None:
+            raise no_tools()
+        if len(self._desk.at_work) >= limits.max_concurrent_calls:
+            raise limit_reached("max_concurrent_calls", limits.max_concurrent_calls)
+        try:
+            record, text = await self._desk.run(call, self._tree.spoken(call["id"]), self._remaining_seconds())
+        except TimeoutError:
+            raise limit_reached("max_wall_seconds", limits.max_wall_seconds) from None
+        except asyncio.CancelledError:
+            self._check_cancelled()
+            raise
+        self._tree.ran(call["id"], record)
+        return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
     async def answer(self, call: Call, with_tokens: bool = False) -> list[Answer]:
         """Sample ``call.choices`` answers and keep them.
@@ -198,10 +245,8 @@ class OpenSession:
         try:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed is not None and (task is None or not task.cancelling()):
-                raise session_closed() from None
-            raise  # the client has gone
+            self._check_cancelled()
+            raise
         except (RolloutError, NoEngineAvailable) as error:
             self.failure = error
             raise ApiError(503, f"the engines cannot answer: {error}", code="engines_unavailable") from error
@@ -210,10 +255,18 @@ class OpenSession:
                 task.cancel()
             self._running.difference_update(tasks)
 
+    def _check_cancelled(self) -> None:
+        """Raise where what was waited for was cancelled by ``close``, and not the caller by a client that has gone."""
+        task = asyncio.current_task()
+        if self._closed is not None and (task is None or not task.cancelling()):
+            raise session_closed() from None
+
     async def _held(self, state: TrajectoryState, request: TurnRequest) -> GenerateResult:
+        state.timing = RolloutTiming(engine=self._timing.engine)
         try:
             return await self._sampler.generate(state, request)
         finally:
+            self._timing = self._timing.with_times_of(state.timing)
             # Calls that were held side by side count once.
             now = time.monotonic()
             if state.seconds < 0:

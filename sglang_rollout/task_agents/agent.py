@@ -1,6 +1,6 @@
 """Runs task agents: a session of the gateway for each rollout, whose segments become the rollout's rows.
 
-    runner = TaskAgents(config, tokenizer)
+    runner = TaskAgents(config, tokenizer, tools)
     async with runner.serving(sampler, sampling, "train") as agent:
         await agent.run(state, generate, paused)
 
@@ -26,7 +26,7 @@ from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from megatron_retool.trajectory import FinishReason, Trajectory
 from sglang_rollout.agent.agents import task_agents
-from sglang_rollout.agent.loop import Generate, TrajectoryState
+from sglang_rollout.agent.loop import Generate, TrajectoryState, opened
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway.interface import Sampler, Segment, SessionHandle, SessionLimits
 from sglang_rollout.gateway.server import Gateway
@@ -35,6 +35,7 @@ from sglang_rollout.task_agents.function import run_function
 from sglang_rollout.task_agents.outcome import AgentEnd
 from sglang_rollout.task_agents.program import ProgramLimits, run_program
 from sglang_rollout.task_agents.usage import UsageWatch
+from tools.tool import ToolCaller
 
 
 class TaskAgents:
@@ -43,15 +44,17 @@ class TaskAgents:
     Args:
         config: its rollout.agent is a function or a program.
         tokenizer: the model's.
+        tools: opened for each rollout, whose agent may call them through the gateway.
 
     Raises:
         ExtensionError: the function cannot be loaded or called.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> None:
         rollout = config.rollout
         self.config = config
         self.tokenizer = tokenizer
+        self.tools = tools
         self.function: Extension[Callable[..., Any]] | None = None
         if isinstance(rollout.agent, str):
             self.function = task_agents.bind(rollout.agent, rollout.agent_kwargs)
@@ -103,33 +106,39 @@ class TaskAgent:
             if paused():
                 return False
             began = time.monotonic()
-            handle = self._gateway.open_session(
-                self._sampling,
-                limits=self._shared.limits,
-                seed=state.seed,
-                group_id=state.group_id,
-                index=state.index,
-            )
-            try:
-                end = await self._ended(state, handle)
-            finally:
-                segments = await handle.close()
-            if handle.failure is not None:
-                raise handle.failure
+            # Whoever stops the rollout finds it as it was.
+            work = state.unstarted()
+            async with opened(self._shared.tools, work, self._shared.seconds) as tools:
+                handle = self._gateway.open_session(
+                    self._sampling,
+                    tool_session=tools,
+                    limits=self._shared.limits,
+                    seed=state.seed,
+                    group_id=state.group_id,
+                    index=state.index,
+                )
+                try:
+                    end = await self._ended(work, handle)
+                finally:
+                    segments = await handle.close()
+                if handle.failure is not None:
+                    raise handle.failure
+                work.finish_reason = FinishReason.STOP
+            work.timing = work.timing.with_times_of(handle.timing)
             seconds = time.monotonic() - began
         if end.outcome is Outcome.CRASH and handle.overflowed:
             end = replace(end, outcome=Outcome.CONTEXT_OVERFLOW)
         if end.outcome is Outcome.TIMEOUT:
             end = replace(end, message=f"not done after {self._shared.seconds:g} s")
         state.seconds += seconds
-        state.rows = rows_of(state, segments, end, seconds)
+        state.rows = rows_of(work, segments, end, seconds)
         state.finish_reason = state.rows[-1].finish_reason
         return True
 
     async def _ended(self, state: TrajectoryState, handle: SessionHandle) -> AgentEnd:
         shared = self._shared
         client = ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key)
-        task = task_of(state, self._purpose)
+        task = task_of(state, self._purpose, shared.tools.schemas(state.extra_info))
         if shared.function is not None:
             return await run_function(shared.function, task, client, handle.seconds_left)
         limits = shared.config.rollout.agent_limits
@@ -149,7 +158,7 @@ _FINISH = {
 def rows_of(state: TrajectoryState, segments: Sequence[Segment], end: AgentEnd, seconds: float) -> list[Trajectory]:
     """The rows of a rollout, one for each segment, in their order; one without a response where nothing was sampled.
 
-    Turns are numbered over the rollout, in the order in which they were answered.
+    Turns are numbered over the rollout, in the order in which they were answered. The first row has its timing.
     """
     about: dict[str, Any] = {"outcome": end.outcome.value, "seconds": seconds}
     if end.message:
@@ -164,6 +173,7 @@ def rows_of(state: TrajectoryState, segments: Sequence[Segment], end: AgentEnd, 
         row.reward_info = {**state.reward_info, AGENT_KEY: about}
         row.extra_info = dict(state.extra_info)
         row.timing = None
+    rows[0].timing = state.timing
     return rows
 
 
@@ -187,5 +197,6 @@ def _row(state: TrajectoryState, segment: Segment, number: int) -> Trajectory:
         index=state.index,
         finish_reason=segment.finish_reason,
         routed_experts=segment.routed_experts,
+        tool_calls=list(segment.tool_calls),
         segment=number,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class ClientSettings:
         }
 
 
-def task_of(state: TrajectoryState, purpose: str) -> dict[str, Any]:
-    """The data's row (see ``row_of``), with purpose: "train" or "validation"."""
-    return {**row_of(state), "purpose": purpose}
+def task_of(state: TrajectoryState, purpose: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The data's row (see ``row_of``), with tools (schemas of the run's tools, which …/tool_calls runs) and purpose:
+    "train" or "validation"."""
+    return {**row_of(state), "tools": [dict(tool) for tool in tools], "purpose": purpose}

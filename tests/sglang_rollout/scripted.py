@@ -24,6 +24,9 @@ class ScriptedTools:
     async def open(self, trajectory: TrajectoryInfo) -> ScriptedTools:
         return self
 
+    def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        return [Counter.schema]
+
     async def close(self, returned: dict[str, Any]) -> None:
         return None
 
@@ -88,6 +91,9 @@ class FaultyTools:
 
     async def open(self, trajectory: TrajectoryInfo) -> FaultySession:
         return FaultySession(self, await self.tools.open(trajectory))
+
+    def schemas(self, extra_info: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        return self.tools.schemas(extra_info)
 
     async def call(self, session: ToolSession, name: str, arguments: Any) -> ToolResult:
         chance = self._random.random()

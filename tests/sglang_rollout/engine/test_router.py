@@ -138,3 +138,17 @@ def test_no_place_is_lost_or_given_twice(requests):
         assert [(engine.trajectories, engine.tokens, engine.groups) for engine in router.engines] == [(0, 0, {})] * 2
 
     asyncio.run(scenario())
+
+
+def test_a_trajectory_comes_back_to_the_engine_that_has_its_past():
+    async def scenario():
+        router = make_router(engines=3, max_trajectories=64)
+        assert (await router.acquire(0, 1, before=2)).engine.number == 2
+        # Whatever the others of its group do, unless the engine is much busier.
+        elsewhere = [await router.acquire(0, 1, before=1) for _ in range(GROUP_AFFINITY_SLACK + 1)]
+        assert {lease.engine.number for lease in elsewhere} == {1}
+        assert (await router.acquire(7, 1, before=1)).engine.number == 0
+        router.mark_dead(router.engines[2])
+        assert (await router.acquire(7, 1, before=2)).engine.number == 0
+
+    asyncio.run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -11,10 +12,12 @@ import pytest
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.data.chat_template import render
+from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState, run_call
 from sglang_rollout.agent.tool_call_formats import ParsedCall
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
+from sglang_rollout.task_agents.client import ClientSettings
 from tests.sglang_rollout.agent.markov_policy import (
     ANSWER,
     CALL,
@@ -29,6 +32,7 @@ from tests.sglang_rollout.agent.test_loop import ScriptedEngine
 from tests.sglang_rollout.scripted import Counter, ScriptedTools
 
 END = "<|im_end|>"
+EXAMPLE = f"{Path(__file__).resolve().parents[3]}/examples/run_tools_agent.py:run"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 * 7?"}]
 CONFIG = MultiTurnConfig(max_tool_response_tokens=60, max_assistant_turns=100, max_tool_calls=100)
 SCRIPTS = {
@@ -72,8 +76,20 @@ async def agent(client: openai.AsyncOpenAI, tools: ScriptedTools, model: str = "
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
 
+async def with_its_own_tools(handle) -> None:
+    async with openai.AsyncOpenAI(base_url=handle.base_url, api_key="none", max_retries=0) as client:
+        await agent(client, ScriptedTools())
+
+
+async def with_the_runs_tools(handle) -> None:
+    run = task_agents.bind(EXAMPLE, {"turns": 100, "calls": 100})
+    task = {"messages": MESSAGES, "tools": [Counter.schema]}
+    await run(task, ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key))
+
+
+@pytest.mark.parametrize("drive", [with_its_own_tools, with_the_runs_tools])
 @pytest.mark.parametrize("template", ["qwen2.5.jinja", "qwen3.jinja"])
-def test_rows_are_equal(template):
+def test_rows_are_equal(template, drive):
     tokenizer = build_tokenizer(template)
     schemas = [Counter.schema]
     limit = 500
@@ -89,9 +105,8 @@ def test_rows_are_equal(template):
         engine = ScriptedEngine(tokenizer, script)
         limits = SessionLimits(max_response_length=limit)
         async with Gateway(AsSampler(engine), tokenizer, CONFIG) as gateway:
-            handle = gateway.open_session(SamplingConfig(), limits=limits)
-            async with openai.AsyncOpenAI(base_url=handle.base_url, api_key="none", max_retries=0) as client:
-                await agent(client, ScriptedTools())
+            handle = gateway.open_session(SamplingConfig(), limits=limits, tool_session=ScriptedTools())
+            await drive(handle)
             return await handle.close()
 
     for name, script in SCRIPTS.items():
@@ -101,3 +116,8 @@ def test_rows_are_equal(template):
             np.testing.assert_array_equal(getattr(row, column), getattr(expected, column), f"{name}: {column}")
             assert getattr(row, column).dtype == getattr(expected, column).dtype
         assert row.finish_reason is expected.finish_reason, name
+        assert drive is with_its_own_tools or kept(row.tool_calls) == kept(expected.tool_calls), name
+
+
+def kept(calls):
+    return [{**vars(call), "seconds": 0, "started": 0} for call in calls]

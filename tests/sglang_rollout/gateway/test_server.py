@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 
 import aiohttp
@@ -18,6 +19,7 @@ from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
 from tests.sglang_rollout.scripted import Counter
+from tools.tool import ToolResult
 
 END = "<|im_end|>"
 QUESTION = [{"role": "user", "content": "question"}]
@@ -263,7 +265,8 @@ def test_limits_and_dead_sessions(tokenizer):
                 await create(model="", messages=[{"role": "user", "content": "x" * 200}])
             error = raised.value
             assert (error.status_code, error.code) == (413, "context_length_exceeded")
-            assert "120" in error.message and "context_length" in error.message
+            tokens, limit = map(int, re.search(r"are (\d+) tokens.*limit is (\d+)", error.message).groups())
+            assert tokens > 200 and limit == 120 and "context_length" in error.message
             await create(model="", messages=QUESTION, n=2)
             with pytest.raises(openai.RateLimitError) as raised:
                 await create(model="", messages=QUESTION)
@@ -314,6 +317,103 @@ def test_a_client_that_goes_away_and_a_session_that_ends(tokenizer):
             assert await at.session.close() == []
             with pytest.raises(openai.NotFoundError, match="ended"):
                 await call
+
+    asyncio.run(run())
+
+
+class SlowTools:
+    """Answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def call(self, name, arguments):
+        await self.go.wait()
+        return ToolResult("ok", json.dumps([name, arguments]))
+
+    async def close(self, returned):
+        pass
+
+
+def test_tools_of_the_run(tokenizer):
+    """Any call may be run, also one that the policy did not make; what is wrong with a call is its result."""
+
+    async def run():
+        async with served(tokenizer, [WORD + CALL_BROKEN + CALL + END], max_concurrent_calls=2) as at:
+            status, answer = await post(at, "/v1/tool_calls", {"id": "1", "function": {"name": "x", "arguments": "{}"}})
+            assert (status, answer["error"]["code"]) == (404, "no_tools")
+            tools = SlowTools()
+
+            def opened(**limits):
+                limits = SessionLimits(context_length=2000, max_concurrent_calls=2, **limits)
+                return at.gateway.open_session(SamplingConfig(), limits=limits, tool_session=tools)
+
+            at.session = opened()
+
+            async def call(arguments, identifier="1"):
+                function = {"name": "x", "arguments": arguments}
+                return await post(at, "/v1/tool_calls", {"id": identifier, "function": function})
+
+            waiting = [asyncio.create_task(call("{}")) for _ in range(2)]
+            while len(at.session._desk.at_work) < 2:
+                await asyncio.sleep(0.01)
+            assert (await call("{}"))[1]["error"]["code"] == "max_concurrent_calls"
+            tools.go.set()
+            assert [answer["content"] for _, answer in await asyncio.gather(*waiting)] == ['["x", {}]'] * 2
+            assert "not an object" in (await call("[]"))[1]["content"]
+            assert "invalid tool call" in (await call("{"))[1]["content"]
+            status, answer = await post(at, "/v1/tool_calls", {"id": "1"})
+            assert (status, answer["error"]["param"]) == (400, "function")
+            _, said = await post(at, "/v1/chat/completions", {"messages": QUESTION})
+            broken, whole = said["choices"][0]["message"]["tool_calls"]
+            assert "invalid tool call" in (await post(at, "/v1/tool_calls", broken))[1]["content"]
+            assert "print(6*7)" in (await post(at, "/v1/tool_calls", whole))[1]["content"]
+            (segment,) = at.session.segments()
+            assert [(one.status, one.position) for one in segment.tool_calls] == [("parse_error", 1), ("ok", 2)]
+            tools.go.clear()
+            waiting = asyncio.create_task(call("{}"))
+            await asyncio.sleep(0.1)
+            await at.session.close()
+            assert (await waiting)[0] == 404 and (await call("{}"))[0] == 404
+            at.session = opened(max_wall_seconds=0.5)
+            assert (await call("{}"))[1]["error"]["code"] == "max_wall_seconds"
+            assert 0.1 < at.session.timing.tools < 30
+
+    asyncio.run(run())
+
+
+def test_calls_at_a_time_are_limited(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], max_concurrent_calls=2) as at:
+            at.script.held.clear()
+            create = at.client.chat.completions.create
+            held = [asyncio.create_task(create(model="", messages=QUESTION)) for _ in range(2)]
+            while len(at.script.requests) < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError, match="max_concurrent_calls=2"):
+                await create(model="", messages=QUESTION)
+            at.script.held.set()
+            await asyncio.gather(*held)
+            await create(model="", messages=QUESTION)
+            assert len(await at.session.close()) == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_that_is_cut_keeps_its_turn(tokenizer, path):
+    """What was sampled is trained, once, whether or not the client has read it; its retry begins a segment."""
+
+    async def run():
+        async with served(tokenizer, [WORD * 400 + END]) as at:
+            body = {"model": "", "input": "question", "messages": QUESTION, "max_tokens": 1000, "stream": True}
+            for _ in range(2):
+                async with at.http.post(at.session.anthropic_base_url + path, json=body) as response:
+                    assert await response.content.readany()
+                    response.close()
+            first, again = await at.session.close()
+            assert first.loss_mask.sum() == again.loss_mask.sum() == 401
+            assert first.prompt_ids.tolist() == again.prompt_ids.tolist() == at.script.contexts[0]
 
     asyncio.run(run())
 

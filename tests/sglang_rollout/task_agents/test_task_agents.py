@@ -29,6 +29,7 @@ FUNCTIONS = """
 import asyncio
 import json
 import time
+import urllib.error
 import urllib.request
 
 
@@ -82,6 +83,19 @@ def says_nothing_of_use(task, client):
 def overflows(task, client):
     for count in range(1, 9):
         ask(client, *["word " * 200] * count)
+
+
+def loops_for_ever(task, client):
+    dead = ("session_closed", "not_found")
+    while True:
+        try:
+            ask(client, "again")
+        except urllib.error.HTTPError as error:
+            if json.load(error)["error"]["code"] in dead:
+                return
+        except urllib.error.URLError:
+            return  # the run has ended
+        time.sleep(0.01)
 
 
 def silent(task, client):
@@ -172,6 +186,7 @@ def test_each_rewritten_history_is_a_row_of_the_rollout(tokenizer, functions):
         ("sleeps", "timeout", "not done after 3 s", FinishReason.ABORTED, True),
         ("blocks", "timeout", "not done after 3 s", FinishReason.ABORTED, False),
         ("stubborn", "timeout", "not done after 3 s", FinishReason.ABORTED, False),
+        ("loops_for_ever", "timeout", "not done after 3 s", FinishReason.ABORTED, True),
         ("says_nothing_of_use", "bad_result", "'good'", FinishReason.ABORTED, False),
         ("overflows", "context_overflow", "HTTPError", FinishReason.LENGTH, True),
         ("silent", "finished", None, FinishReason.STOP, False),
@@ -182,12 +197,17 @@ def test_every_end_is_typed_and_keeps_what_was_sampled(tokenizer, functions, nam
     overrides = [f"rollout.agent={functions}:{name}", f"rollout.multi_turn.max_wall_seconds={seconds}"]
     if name == "overflows":
         overrides += ["data.max_prompt_length=900", "data.max_response_length=300", "rollout.agent_limits.max_calls=5"]
+    if name == "loops_for_ever":
+        overrides += ["rollout.agent_limits.max_calls=2"]
     rows, ends = ends_of(generated(tokenizer, *overrides))
     for end in ends:
         assert end["outcome"] == outcome and (said or "") in end.get("message", "")
     assert {own[-1].finish_reason for own in rollouts_of(rows)} == {reason}
     assert all(bool(row.loss_mask.any()) == sampled for row in rows)
     assert rollout_metrics(rows)[f"agent/outcome/{outcome}"] == 1.0
+    if name == "loops_for_ever":
+        # Two answers and refusals without end; what the dead session was sent has changed nothing.
+        assert {own[-1].segment for own in rollouts_of(rows)} == {1} and len(rows) == 2 * len(ends)
 
 
 PROGRAM = """
