@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 MEMORY = 0.8
 """Weight of all earlier steps beside the present one in the keep rate: it looks back about five steps."""
+ASSUMED = 4
+"""Groups with a signal that the keep rate begins with: the first ones of a run do not decide it alone."""
 CERTAINTY = 1.0
 """Standard deviations by which the groups under way are expected to be enough; 1: five times in six."""
 MAX_AHEAD = 8
@@ -36,7 +38,7 @@ class KeepRate:
     @property
     def share(self) -> float:
         """In (0, 1]; 1 where nothing is known yet."""
-        return (self.kept + 1) / (self.seen + 1)
+        return (self.kept + ASSUMED) / (self.seen + ASSUMED)
 
     def with_groups(self, kept: int, seen: int) -> KeepRate:
         """What it is with further groups of the present step."""

@@ -350,13 +350,16 @@ class RolloutSimulation:
         return chosen
 
     def _rounds(self, needed: int) -> list[_Group]:
-        """The groups that are complete first, where others are started only when all have come to their end."""
-        while len(self._complete) < needed:
-            if not self._open:
-                self.start_groups(math.ceil((needed - len(self._complete)) / self.workload.kept_groups))
+        """The batch where a round ends with its last response, and asks for what is missing then, at most a batch."""
+        asked = needed
+        while asked:
+            self.start_groups(asked)
             self._fill()
-            self._next_event()
-        chosen = [self._complete.popleft() for _ in range(needed)]
+            while self._open:
+                self._next_event()
+            missing = max(0, needed - len(self._complete))
+            asked = min(needed, math.ceil(missing / self.workload.kept_groups))
+        chosen = sorted(self._complete, key=lambda group: group.number)[:needed]
         self._complete.clear()
         return chosen
 
