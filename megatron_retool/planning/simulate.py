@@ -261,11 +261,6 @@ class RolloutSimulation:
         self._tool_wait = 0.0
         self._tool_calls = 0
 
-    @property
-    def groups_in_flight(self) -> int:
-        """Groups that were started and that no step has taken."""
-        return len(self._open) + len(self._complete)
-
     def start_groups(self, count: int) -> None:
         """Queue ``count`` new groups behind what waits already."""
         workload, size = self.workload, self.workload.group_size

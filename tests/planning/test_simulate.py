@@ -56,8 +56,7 @@ def test_every_token_is_sampled_once_whatever_happens_to_the_unfinished() -> Non
         simulation = RolloutSimulation(ENGINE, 2, WORKLOAD, seed=5)
         results = []
         for _ in range(4):
-            simulation.start_groups(int(WORKLOAD.groups * over_sampling) - simulation.groups_in_flight)
-            results.append(simulation.collect(WORKLOAD.groups, unfinished, max_age=99))
+            results.append(simulation.collect(WORKLOAD.groups, unfinished, 99, over_sampling))
         return results, simulation
 
     for unfinished, over_sampling in (("wait", 1.0), ("drop", 1.25), ("pause", 1.25), ("stream", 1.25)):
@@ -82,7 +81,7 @@ def test_engine_bookkeeping_returns_to_zero() -> None:
     simulation = RolloutSimulation(ENGINE, 3, WORKLOAD, seed=2)
     simulation.start_groups(WORKLOAD.groups)
     simulation.collect(WORKLOAD.groups)
-    assert simulation.groups_in_flight == 0
+    assert not simulation._open and not simulation._complete
     for engine in simulation._engines:
         assert (engine.batch, engine.context, engine.heap) == (0, 0.0, [])
         assert engine.free_slots == engine.slots
@@ -148,8 +147,9 @@ def test_a_refilled_batch_is_as_long_as_what_the_policy_gives() -> None:
         steps = [RolloutSimulation(ENGINE, 2, workload, seed).collect(16, unfinished, 1, 1.5) for seed in range(12)]
         return mean_result(steps).mean_length
 
-    assert mean_length("wait") == pytest.approx(2707, rel=0.06)
-    assert mean_length("drop") < 0.85 * 2707
+    # Of 192 groups, whose responses are alike: the mean scatters by about 6 %.
+    assert mean_length("wait") == pytest.approx(2707, rel=0.15)
+    assert mean_length("drop") < 0.65 * 2707
 
 
 def test_thousands_of_responses_take_seconds() -> None:
