@@ -223,7 +223,9 @@ async def generate_groups(
             return Changes([*prompts, *more], sizes, refill.give_up())
 
         start = changes(first)
-        stream = run.rollout.stream(start.prompts, config.rollout.train, group_sizes=start.group_sizes)
+        # Carried groups may make some of those needless before they begin.
+        needed = [prompt for prompt in start.prompts if prompt.group_id not in start.abort]
+        stream = run.rollout.stream(needed, config.rollout.train, group_sizes=start.group_sizes)
         async with contextlib.aclosing(stream):
             further = None
             while not refill.certain:
