@@ -1,6 +1,7 @@
-"""What one long response costs a rollout, and what partial rollout and over-sampling win back.
+"""What one long response costs a rollout, and what refilling, partial rollout, over-sampling and staleness win back.
 
     python benchmarks/straggler.py [--config FILE] [--gpus H200x8] [--over-sampling 1.25] [--steps 40] [--json]
+    python benchmarks/straggler.py --kept-groups 0.5  # dynamic sampling discards half of the groups
 
 Simulates steps with the length distribution of a published run of the recipe (mean 2707 tokens, 0.85 % of the responses
 at the limit of 16384, 2.9 tool calls each) and prints the seconds of a step with and without. Needs no GPU.
@@ -29,24 +30,37 @@ from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run
 from megatron_retool.planning.workload import workload_of  # noqa: E402
 
 
-def strategies(over_sampling: float, max_age: int) -> tuple[Strategy, ...]:
+def strategies(over_sampling: float, max_age: int, refills: bool) -> tuple[Strategy, ...]:
+    """The first one is what the others are held against."""
+    if not refills:
+        return (
+            Strategy("wait for all"),
+            Strategy("over-sampling, rest dropped", "drop", over_sampling),
+            Strategy("partial rollout", "pause", over_sampling, max_age),
+        )
     return (
-        Strategy("wait for all"),
-        Strategy("over-sampling, rest dropped", "drop", over_sampling),
-        Strategy("partial rollout", "pause", over_sampling, max_age),
+        Strategy("refill in rounds", "rounds"),
+        Strategy("continuous refill"),
+        Strategy("partial rollout", "pause", 1.0, max_age),
+        Strategy("partial rollout, over-sampling", "pause", over_sampling, max_age),
+        Strategy("continuous, 1 step off", asynchronous=True),
+        Strategy("partial rollout, asynchronous", "stream", over_sampling, max_age, asynchronous=True),
     )
 
 
 def simulate(
-    config_file: str, gpus: str, over_sampling: float, max_age: int, steps: int, seed: int
+    config_file: str, gpus: str, over_sampling: float, max_age: int, kept_groups: float, steps: int, seed: int
 ) -> tuple[Scenario, list[Outcome]]:
     config = load_config(config_file)
     _, architecture = resolve_architecture(config)
     machines = parse_machines(gpus)
     layout = config.learner.layout(architecture)
-    scenario = scenario_of(config, architecture, layout, machines, workload_of(config), machines.count)
+    scenario = scenario_of(
+        config, architecture, layout, machines, workload_of(config, kept_groups=kept_groups), machines.count
+    )
     return scenario, [
-        run_strategy(scenario, strategy, steps=steps, seed=seed) for strategy in strategies(over_sampling, max_age)
+        run_strategy(scenario, strategy, steps=steps, seed=seed)
+        for strategy in strategies(over_sampling, max_age, kept_groups < 1)
     ]
 
 
@@ -56,12 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus", default="H200x8")
     parser.add_argument("--over-sampling", type=float, default=1.25, help="groups in flight for each that is needed")
     parser.add_argument("--max-age", type=int, default=2, help="steps that a paused group may wait")
+    parser.add_argument("--kept-groups", type=float, default=1.0, help="share of groups that dynamic sampling keeps")
     parser.add_argument("--steps", type=int, default=40, help="simulated steps, after two of warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(arguments)
     scenario, outcomes = simulate(
-        options.config, options.gpus, options.over_sampling, options.max_age, options.steps, options.seed
+        *(options.config, options.gpus, options.over_sampling, options.max_age, options.kept_groups),
+        *(options.steps, options.seed),
     )
     waiting = outcomes[0]
     if options.json:

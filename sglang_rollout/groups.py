@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from megatron_retool.config import RolloutConfig
@@ -123,6 +123,21 @@ class GroupFactory:
             return None
         digest = hashlib.blake2b(f"{base}/{group_id}/{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a stream of groups is sent while it runs.
+
+    Attributes:
+        prompts: of further groups.
+        group_sizes: trajectories of a group by its group id, where that is not the stream's number.
+        abort: ids of groups to drop with what they have.
+    """
+
+    prompts: Sequence[PromptRow] = ()
+    group_sizes: Mapping[int, int] = field(default_factory=dict)
+    abort: Collection[int] = ()
 
 
 def unfinished(groups: Iterable[Group]) -> int:

@@ -5,9 +5,11 @@
         async for group in groups:      # as they complete; n trajectories, ordered by index
             ...
 
-Leaving the loop early ends what is unfinished: with rollout.partial.enable it is paused, kept as token ids, and goes
-on in the next training stream; otherwise it is dropped. Whatever an engine, a tool or an agent does, a trajectory that
-was started and not dropped comes out exactly once, with a finish reason.
+The stream takes ``Changes`` on its way (``await groups.asend(changes)`` in place of ``anext``): further prompts, which
+begin at once, and groups that are not needed any more. Leaving the loop early ends what is unfinished: with
+rollout.partial.enable it is paused, kept as token ids, and goes on in the next training stream; otherwise it is
+dropped. Whatever an engine, a tool or an agent does, a trajectory that was started and not dropped comes out exactly
+once, with a finish reason.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from sglang_rollout.engine.base import Engine, make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.sampler import PoolSampler
-from sglang_rollout.groups import Group, GroupFactory, PromptRow, Purpose, unfinished
+from sglang_rollout.groups import Changes, Group, GroupFactory, PromptRow, Purpose, unfinished
 from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import InFlight, RequestSettings, RolloutError, Session
 from sglang_rollout.task_agents.agent import TaskAgent, TaskAgents
@@ -52,6 +54,8 @@ class _Running:
     """A stream under way.
 
     Attributes:
+        pending: groups that are not complete.
+        tasks: of each group's trajectories, by group id.
         working: agents at work by group id. One of them may still be closing its tools, whose results belong to the
             trajectory, when that has its finish reason.
         ready: groups of which a trajectory has ended, or what ends the stream.
@@ -60,6 +64,8 @@ class _Running:
     settings: RequestSettings
     in_flight: InFlight
     agent: Agent | TaskAgent
+    pending: dict[int, Group] = field(default_factory=dict)
+    tasks: dict[int, list[asyncio.Task[None]]] = field(default_factory=dict)
     working: Counter[int] = field(default_factory=Counter)
     ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
 
@@ -104,9 +110,9 @@ class RolloutManager:
         self._failures_in_a_row = 0
 
     @property
-    def paused_groups(self) -> int:
+    def paused_group_ids(self) -> list[int]:
         """Groups that wait to be continued."""
-        return len(self._paused)
+        return [group.group_id for group in self._paused]
 
     def finish_step(self) -> list[PausedGroup]:
         """Count a training step for paused groups and drop those that are older than rollout.partial.max_age.
@@ -166,8 +172,8 @@ class RolloutManager:
         purpose: Purpose = "train",
         *,
         group_sizes: Mapping[int, int] | None = None,
-    ) -> AsyncGenerator[list[Trajectory], None]:
-        """Yield each group of ``sampling.n`` trajectories when its last one is finished.
+    ) -> AsyncGenerator[list[Trajectory], Changes | None]:
+        """Yield each group of ``sampling.n`` trajectories when its last one is finished; take changes in return.
 
         Where rollout.partial.enable is set, a training stream first continues what an earlier one left unfinished.
 
@@ -176,15 +182,15 @@ class RolloutManager:
 
         Raises:
             RolloutError, NoEngineAvailable: after everything in flight has been stopped.
+            ValueError: a group id occurs twice.
         """
         partial, trains = self.config.rollout.partial, purpose == "train"
         resume_paused = partial.enable and trains
-        groups = self._take_paused() if resume_paused else []
-        sizes = group_sizes or {}
-        groups += [self.group_factory.new(row, purpose, sizes.get(row.group_id, sampling.n)) for row in prompts]
-        taken = [group.group_id for group in groups]
-        if len(set(taken)) != len(taken):
-            raise ValueError("group ids of a stream must be distinct")
+
+        def new(rows: Iterable[PromptRow], sizes: Mapping[int, int]) -> list[Group]:
+            return [self.group_factory.new(row, purpose, sizes.get(row.group_id, sampling.n)) for row in rows]
+
+        groups = [*(self._take_paused() if resume_paused else []), *new(prompts, group_sizes or {})]
         running = _Running(
             # Nobody trains on validation samples, so their probabilities need not be exact.
             RequestSettings(
@@ -198,20 +204,14 @@ class RolloutManager:
         )
         served = contextlib.AsyncExitStack()
         oldest = await self.engines.weight_version() if partial.mask_older_tokens and groups else None
-        pending = {group.group_id: group for group in groups}
+        pending = running.pending
         try:
             if self.task_agents is not None:
                 serving = self.task_agents.serving(
                     self._sampler(running), sampling, purpose, stop_strings=bool(self.agent.stop.strings)
                 )
                 running.agent = await served.enter_async_context(serving)
-            for group in groups:
-                if group.finished():
-                    # Its last trajectory finished while the stream before this one was being stopped.
-                    self._rested(group, running)
-                for state in list(group.states):
-                    if state.finish_reason is None:
-                        self._start(group, state, running)
+            self._begin(groups, running)
             while pending:
                 item = await running.ready.get()
                 if isinstance(item, BaseException):
@@ -219,7 +219,10 @@ class RolloutManager:
                 # Trajectories that finish together are all in the queue before the first of them is looked at.
                 complete = running.at_rest(item) and item.full()
                 if complete and pending.pop(item.group_id, None) is not None:
-                    yield [row for state in item.states for row in state.to_trajectories(oldest)]
+                    changes = yield [row for state in item.states for row in state.to_trajectories(oldest)]
+                    if changes is not None:
+                        self._begin(new(changes.prompts, changes.group_sizes), running)
+                        self._abort(changes.abort, running)
         finally:
             # What a task agent has so far cannot be kept: there is nothing to wait for.
             await self._stop(running.in_flight, keep=resume_paused and self.task_agents is None)
@@ -257,10 +260,33 @@ class RolloutManager:
         self.statistics.resumed_trajectories += unfinished(taken)
         return taken
 
+    def _begin(self, groups: Sequence[Group], running: _Running) -> None:
+        for group in groups:
+            if group.group_id in running.tasks:
+                raise ValueError(f"group ids of a stream must be distinct, and {group.group_id} is there twice")
+            running.pending[group.group_id], running.tasks[group.group_id] = group, []
+        for group in groups:
+            if group.finished():
+                # Its last trajectory finished while the stream before this one was being stopped.
+                self._rested(group, running)
+            for state in list(group.states):
+                if state.finish_reason is None:
+                    self._start(group, state, running)
+
+    def _abort(self, group_ids: Iterable[int], running: _Running) -> None:
+        """Drop groups; their places at the engines are free as soon as their agents have noticed."""
+        for group_id in group_ids:
+            group = running.pending.pop(group_id, None)
+            if group is not None:
+                self.statistics.dropped_trajectories += group.size
+                for task in running.tasks[group_id]:
+                    task.cancel()
+
     def _start(self, group: Group, state: TrajectoryState, running: _Running) -> None:
         tasks = running.in_flight.tasks
         running.working[group.group_id] += 1
         task = asyncio.create_task(self._run(group, state, running))
+        running.tasks[group.group_id].append(task)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

@@ -1,16 +1,13 @@
-"""Dynamic sampling: train on groups that carry a signal, and decide when to generate more.
+"""Dynamic sampling: which groups carry a signal, and how many responses a prompt gets.
 
 DAPO, arXiv:2503.14476, section 3.2: a group whose responses all earned the same has zero advantage everywhere, so it
-is dropped and generation goes on until enough groups are left or the rounds are used up.  Everything here is a pure
-decision on numbers; the training loop does the generating.
+is dropped and others take its place (``refill``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,46 +85,6 @@ def filter_groups(
         all_wrong=int(np.sum(~signal & (best <= 0.0))),
         all_equal=int(np.sum(~signal)),
     )
-
-
-class RefillDecision(NamedTuple):
-    """What the training loop does next.
-
-    action: "train" on the first ``groups`` kept groups, "generate" ``groups`` more, or "skip" the step: nothing is left
-    to train on.
-    complete: false where "train" goes ahead with fewer groups than wanted, because the rounds are used up.
-    """
-
-    action: Literal["train", "generate", "skip"]
-    groups: int
-    complete: bool
-
-
-def decide_refill(
-    kept_groups: int,
-    generated_groups: int,
-    wanted_groups: int,
-    rounds_done: int,
-    max_rounds: int,
-) -> RefillDecision:
-    """Train, generate another round, or give up on this step.
-
-    A round asks for the missing groups divided by the share that survived so far, but for no more than a full batch:
-    asking only for the missing ones would end in many small rounds, each as slow as its longest response.
-
-    Args:
-        kept_groups, generated_groups: with a signal, and altogether, over all rounds of this step.
-        wanted_groups: data.train_batch_size.
-        rounds_done: generation rounds so far, at least 1.
-        max_rounds: dynamic_sampling.max_generation_rounds; 0 means no limit, as verl's setting does.
-    """
-    if kept_groups >= wanted_groups:
-        return RefillDecision("train", wanted_groups, True)
-    if max_rounds <= 0 or rounds_done < max_rounds:
-        missing = wanted_groups - kept_groups
-        expected = math.ceil(missing * generated_groups / kept_groups) if kept_groups else wanted_groups
-        return RefillDecision("generate", min(wanted_groups, max(missing, expected)), False)
-    return RefillDecision("train", kept_groups, False) if kept_groups else RefillDecision("skip", 0, False)
 
 
 def samples_for_prompt(

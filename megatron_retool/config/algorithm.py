@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 class DynamicSamplingConfig:
     enable: bool = True
     """Must be off where a critic learns (algorithm.advantage=gae): it learns from groups of equal reward too."""
-    max_generation_rounds: int = not_negative(10)
-    """Times that a step generates to replace what it dropped; 0: no limit."""
+    max_generation_batches: int = not_negative(10)
+    """A step generates at most so many times data.train_batch_size groups to fill its batch; 0: no limit."""
+    surplus: str = choice("drop", "next_step")
+    """What becomes of groups that are complete and lie beyond the batch. drop: their prompts are drawn again.
+    next_step: they keep their place in the order of the next step, one weight update older than the others, and are
+    dropped where they lie beyond its batch too. Partial rollout leaves none."""
     metric: str = choice("reward", "acc")
     """Groups whose members all have the same value of it are dropped and replaced."""
 

@@ -98,7 +98,7 @@ def validate(config: Config) -> None:
             "algorithm.rollout_correction.bypass_old_log_probs leaves out: set routing_replay=rollout or none, or "
             "bypass_old_log_probs=false"
         )
-    if config.trainer.deterministic and (by_timing := _what_timing_decides(rollout)):
+    if config.trainer.deterministic and (by_timing := _what_timing_decides(rollout, algorithm)):
         raise ConfigError(
             f"trainer.deterministic=true: with {by_timing[0]} {by_timing[1]} depends on how long things take; change "
             "one of the two"
@@ -136,7 +136,7 @@ def _check_engines(config: Config) -> None:
         raise ConfigError(f"{said} with a draft model needs weight_sync.verify=false: its weights are hashed too")
 
 
-def _what_timing_decides(rollout: RolloutConfig) -> tuple[str, str] | None:
+def _what_timing_decides(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> tuple[str, str] | None:
     """A setting, and what of a run is not decided by its seed because of it."""
     if rollout.replay_dir is not None:
         return None
@@ -144,6 +144,8 @@ def _what_timing_decides(rollout: RolloutConfig) -> tuple[str, str] | None:
         return "rollout.staleness", "which weights sample a token"
     if rollout.partial.enable:
         return "rollout.partial.enable=true", "which responses a step waits for"
+    if algorithm.dynamic_sampling.surplus == "next_step":
+        return "algorithm.dynamic_sampling.surplus=next_step", "which weights sample a group"
     if rollout.branching.enable:
         return "rollout.branching.enable=true", "which of a group's trajectories fork first"
     if rollout.engine.backend == "transformers":

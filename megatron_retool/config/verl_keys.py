@@ -197,7 +197,7 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling.enable",), convert=_same),
     VerlKey("algorithm.filter_groups.metric", ("algorithm.dynamic_sampling.metric",), "acc, or the reward",
             lambda value: "acc" if value == "acc" else "reward"),
-    VerlKey("algorithm.filter_groups.max_num_gen_batches", ("algorithm.dynamic_sampling.max_generation_rounds",),
+    VerlKey("algorithm.filter_groups.max_num_gen_batches", ("algorithm.dynamic_sampling.max_generation_batches",),
             "0: no limit", _unless_negative),
     VerlKey(f"{CORRECTION}.rollout_is", (f"{CORRECTION}.level", f"{CORRECTION}.mode"), "mode=truncate; null: mode=none",
             _same),

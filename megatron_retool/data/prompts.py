@@ -104,7 +104,8 @@ class PromptSource:
     def next_batch(self, count: int) -> list[PromptRow]:
         """The next ``count`` prompts; where an epoch ends, the next one begins within the batch.
 
-        Prompts that were drawn before a resume and not finished come first, under the group ids they had.
+        Prompts that were given back, or drawn before a resume and not finished, come first, under the group ids they
+        had.
         """
         batch = []
         for _ in range(count):
@@ -115,6 +116,20 @@ class PromptSource:
                 self._drawn += 1
             batch.append(self._prompt(draw))
         return batch
+
+    def give_back(self, group_ids: Sequence[int]) -> None:
+        """Let ``next_batch`` begin with the prompts of these groups again, under the group ids that they have.
+
+        Raises:
+            ValueError: a group was not drawn, or its prompt is back already.
+        """
+        for group_id in group_ids:
+            if group_id >= self._drawn or group_id in self._again:
+                raise ValueError(f"group {group_id} is not one that was drawn")
+        self._again = sorted({*self._again, *group_ids})
+        # As if the last ones had not been drawn: the position does not tell how many were.
+        while self._again and self._again[-1] == self._drawn - 1:
+            self._drawn = self._again.pop()
 
     def take_unfinished(self, group_ids: Sequence[int]) -> list[PromptRow]:
         """After a resume: the prompts of groups that are going to be continued. ``next_batch`` leaves them out.

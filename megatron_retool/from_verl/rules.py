@@ -162,7 +162,9 @@ def dynamic_sampling(values: VerlValues) -> Settings:
     return {
         "algorithm.dynamic_sampling.enable": True,
         "algorithm.dynamic_sampling.metric": "acc" if values.get(f"{prefix}.metric") == "acc" else "reward",
-        "algorithm.dynamic_sampling.max_generation_rounds": max(int(values.number(f"{prefix}.max_num_gen_batches")), 0),
+        "algorithm.dynamic_sampling.max_generation_batches": max(
+            int(values.number(f"{prefix}.max_num_gen_batches")), 0
+        ),
     }
 
 

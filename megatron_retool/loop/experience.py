@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_retool.algorithms.dynamic_sampling import GroupFilter, RefillDecision, decide_refill, filter_groups
+from megatron_retool.algorithms.dynamic_sampling import GroupFilter, filter_groups
+from megatron_retool.algorithms.refill import KeepRate, Refill
+from megatron_retool.config import Config
+from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
-from megatron_retool.monitor.progress import ProgressLine, progress_line
+from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import Trajectory, read_trajectories
 from sglang_rollout.agent.paused_groups import PausedGroup
+from sglang_rollout.groups import Changes
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
 
 
+@dataclass(frozen=True)
+class Leftover:
+    """What a step's generation leaves to the next one.
+
+    Attributes:
+        keep_rate: how many groups carried a signal.
+        groups: complete ones beyond the batch that the next step may train on, by id and in order
+            (algorithm.dynamic_sampling.surplus).
+        before_last: prompts given back that were drawn before the last of those.
+        aborted: groups that were started and are not complete.
+    """
+
+    keep_rate: KeepRate
+    groups: dict[int, list[Trajectory]] = field(default_factory=dict)
+    before_last: int = 0
+    aborted: Collection[int] = ()
+
+
 @dataclass
 class Collected:
-    """A step's trajectories: ``kept`` are trained on (whole groups, in order of group), ``generated`` is everything."""
+    """A step's trajectories: ``kept`` are trained on (whole groups, in order of group), ``generated`` is what they were
+    taken from: every group up to the last of those. What was complete beyond is none of them."""
 
     kept: list[Trajectory]
     generated: list[Trajectory]
@@ -35,6 +58,7 @@ class Collected:
     metrics: dict[str, float] = field(default_factory=dict)
     accuracies: list[tuple[str, float]] = field(default_factory=list)
     """The prompt's uid and the mean accuracy of each generated group."""
+    leftover: Leftover = field(default_factory=lambda: Leftover(KeepRate()))
 
 
 class Experience:
@@ -49,6 +73,7 @@ class Experience:
         self._run = run
         self._state = state
         self._tasks: dict[int, asyncio.Task[Collected]] = {}
+        self._leftover: Leftover | None = None
 
     async def take(self, step: int) -> Collected:
         """The trajectories of ``step``; from here on the following steps may be generated."""
@@ -57,13 +82,15 @@ class Experience:
         # Here and not where groups are generated: a checkpoint must not know of steps that it has not trained.
         for uid, mean_accuracy in collected.accuracies:
             self._state.record_accuracy(uid, mean_accuracy)
+        self._state.keep_rate = collected.leftover.keep_rate
+        self._leftover = collected.leftover
         for ahead in range(step + 1, min(step + self._run.config.rollout.staleness, self._run.total_steps) + 1):
             self._started(ahead)
         return collected
 
     def _started(self, step: int) -> asyncio.Task[Collected]:
         if step not in self._tasks:
-            collecting = collect_groups(self._run, self._state, step, after=self._tasks.get(step - 1))
+            collecting = collect_groups(self._run, self._state, step, self._tasks.get(step - 1), self._leftover)
             self._tasks[step] = asyncio.create_task(collecting)
         return self._tasks[step]
 
@@ -77,53 +104,87 @@ class Experience:
 
 
 async def collect_groups(
-    run: Deployment, state: TrainerState, step: int, after: asyncio.Task[Collected] | None = None
+    run: Deployment,
+    state: TrainerState,
+    step: int,
+    after: asyncio.Task[Collected] | None = None,
+    leftover: Leftover | None = None,
 ) -> Collected:
-    """Generate until train_batch_size informative groups are there, or max_generation_rounds are spent (DAPO, 3.2).
+    """Generate until the first train_batch_size informative groups, in order, are known, or max_generation_batches are
+    spent (DAPO, 3.2).
 
-    Nothing is kept where not one group is informative. It begins when ``after`` has ended.
+    Nothing is kept where not one group is informative. It begins when ``after`` has ended, with what that left, or with
+    ``leftover``. Prompts of groups that were started in vain are given back: the next step draws them first.
     """
     if after is not None:
-        await after
+        leftover = (await after).leftover
+    leftover = leftover or Leftover(state.keep_rate)
     config = run.config
-    wanted, dynamic = config.data.train_batch_size, config.algorithm.dynamic_sampling
-    groups: list[list[Trajectory]] = []
-    decision = RefillDecision("generate", wanted, False)
-    rounds = 0
+    dynamic, partial = config.algorithm.dynamic_sampling, config.rollout.partial
+    wanted = config.data.train_batch_size
+    refill = Refill(
+        wanted,
+        max_groups=(dynamic.max_generation_batches * wanted or None) if dynamic.enable else wanted,
+        keep_rate=leftover.keep_rate if dynamic.enable else None,
+        over_sampling=partial.over_sampling_factor if partial.enable else 1.0,
+        in_order=not partial.enable,
+    )
     timer = StepTimer()
     before = asdict(run.rollout.statistics)
-    with progress_line(run.console, f"step {step} rollout", 0) as progress:
-        while decision.action == "generate":
-            rounds += 1
-            progress.note(f"round {rounds}, {len(groups)} groups so far")
-            groups += await generate_round(run, decision.groups, state, step, timer, progress)
-            found = filter_step(groups, dynamic.metric)
-            kept = found.kept_groups if dynamic.enable else [group[0].group_id for group in groups]
-            decision = decide_refill(
-                len(kept), len(groups), wanted, rounds, dynamic.max_generation_rounds if dynamic.enable else 1
-            )
-    chosen = set(kept[: decision.groups])
+    if config.rollout.replay_dir is None:
+        complete = await generate_groups(run, refill, leftover, state, step, timer)
+    else:
+        complete = replay_groups(run, step)
+        refill.start(complete)
+        for group_id, group in complete.items():
+            refill.decide(group_id, informative(group, config))
+    groups = [complete[group_id] for group_id in refill.examined]
+    chosen = set(refill.batch)
     for group in groups:
         for trajectory in group:
             trajectory.reward_info["trained"] = trajectory.group_id in chosen
     generated = [trajectory for group in groups for trajectory in group]
     paused = run.rollout.finish_step()
+    left = leave(run, refill, leftover, complete)
     return Collected(
         kept=[trajectory for trajectory in generated if trajectory.reward_info["trained"]],
         generated=generated,
         metrics={
-            **found.metrics(),
-            "dynamic_sampling/rounds": float(rounds),
+            **filter_step(groups, dynamic.metric).metrics(),
+            "dynamic_sampling/keep_rate": left.keep_rate.share,
+            "dynamic_sampling/surplus_groups": float(len(refill.surplus)),
+            "dynamic_sampling/aborted_groups": float(len(left.aborted)),
             "dynamic_sampling/responses_per_group": len(rollouts_of(generated)) / len(groups),
             **statistics_since(before, asdict(run.rollout.statistics)),
             **run.rewards.take_metrics(),
             **run.tools.take_metrics(),
             **timer.metrics(),
         },
-        prompt_state=run.prompts.state_dict([group.group_id for group in paused]),
+        prompt_state=run.prompts.state_dict([*(group.group_id for group in paused), *left.groups]),
         paused=paused,
         accuracies=[(str(g[0].extra_info.get("uid")), mean_accuracy(g)) for g in groups],
+        leftover=left,
     )
+
+
+def leave(run: Deployment, refill: Refill, leftover: Leftover, complete: dict[int, list[Trajectory]]) -> Leftover:
+    """What the next step goes on with; prompts of what it does not go on with are given back.
+
+    Args:
+        leftover: what this step went on with; what it left over again is too old.
+    """
+    config = run.config
+    keep_rate = refill.keep_rate_after()
+    if config.rollout.replay_dir is not None:
+        return Leftover(keep_rate)
+    surplus = refill.surplus
+    carries = config.algorithm.dynamic_sampling.surplus == "next_step"
+    carried = [group_id for group_id in surplus if carries and group_id not in leftover.groups]
+    aborted = [] if config.rollout.partial.enable else refill.given_up + refill.under_way
+    again = {*aborted, *surplus}.difference(carried)
+    run.prompts.give_back(sorted(again))
+    before_last = sum(group_id < carried[-1] for group_id in again) if carried else 0
+    return Leftover(keep_rate, {group_id: complete[group_id] for group_id in carried}, before_last, aborted)
 
 
 def statistics_since(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
@@ -135,37 +196,54 @@ def statistics_since(before: dict[str, int], after: dict[str, int]) -> dict[str,
     return counts
 
 
-async def generate_round(
-    run: Deployment, count: int, state: TrainerState, step: int, timer: StepTimer, progress: ProgressLine
-) -> list[list[Trajectory]]:
-    """``count`` groups, sampled and scored, in order of group id. Scoring overlaps generation.
+async def generate_groups(
+    run: Deployment, refill: Refill, leftover: Leftover, state: TrainerState, step: int, timer: StepTimer
+) -> dict[int, list[Trajectory]]:
+    """Complete groups by id, sampled and scored, until ``refill`` is certain of the batch. Scoring overlaps generation.
 
-    With rollout.partial.enable more groups are started than needed (those that an earlier step left unfinished first)
-    and the slowest are paused once ``count`` are complete: one long response does not hold the step.
+    A group without a signal is replaced at once, and one that cannot be in the batch any more is aborted. With
+    rollout.partial.enable what an earlier step left unfinished goes on first, and what this one leaves is paused: one
+    long response does not hold the step.
     """
     config = run.config
-    if config.rollout.replay_dir is not None:
-        return replay_groups(run, count, step)
-    partial = config.rollout.partial
-    start = math.ceil(count * partial.over_sampling_factor) - run.rollout.paused_groups if partial.enable else count
-    prompts = run.prompts.next_batch(max(start, 0))
-    sizes = state.group_sizes(prompts, step)
-    progress.extend(sum(sizes.values()))
-    groups: list[list[Trajectory]] = []
-    async with contextlib.aclosing(run.rollout.stream(prompts, config.rollout.train, group_sizes=sizes)) as stream:
-        async for group in stream:
-            with timer.phase(Phase.REWARD):
-                await asyncio.to_thread(run.rewards.score, group)
-            groups.append(group)
-            progress.advance(len(rollouts_of(group)))
-            run.watchdog.progress(Phase.GENERATION)
-            if partial.enable and len(groups) == count:
-                break
-    return sorted(groups, key=lambda group: group[0].group_id)
+    # What lies between carried groups is started again, so that all are in the order that they were drawn in.
+    first = run.prompts.next_batch(leftover.before_last)
+    refill.start(sorted([*run.rollout.paused_group_ids, *leftover.groups, *(prompt.group_id for prompt in first)]))
+    complete = dict(leftover.groups)
+    for group_id, group in complete.items():
+        refill.decide(group_id, informative(group, config))
+    with progress_line(run.console, f"step {step} rollout", 0) as progress:
+
+        def changes(prompts: list[PromptRow]) -> Changes:
+            more = run.prompts.next_batch(refill.to_start)
+            refill.start(prompt.group_id for prompt in more)
+            sizes = state.group_sizes([*prompts, *more], step)
+            progress.extend(sum(sizes.values()))
+            progress.note(f"{len(refill.batch)} of {refill.wanted} groups with a signal")
+            return Changes([*prompts, *more], sizes, refill.give_up())
+
+        start = changes(first)
+        # Carried groups may make some of those needless before they begin.
+        needed = [prompt for prompt in start.prompts if prompt.group_id not in start.abort]
+        stream = run.rollout.stream(needed, config.rollout.train, group_sizes=start.group_sizes)
+        async with contextlib.aclosing(stream):
+            further = None
+            while not refill.certain:
+                group = await stream.asend(further)
+                with timer.phase(Phase.REWARD):
+                    await asyncio.to_thread(run.rewards.score, group)
+                group_id = group[0].group_id
+                complete[group_id] = group
+                refill.decide(group_id, informative(group, config))
+                further = changes([])
+                progress.advance(len(rollouts_of(group)))
+                run.watchdog.progress(Phase.GENERATION)
+    return complete
 
 
-def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajectory]]:
-    """The groups that an earlier run stored for this step, instead of generating (rollout.replay_dir).
+def replay_groups(run: Deployment, step: int) -> dict[int, list[Trajectory]]:
+    """The groups that an earlier run stored for this step, by id and in their order, instead of generating
+    (rollout.replay_dir).
 
     The data position moves on as if they had been generated.
 
@@ -189,7 +267,13 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
                 f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}: "
                 "rollout.replay_dir needs the data, tokenizer and trainer.seed of the run that it belongs to"
             )
-    return list(groups.values())
+    return groups
+
+
+def informative(group: list[Trajectory], config: Config) -> bool:
+    """Whether the group may be trained on: it has a signal, or dynamic sampling is off."""
+    dynamic = config.algorithm.dynamic_sampling
+    return not dynamic.enable or bool(filter_step([group], dynamic.metric).kept_groups)
 
 
 def mean_accuracy(group: list[Trajectory]) -> float:

@@ -121,7 +121,7 @@ class SkipReason(Enum):
     NO_SIGNAL = (
         "no group has different rewards: see dynamic_sampling/all_correct and all_wrong, rollout/acc/mean and "
         "reward/failures; the prompts are too easy or too hard (choose others, or raise "
-        "algorithm.dynamic_sampling.max_generation_rounds), or the reward function gives everything the same score"
+        "algorithm.dynamic_sampling.max_generation_batches), or the reward function gives everything the same score"
     )
     MISMATCH = (
         "the batch's mismatch of engine and learner exceeds algorithm.rollout_correction.batch_k3_limit: see "

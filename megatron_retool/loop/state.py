@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_retool.algorithms.dynamic_sampling import samples_for_prompt
 from megatron_retool.algorithms.kl import KLController
+from megatron_retool.algorithms.refill import KeepRate
 from megatron_retool.algorithms.stage_schedule import is_multiple
 from megatron_retool.config import Config
 from megatron_retool.loop.early_stopping import EarlyStopping
@@ -29,6 +30,7 @@ class TrainerState:
         kl: coefficient of the KL in the reward, where it is adapted.
         accuracies: mean accuracies of each prompt's latest groups by the prompt's uid, oldest first; kept for
             adaptive sampling alone.
+        keep_rate: how many groups carried a signal, up to the step that was trained last.
         early_stopping: the validations so far, as far as they decide on the end of the run.
     """
 
@@ -36,6 +38,7 @@ class TrainerState:
     step: int
     kl: KLController
     accuracies: dict[str, list[float]] = field(default_factory=dict)
+    keep_rate: KeepRate = field(default_factory=KeepRate)
     early_stopping: EarlyStopping = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,7 @@ class TrainerState:
             "step": self.step,
             "kl_coefficient": self.kl.coefficient,
             "accuracies": self.accuracies,
+            "keep_rate": self.keep_rate.state_dict(),
             "early_stopping": self.early_stopping.state_dict(),
         }
 
@@ -105,6 +109,7 @@ class TrainerState:
         """Go on from ``state``. A constant KL coefficient is the configuration's, an adaptive one the state's."""
         self.step = int(state["step"])
         self.accuracies = {uid: [float(value) for value in values] for uid, values in state["accuracies"].items()}
+        self.keep_rate = KeepRate.from_state(state.get("keep_rate", {}))
         self.early_stopping.load_state_dict(state.get("early_stopping", {}))
         if self.kl.target is not None:
             self.kl = KLController(float(state["kl_coefficient"]), self.kl.target, self.kl.horizon)

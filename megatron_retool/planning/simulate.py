@@ -11,6 +11,9 @@ What becomes of the groups that are unfinished when enough are complete:
     drop      more were started; the rest is aborted, and long responses are the ones that get lost
     pause     more were started; the rest is kept as token ids and goes on in the next step (partial rollout)
     stream    nothing stops: learner and engines have GPUs of their own (asynchronous)
+
+Where dynamic sampling discards groups (``Workload.kept_groups``), the training loop's own ``Refill`` says how many are
+started and which are the batch; "rounds" is "wait" as it would be if each refill waited for the one before.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.workload import Workload
 
 TAIL_SHARE = 0.1
 """The tail of a step is the time that its last tenth of responses takes."""
+
+KNOWN_GROUPS = 1000
+"""Groups that the keep rate is known from: the simulation's estimate is the true share."""
 
 _ENGINE, _TOOL = 0, 1
 
@@ -35,6 +42,8 @@ _ENGINE, _TOOL = 0, 1
 @dataclass
 class _Group:
     size: int
+    number: int
+    informative: bool
     members: list[_Trajectory] = field(default_factory=list)
     done: int = 0
     age: int = 0
@@ -244,14 +253,13 @@ class RolloutSimulation:
         self._latencies: Iterator[float] = iter(())
         self._open: dict[int, _Group] = {}
         self._complete: deque[_Group] = deque()
+        """Groups with a signal that no step has taken, as they were completed."""
+        self._decided: list[_Group] = []
+        """Groups that were completed since somebody looked."""
+        self._started = 0
         self._finish_times: list[float] = []
         self._tool_wait = 0.0
         self._tool_calls = 0
-
-    @property
-    def groups_in_flight(self) -> int:
-        """Groups that were started and that no step has taken."""
-        return len(self._open) + len(self._complete)
 
     def start_groups(self, count: int) -> None:
         """Queue ``count`` new groups behind what waits already."""
@@ -266,7 +274,9 @@ class RolloutSimulation:
         room = lengths // max(8.0, workload.lengths.limit / 256)
         calls = np.minimum(self._rng.poisson(workload.tool_calls, (count, size)), room).astype(int)
         for row, numbers in zip(lengths.tolist(), calls.tolist(), strict=True):
-            group = _Group(size)
+            kept = workload.kept_groups
+            group = _Group(size, self._started, kept >= 1.0 or self._rng.random() < kept)
+            self._started += 1
             self._open[id(group)] = group
             for length, number in zip(row, numbers, strict=True):
                 result = min(workload.tool_result_tokens, length / (2 * number)) if number else 0.0
@@ -274,15 +284,17 @@ class RolloutSimulation:
                 group.members.append(trajectory)
                 self._queue.append(trajectory)
 
-    def collect(self, needed: int, unfinished: str = "wait", max_age: int = 1) -> StepResult:
-        """Run until ``needed`` groups are complete, then treat the rest as ``unfinished`` says.
+    def collect(
+        self, needed: int, unfinished: str = "wait", max_age: int = 1, over_sampling: float = 1.0
+    ) -> StepResult:
+        """Run until ``needed`` groups with a signal are complete, then treat the rest as ``unfinished`` says.
 
-        Where dynamic sampling discards complete groups (``Workload.kept_groups``) and nothing is left in flight, as
-        many new ones start as are expected to fill the gap.
+        What is missing is started first, beside what an earlier step or ``start_groups`` has started.
 
         Args:
-            unfinished: "wait", "drop", "pause" or "stream"; see the module.
+            unfinished: "wait", "rounds", "drop", "pause" or "stream"; see the module.
             max_age: steps that a paused group may wait before it is dropped.
+            over_sampling: groups under way for each that is expected to be needed.
         """
         begin = self.now
         self._finish_times = []
@@ -291,22 +303,60 @@ class RolloutSimulation:
             engine.advance(begin)
             engine.tokens = engine.decoding = engine.prefilling = 0.0
             engine.first_step = engine.steps
-        self._fill()
-        while len(self._complete) < needed:
-            if not self._open:
-                self.start_groups(math.ceil((needed - len(self._complete)) / self.workload.kept_groups))
-                self._fill()
-            self._next_event()
+        chosen = self._rounds(needed) if unfinished == "rounds" else self._refilled(needed, unfinished, over_sampling)
         for engine in self._engines:
             engine.advance(self.now)
-        chosen = [self._complete.popleft() for _ in range(needed)]
         result = self._result(chosen, begin)
         dropped, paused = 0.0, 0
-        if unfinished in ("drop", "pause"):
-            dropped, paused = self._stop(keep=unfinished == "pause", max_age=max_age)
+        if unfinished == "wait":
+            dropped = sum(member.sampled for group in self._complete for member in group.members)
+            self._complete.clear()
+        if unfinished in ("wait", "drop", "pause"):
+            aborted, paused = self._stop(keep=unfinished == "pause", max_age=max_age)
+            dropped += aborted
         for group in (*self._open.values(), *self._complete):
             group.stale_tokens = sum(member.sampled + member.progress() for member in group.members)
         return replace(result, dropped_tokens=dropped, paused=paused)
+
+    def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[_Group]:
+        """The batch, as the training loop would have it; without its aborts before the batch is certain."""
+        kept = self.workload.kept_groups
+        known = None if kept >= 1.0 else KeepRate(kept * KNOWN_GROUPS, KNOWN_GROUPS)
+        in_order = unfinished == "wait"
+        refill = Refill(needed, keep_rate=known, over_sampling=over_sampling, in_order=in_order)
+        refill.start(sorted(group.number for group in (*self._open.values(), *self._complete)))
+        self._decided = list(self._complete)
+        while True:
+            for group in self._decided:
+                refill.decide(group.number, group.informative)
+            self._decided = []
+            if refill.certain:
+                break
+            first = self._started
+            self.start_groups(refill.to_start)
+            refill.start(range(first, self._started))
+            self._fill()
+            self._next_event()
+        if not in_order:
+            return [self._complete.popleft() for _ in range(needed)]
+        batch = set(refill.batch)
+        chosen = [group for group in self._complete if group.number in batch]
+        self._complete = deque(group for group in self._complete if group.number not in batch)
+        return chosen
+
+    def _rounds(self, needed: int) -> list[_Group]:
+        """The batch where a round ends with its last response, and asks for what is missing then, at most a batch."""
+        asked = needed
+        while asked:
+            self.start_groups(asked)
+            self._fill()
+            while self._open:
+                self._next_event()
+            missing = max(0, needed - len(self._complete))
+            asked = min(needed, math.ceil(missing / self.workload.kept_groups))
+        chosen = sorted(self._complete, key=lambda group: group.number)[:needed]
+        self._complete.clear()
+        return chosen
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -393,8 +443,8 @@ class RolloutSimulation:
         group.done += 1
         if group.done == group.size:
             del self._open[id(group)]
-            kept = self.workload.kept_groups
-            if kept >= 1.0 or self._rng.random() < kept:
+            self._decided.append(group)
+            if group.informative:
                 self._complete.append(group)
 
     def _leave_for_tool(self, engine: _Engine, trajectory: _Trajectory) -> None:

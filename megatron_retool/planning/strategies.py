@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,14 +122,11 @@ def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup:
         train_per_token *= scenario.learner_gpus / learner_gpus
     simulation = RolloutSimulation(scenario.model, engines, scenario.workload, seed)
     needed = scenario.workload.groups
-    first = needed / scenario.workload.kept_groups if strategy.unfinished == "wait" else needed
-    wanted = math.ceil(strategy.over_sampling * first)
-    if strategy.unfinished in ("wait", "drop"):
+    if strategy.unfinished in ("wait", "rounds", "drop"):
         warmup = 0
     results = []
     for _ in range(warmup + steps):
-        simulation.start_groups(wanted - simulation.groups_in_flight)
-        results.append(simulation.collect(needed, strategy.unfinished, strategy.max_age))
+        results.append(simulation.collect(needed, strategy.unfinished, strategy.max_age, strategy.over_sampling))
     results = results[warmup:]
     train = [train_per_token * result.trained_tokens for result in results]
     generation = [result.seconds for result in results]
@@ -169,7 +165,6 @@ def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup:
 def _divide(scenario: Scenario, seed: int) -> tuple[int, int]:
     """Engines and learner GPUs of an asynchronous run on the scenario's GPUs."""
     alone = RolloutSimulation(scenario.model, scenario.engines, scenario.workload, seed)
-    alone.start_groups(scenario.workload.groups)
     result = alone.collect(scenario.workload.groups)
     generation = (result.seconds - result.tail_seconds) * scenario.engines * scenario.engine_gpus
     training = scenario.train_seconds_per_token * result.trained_tokens * scenario.learner_gpus

@@ -388,13 +388,10 @@ def predict_generation(
     """
     simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
     if partial is None or not partial.enable:
-        simulation.start_groups(math.ceil(workload.groups / workload.kept_groups))
         return simulation.collect(workload.groups)
-    wanted = math.ceil(workload.groups * partial.over_sampling_factor)
     steps = []
     for _ in range(2 * PARTIAL_STEPS):
-        simulation.start_groups(wanted - simulation.groups_in_flight)
-        steps.append(simulation.collect(workload.groups, "pause", partial.max_age))
+        steps.append(simulation.collect(workload.groups, "pause", partial.max_age, partial.over_sampling_factor))
     return mean_result(steps[PARTIAL_STEPS:])
 
 

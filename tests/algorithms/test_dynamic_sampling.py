@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_retool.algorithms.dynamic_sampling import decide_refill, filter_groups, samples_for_prompt
+from megatron_retool.algorithms.dynamic_sampling import filter_groups, samples_for_prompt
 from megatron_retool.algorithms.stage_schedule import is_due, parse_stages, stage_value
 from megatron_retool.config import AdaptiveSamplingConfig, ConfigError, load_config
 
@@ -46,27 +46,6 @@ def test_bad_input_is_refused():
         filter_groups([0, 0], [1.0, float("nan")], [1, 1])
     with pytest.raises(ValueError, match="lengths must agree"):
         filter_groups([0, 0], [1.0], [1])
-
-
-def test_refill_decisions():
-    assert decide_refill(32, 40, 32, 1, 3) == ("train", 32, True)
-    assert decide_refill(40, 64, 32, 2, 3) == ("train", 32, True)
-    # Half of 32 survived: the missing 16 need 32 more.
-    assert decide_refill(16, 32, 32, 1, 3) == ("generate", 32, False)
-    assert decide_refill(28, 32, 32, 1, 3) == ("generate", 5, False)
-    assert decide_refill(0, 32, 32, 1, 3) == ("generate", 32, False)
-    assert decide_refill(16, 96, 32, 3, 3) == ("train", 16, False)
-    assert decide_refill(0, 96, 32, 3, 3) == ("skip", 0, False)
-    assert decide_refill(0, 9600, 32, 300, 0).action == "generate"
-
-
-@given(st.integers(0, 64), st.integers(1, 64), st.integers(1, 6), st.integers(1, 6))
-def test_refilling_ends_and_never_asks_for_more_than_a_batch(kept, wanted, done, limit):
-    decision = decide_refill(kept, max(kept, wanted * done), wanted, done, limit)
-    assert decision.groups <= wanted
-    assert (decision.action == "generate") == (kept < wanted and done < limit)
-    if decision.action == "generate":
-        assert decision.groups >= wanted - kept > 0
 
 
 def test_adaptive_number_of_responses():

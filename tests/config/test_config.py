@@ -59,7 +59,7 @@ def test_a_deterministic_run_seeds_its_engines_and_leaves_nothing_to_timing():
     assert load_config(None, [*deterministic, "rollout.engine.random_seed=9"]).rollout.engine.random_seed == 9
     for override in (
         "rollout.staleness=1", "rollout.partial.enable=true", "rollout.branching.enable=true",
-        "rollout.engine.backend=transformers",
+        "rollout.engine.backend=transformers", "algorithm.dynamic_sampling.surplus=next_step",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"trainer.deterministic=true: with {override.partition('=')[0]}"):
             load_config(None, [*deterministic, override])

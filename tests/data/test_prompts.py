@@ -88,6 +88,24 @@ def test_state_goes_through_json_and_resumes_exactly(demo_directory, tokenizer):
     assert [resumed.next_batch(16) for _ in range(5)] == expected
 
 
+def test_prompts_that_are_given_back_are_drawn_next_and_leave_no_trace(demo_directory, tokenizer):
+    config = data_config(str(demo_directory / "train.parquet"))
+    source, resumed, other = (PromptSource(config, tokenizer, TOOLBOX, seed=3) for _ in range(3))
+    first = source.next_batch(6)
+    source.give_back([2, 4, 5])
+    assert source.state_dict()["drawn"] == 4 and source.state_dict()["again"] == [2]
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    for each in (source, resumed):
+        again = each.next_batch(3)
+        assert again == [first[2], first[4], first[5]]
+    source.give_back([2, 3, 4, 5])
+    other.next_batch(2)
+    assert source.state_dict() == other.state_dict()
+    for wrong in ([2], [99]):
+        with pytest.raises(ValueError, match="not one that was drawn"):
+            source.give_back(wrong)
+
+
 def test_state_of_other_data_is_refused(demo_directory, tokenizer):
     config = data_config(str(demo_directory / "train.parquet"))
     state = PromptSource(config, tokenizer, TOOLBOX, seed=3).state_dict()

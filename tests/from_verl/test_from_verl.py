@@ -73,7 +73,7 @@ def test_dapo_with_megatron(tmp_path):
     status, config, _ = from_verl(EXAMPLES / "dapo_megatron.sh", tmp_path)
     assert status == 0
     sampling, correction = config.algorithm.dynamic_sampling, config.algorithm.rollout_correction
-    assert (sampling.enable, sampling.metric, sampling.max_generation_rounds) == (True, "acc", 10)
+    assert (sampling.enable, sampling.metric, sampling.max_generation_batches) == (True, "acc", 10)
     assert (correction.level, correction.mode, correction.upper) == ("token", "truncate", 2.0)
     assert correction.rejection == ["geometric_ratio 0.999 1.001"] and correction.veto_threshold is None
     overlong = config.reward.overlong

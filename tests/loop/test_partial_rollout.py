@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -17,7 +15,7 @@ from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.loop.checkpointer import Checkpointer
-from megatron_retool.loop.experience import collect_groups
+from megatron_retool.loop.experience import Collected, collect_groups
 from megatron_retool.loop.resume import contents_after, restore
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.runs.checkpoints import complete_checkpoints, find_resume_point
@@ -25,31 +23,10 @@ from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.paused_groups import read_paused_groups
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.abortable_engine import AbortableEngine
-from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.scripted import ScriptedTools
 from tools.registry import ToolRegistry
 
 GROUPS, SIZE = 3, 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return markov_policy.build_tokenizer()
-
-
-@pytest.fixture
-def prompts_file(tmp_path: Path) -> Path:
-    rows = [
-        {
-            "data_source": "test",
-            "prompt": [{"role": "user", "content": f"What is {number} + 1?"}],
-            "reward_model": {"ground_truth": str(number + 1), "style": "rule"},
-            "extra_info": {"index": number},
-        }
-        for number in range(40)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    return tmp_path / "train.parquet"
 
 
 class FakeLearner:
@@ -116,8 +93,11 @@ class Loop:
             taken.append(collected.generated)
             metrics.append(collected.metrics)
             if saving:
-                await self.checkpointer.save(state.step, contents_after(self.run, state, collected), wait=True)
+                await self.save(state, collected)
         return taken, metrics
+
+    async def save(self, state: TrainerState, collected: Collected) -> None:
+        await self.checkpointer.save(state.step, contents_after(self.run, state, collected), wait=True)
 
     async def restored(self) -> TrainerState:
         return await restore(self.run, self.checkpointer)
@@ -212,7 +192,7 @@ def test_a_group_is_as_old_as_its_steps_and_not_its_rounds(tokenizer, prompts_fi
                     await anext(stream)
             kept = [group.age for group in loop.rollout.finish_step()]
             assert kept == [1, 1] and loop.rollout.statistics.dropped_trajectories == 0
-            assert loop.rollout.finish_step() == [] and loop.rollout.paused_groups == 0
+            assert loop.rollout.finish_step() == [] and loop.rollout.paused_group_ids == []
             assert loop.rollout.statistics.dropped_trajectories == 2 * SIZE
             state.step = 1
             collected = await collect_groups(loop.run, state, 1)

@@ -131,31 +131,40 @@ def test_a_step_without_a_signal_asks_nothing_of_the_learner(tmp_path: Any) -> N
 
 def test_no_informative_group_keeps_nothing_and_does_not_end_the_run() -> None:
     sizes = ["data.train_batch_size=1", "rollout.train.n=2", "learner.mini_batch_size=2"]
-    config = load_config(None, [*sizes, "algorithm.dynamic_sampling.max_generation_rounds=2"])
-    rounds: list[int] = []
+    config = load_config(None, [*sizes, "algorithm.dynamic_sampling.max_generation_batches=2"])
+    started: list[int] = []
 
     async def stream(prompts: Any, *_: Any, **__: Any) -> Any:
-        rounds.append(len(prompts))
-        for prompt in prompts:
+        waiting = list(prompts)
+        while waiting:
+            prompt = waiting.pop(0)
             group = [trajectory(index) for index in range(2)]
             for member in group:
                 member.group_id, member.reward = prompt.group_id, 1.0
-            yield group
+            changes = yield group
+            if changes is not None:
+                assert not changes.abort
+                waiting += changes.prompts
+
+    def next_batch(count: int) -> list[Any]:
+        started.append(count)
+        return [SimpleNamespace(group_id=sum(started), uid="u")] if count else []
 
     run: Any = SimpleNamespace(
         config=config,
         console=Console(quiet=True),
         watchdog=SimpleNamespace(progress=lambda phase: None),
-        rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_groups=0, finish_step=list),
+        rollout=SimpleNamespace(stream=stream, statistics=RolloutStatistics(), paused_group_ids=[], finish_step=list),
         rewards=SimpleNamespace(score=lambda group: None, take_metrics=dict),
         tools=SimpleNamespace(take_metrics=dict),
         prompts=SimpleNamespace(
-            next_batch=lambda count: [SimpleNamespace(group_id=len(rounds), uid="u") for _ in range(count)],
-            state_dict=lambda unfinished: {"drawn": len(rounds)},
+            next_batch=next_batch,
+            give_back=lambda group_ids: started.append(-len(group_ids)),
+            state_dict=lambda unfinished: {"drawn": sum(started)},
         ),
     )
     collected = asyncio.run(collect_groups(run, TrainerState.first(config), 1))
-    assert collected.kept == [] and len(collected.generated) == 4 and rounds == [1, 1]
+    assert collected.kept == [] and len(collected.generated) == 4 and max(started) == 1
     assert collected.prompt_state == {"drawn": 2}
     assert collected.metrics["dynamic_sampling/all_correct"] == 2
     assert not any(t.reward_info["trained"] for t in collected.generated)

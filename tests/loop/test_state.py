@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from megatron_retool.algorithms.refill import KeepRate
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.loop.state import TrainerState
@@ -56,6 +57,18 @@ def test_adaptive_sampling_by_stage_and_history_survives_a_checkpoint():
     resumed = TrainerState.first(config)
     resumed.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert resumed.group_sizes(rows, 31) == {0: 8, 1: 24, 2: 16}
+
+
+def test_the_keep_rate_survives_a_checkpoint_and_is_unknown_to_older_ones():
+    state = TrainerState.first(load_config())
+    state.keep_rate = KeepRate(3.5, 9.25)
+    saved = json.loads(json.dumps(state.state_dict()))
+    resumed = TrainerState.first(load_config())
+    resumed.load_state_dict(saved)
+    assert resumed.keep_rate == state.keep_rate
+    del saved["keep_rate"]
+    resumed.load_state_dict(saved)
+    assert resumed.keep_rate.share == 1
 
 
 def test_without_adaptive_sampling_every_prompt_gets_n_and_nothing_is_remembered():

@@ -180,3 +180,15 @@ def test_the_straggler_benchmark_reports_both_ratios(capsys: pytest.CaptureFixtu
     assert outcomes["over-sampling, rest dropped"]["dropped_share"] > 0.2
     assert benchmark["main"](["--steps", "2"]) == 0
     assert "partial rollout: generation" in capsys.readouterr().out
+
+
+def test_the_straggler_benchmark_compares_ways_to_refill(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "straggler.py"))
+    assert benchmark["main"](["--steps", "4", "--kept-groups", "0.5", "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
+    seconds = [
+        outcomes[name]["step_seconds"]
+        for name in ("refill in rounds", "continuous refill", "partial rollout", "partial rollout, over-sampling")
+    ]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.1 * seconds[1]
+    assert outcomes["continuous refill"]["stale_share"] == 0

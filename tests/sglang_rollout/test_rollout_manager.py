@@ -14,6 +14,7 @@ from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 from sglang_rollout.session import MAX_ENGINE_FAILURES, RolloutError
 from tests.sglang_rollout import traced_rows
@@ -211,6 +212,31 @@ def test_leaving_a_stream_ends_what_it_started(tokenizer):
 
     seconds, dropped, running = asyncio.run(scenario())
     assert seconds < 3 and dropped == 12 and running == 0
+
+
+def test_a_stream_takes_further_prompts_and_drops_groups_on_its_way(tokenizer):
+    """Of two places each group takes both; what is dropped gives its own back, or its place in the queue."""
+
+    async def scenario():
+        engine = await ScriptedEngine(tokenizer).start()
+        config = make_config("rollout.max_concurrent_trajectories=2")
+        async with RolloutManager(config, tokenizer, [engine.url], ScriptedTools()) as manager:
+            stream = manager.stream(PROMPTS[:3], TWO)
+            found = [await anext(stream)]
+            found.append(await stream.asend(Changes(PROMPTS[3:5], {3: 1}, abort=[1, 4, 0, 99])))
+            found.append(await stream.asend(None))
+            with pytest.raises(StopAsyncIteration):
+                await stream.asend(None)
+            loads = [(each.trajectories, each.tokens) for each in manager.engines.router.engines]
+            with pytest.raises(ValueError, match="distinct, and 2 is there twice"):
+                again = manager.stream(PROMPTS[2:3], TWO)
+                await anext(again)
+                await again.asend(Changes(PROMPTS[2:3]))
+            return found, loads, manager.statistics.dropped_trajectories
+
+    found, loads, dropped = asyncio.run(scenario())
+    assert [[(t.group_id, t.index) for t in group] for group in found] == [[(0, 0), (0, 1)], [(2, 0), (2, 1)], [(3, 0)]]
+    assert loads == [(0, 0)] and dropped == 4
 
 
 def test_group_ids_must_be_distinct(tokenizer):

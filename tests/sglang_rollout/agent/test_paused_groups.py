@@ -177,7 +177,7 @@ def test_another_manager_goes_on_where_the_first_one_was(tokenizer, tmp_path):
             engine.version = 1
             async with RolloutManager(config, tokenizer, [engine.url], ScriptedTools()) as manager:
                 manager.restore_paused(paused, reversed(PROMPTS))
-                assert manager.paused_groups == 5
+                assert len(manager.paused_group_ids) == 5
                 second = await manager.generate_groups([], TWO)
                 return engine, first, paused, second, manager.statistics
 
