@@ -1,11 +1,13 @@
 """Peak memory and speed of the converters on a generated model, against a plain copy of the same files.
 
-    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--processes 1] [--tp 1]
-                                               [--directory DIR]
+    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--workers 1] [--tp 1] [--cold]
+                                               [--rounds 3] [--directory DIR]
 
-Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory of
-all processes together beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer).
-Both sides include fsync. The files are removed afterwards; about four times the size is needed on disk.
+Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory
+beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer); the processor's seconds.
+A round is a copy and a conversion in each direction, and the shortest of each counts. Both sides include fsync; with
+--cold nothing of what they read is in memory when they begin. The way back also verifies its source's checksums. The
+files are removed afterwards; about three times the size is needed on disk.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,11 +31,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion.files.hf_checkpoint import TensorSpec, plan_files, write_file, write_index
+from conversion.files.hf_checkpoint import FileWriter, TensorSpec, plan_files, write_index
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
 
-REPEATS = 3
 SCRIPTS = Path(__file__).resolve().parent.parent / "conversion"
 
 
@@ -60,43 +62,53 @@ def make_model(directory: Path, nbytes: float, file_bytes: int) -> tuple[int, in
         for m in WeightMap(Architecture.from_hf_config(config))
     ]
     files = plan_files(groups, file_bytes)
+    numbers = torch.randn(2**22).bfloat16()
     for name, specs in files:
-        write_file(directory / name, specs, ((spec.name, torch.randn(spec.shape).bfloat16()) for spec in specs))
+        with FileWriter(directory / name, specs) as writer:
+            for spec in specs:
+                writer.write(spec.name, (numbers[: rest // 2] for rest in range(spec.nbytes, 0, -numbers.nbytes)))
     write_index(directory, files)
     return max((directory / name).stat().st_size for name, _ in files), layer
 
 
-def timed(function: Callable[[], None]) -> float:
-    os.sync()
-    start = time.monotonic()
-    function()
-    return time.monotonic() - start
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the clock, seconds of the processor, and bytes at most in memory."""
+
+    seconds: float
+    processor: float
+    memory: int
 
 
-def copy(source: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
+def evict(directory: Path) -> None:
+    """Drop a directory's files from memory."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy(source: Path, target: Path) -> Measured:
+    start, used = time.monotonic(), time.process_time()
     target.mkdir()
     for path in source.iterdir():
         shutil.copyfile(path, target / path.name)
         with open(target / path.name, "rb") as stream:
             os.fsync(stream.fileno())
+    return Measured(time.monotonic() - start, time.process_time() - used, 0)
 
 
-def run(*arguments: str | Path) -> tuple[float, int]:
-    """Run a converter.
-
-    Returns:
-        seconds that it took by its own account, that is without starting Python; the peak, in bytes, of what its
-        processes hold that is not shared with others.
-    """
+def run(*arguments: str | Path) -> Measured:
+    """Run a converter: its seconds are those of its own account, that is without starting Python."""
     command = [sys.executable, "-W", "ignore", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    peak, over = [0], threading.Event()
+    peak, over, before = [0], threading.Event(), resource.getrusage(resource.RUSAGE_CHILDREN)
 
     def watch() -> None:
         while not over.wait(0.01):
-            peak[0] = max(peak[0], sum(private_bytes(p) for p in family(process.pid)))
+            peak[0] = max(peak[0], private_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -105,22 +117,15 @@ def run(*arguments: str | Path) -> tuple[float, int]:
     watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} exited with {process.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = re.search(r" in ([0-9.]+) s ", said)
-    return float(seconds[1]) if seconds else 0.0, peak[0]
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(float(seconds[1]) if seconds else 0.0, processor, peak[0])
 
 
-def family(pid: int) -> Iterator[psutil.Process]:
+def private_bytes(pid: int) -> int:
     try:
-        parent = psutil.Process(pid)
-        yield parent
-        yield from parent.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-
-
-def private_bytes(process: psutil.Process) -> int:
-    try:
-        memory = process.memory_info()
+        memory = psutil.Process(pid).memory_info()
         return int(memory.rss - memory.shared)
     except psutil.NoSuchProcess:
         return 0
@@ -130,38 +135,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--file-bytes", type=float, default=1e9, help="size of a safetensors file")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="target of hf_to_mcore: above 1, columns go through memory")
+    parser.add_argument("--cold", action="store_true", help="with nothing of the source in memory")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where to work; default: the system's temporary directory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        measure(Path(scratch), options.gigabytes * 1e9, int(options.file_bytes), options.processes, options.tp)
+        measure(Path(scratch), options)
 
 
-def measure(scratch: Path, nbytes: float, file_bytes: int, processes: int, tp: int) -> None:
-    largest, layer = make_model(scratch / "tiny", 0, file_bytes)
-    idle = {script: run(SCRIPTS / script, "--help")[1] for script in ("hf_to_mcore.py", "mcore_to_hf.py")}
-    largest, layer = make_model(scratch / "hf", nbytes, file_bytes)
+def measure(scratch: Path, options: argparse.Namespace) -> None:
+    ways = {
+        "hf_to_mcore.py": ("--hf-dir", scratch / "hf", "--mcore-dir", scratch / "mcore", "--tp", str(options.tp)),
+        "mcore_to_hf.py": ("--mcore-dir", scratch / "mcore", "--hf-dir", scratch / "back"),
+    }
+    idle = {script: run(SCRIPTS / script, "--help") for script in ways}
+    largest, layer = make_model(scratch / "hf", options.gigabytes * 1e9, int(options.file_bytes))
     size = sum(path.stat().st_size for path in (scratch / "hf").iterdir())
     bound = 1.3 * largest + layer
-    copied = min(timed(lambda: copy(scratch / "hf", scratch / "copy")) for _ in range(REPEATS))
-    shutil.rmtree(scratch / "copy")
+    copies: list[Measured] = []
+    results: dict[str, list[Measured]] = {script: [] for script in ways}
+
+    def ready(source: Path, *targets: Path) -> None:
+        for target in targets:
+            shutil.rmtree(target, ignore_errors=True)
+        os.sync()  # what is still being written back from before would be charged to what comes
+        if options.cold:
+            evict(source)
+
+    for _ in range(options.rounds):
+        ready(scratch / "hf", scratch / "back", scratch / "mcore")
+        copies.append(copy(scratch / "hf", scratch / "copy"))
+        for script, arguments in ways.items():
+            ready(Path(arguments[1]), scratch / "copy")
+            results[script].append(run(SCRIPTS / script, *arguments, "--workers", str(options.workers)))
+    copied = min(found.seconds for found in copies)
     print(f"model {size / 2**30:.2f} GiB, largest file {largest / 2**20:.0f} MiB, one layer {layer / 2**20:.0f} MiB")
-    print(f"plain copy: {copied:.1f} s, {size / 2**30 / copied:.2f} GiB/s")
-    for script, arguments in (
-        ("hf_to_mcore.py", ("--hf-dir", scratch / "hf", "--mcore-dir", scratch / "mcore", "--tp", str(tp))),
-        ("mcore_to_hf.py", ("--mcore-dir", scratch / "mcore", "--hf-dir", scratch / "back")),
-    ):
-        command = (SCRIPTS / script, *arguments, "--processes", str(processes), "--overwrite")
-        results = []
-        for _ in range(REPEATS):
-            os.sync()  # what is still being written back from before would be charged to this run
-            results.append(run(*command))
-        seconds = min(result[0] for result in results)
-        memory = max(result[1] for result in results) - idle[script] * max(1, processes)
+    print(
+        f"plain copy: {copied:.1f} s, {size / 2**30 / copied:.2f} GiB/s; "
+        f"processor {min(found.processor for found in copies):.1f} s"
+    )
+    for script, found in results.items():
+        seconds = min(result.seconds for result in found)
+        memory = max(result.memory for result in found) - idle[script].memory
+        processor = min(result.processor for result in found) - idle[script].processor
         print(
-            f"{script}, {processes} process(es): {seconds:.1f} s, {size / 2**30 / seconds:.2f} GiB/s, "
-            f"{seconds / copied:.2f} x the copy; peak memory {memory / 2**20:.0f} MiB, bound {bound / 2**20:.0f} MiB"
+            f"{script}, {options.workers} worker(s): {seconds:.1f} s, {size / 2**30 / seconds:.2f} GiB/s, "
+            f"{seconds / copied:.2f} x the copy; peak memory {memory / 2**20:.0f} MiB, bound {bound / 2**20:.0f} MiB; "
+            f"processor {processor:.1f} s"
         )
 
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ import torch
 
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
-from conversion.files.workers import run_jobs
+from conversion.files.workers import run_alone
 from conversion.model.block_fp8 import BLOCK, Form
 from megatron_retool.interruption import run_interruptible
 
@@ -80,7 +80,7 @@ def export_with_modelopt(
     with new_directory(Path(target), overwrite=overwrite) as temporary:
         job = _ModeloptJob(Path(hf_dir), temporary, MODELOPT_FORMATS[scheme], tuple(tuple(ids) for ids in samples))
         # modelopt patches Megatron-Core and transformers where it is imported: that stays in a process of its own.
-        run_jobs(_run_modelopt, [job], lambda _: None)
+        run_alone(_run_modelopt, job)
         written = {path.name for path in temporary.iterdir()}
         copy_companions(Path(hf_dir), temporary, keep=lambda name: name not in written)
 
@@ -93,7 +93,7 @@ class _ModeloptJob:
     samples: tuple[tuple[int, ...], ...]
 
 
-def _run_modelopt(job: _ModeloptJob, _: Callable[[int], None]) -> None:
+def _run_modelopt(job: _ModeloptJob) -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM

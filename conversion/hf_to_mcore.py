@@ -4,8 +4,8 @@
 
 The result loads into any TP/PP/VPP/EP layout.  ``--tp``, ``--pp``, ``--vpp`` and ``--ep`` name the layout that is going
 to read it: tensors are then cut as its ranks hold them and each rank's parts lie in files of their own, so that no rank
-reads a byte for another.  At most one parameter at a time is in memory per process.  Config, tokenizer and the like are
-kept in ``hf/`` for the way back.
+reads a byte for another.  Each byte is read once, written once and hashed on the way, in blocks.  Config, tokenizer and
+the like are kept in ``hf/`` for the way back.
 
 Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
@@ -28,14 +28,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from conversion.files.checksums import COMPLETE_NAME, FileRecord, record_files, verify_files
+from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
 from conversion.files.directory import COMPANIONS, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
@@ -47,7 +47,7 @@ from conversion.files.hf_checkpoint import (
 )
 from conversion.files.workers import (
     counted,
-    default_processes,
+    default_workers,
     even_ranges,
     progress_bar,
     run_jobs,
@@ -109,7 +109,7 @@ def convert(
     layout: TargetLayout | None = None,
     dtype: torch.dtype | None = None,
     families: Sequence[str] = (),
-    processes: int | None = None,
+    workers: int | None = None,
     verify: bool = False,
     tolerance: float | None = None,
     overwrite: bool = False,
@@ -123,10 +123,10 @@ def convert(
         layout: see ``TargetLayout``; None: whole tensors.
         dtype: cast to it; None: keep what is stored.
         families: model families beside the built-in ones, see ``model.family``.
-        processes: worker processes; None: one for each 2 GiB, at most the machine's cores and 8.
+        workers: how many threads; None: one for each GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
-        checksums: hold ``hf_dir`` against its own first, where it has some (``files.checksums``).
+        checksums: hold ``hf_dir`` against its own meanwhile, where it has some (``files.checksums``).
         on_progress: called with the source bytes that are converted, and all there are.
 
     Returns:
@@ -142,43 +142,53 @@ def convert(
     """
     began = time.monotonic()
     hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
-    if checksums:
-        verify_files(hf_dir)
-    architecture = Architecture.from_pretrained(hf_dir, families)
-    layout = layout or TargetLayout()
-    layout.check(architecture)
-    checkpoint = HFCheckpoint(hf_dir)
-    weight_map = WeightMap(architecture)
-    checkpoint.check(weight_map)
-    for mapping in weight_map:
-        list(_parts(mapping, layout.tp))  # a size that the layout does not divide is found before anything is written
-    if dtype is None:
-        _check_stacks(checkpoint, weight_map)
-    if require_tokenizer:
-        check_tokenizer(hf_dir)
+    with verified_meanwhile(hf_dir) if checksums else nullcontext(lambda wait: None) as check_source:
+        architecture = Architecture.from_pretrained(hf_dir, families)
+        layout = layout or TargetLayout()
+        layout.check(architecture)
+        checkpoint = HFCheckpoint(hf_dir)
+        weight_map = WeightMap(architecture)
+        checkpoint.check(weight_map)
+        for mapping in weight_map:
+            list(
+                _parts(mapping, layout.tp)
+            )  # a size that the layout does not divide is found before anything is written
+        if dtype is None:
+            _check_stacks(checkpoint, weight_map)
+        if require_tokenizer:
+            check_tokenizer(hf_dir)
 
-    needed, records = _output_bytes(checkpoint, dtype), dict[str, FileRecord]()
-    with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=needed, records=records) as temporary:
-        chunks = []
-        for written, files in _write(checkpoint, weight_map, layout, dtype, temporary, processes, on_progress):
-            chunks += written
-            records |= files
-        write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
-        (temporary / COMPANIONS).mkdir()
-        copy_companions(hf_dir, temporary / COMPANIONS)
-        report: dict[str, Any] = {
-            "family": architecture.family,
-            "layout": asdict(layout),
-            "dtype": "as stored" if dtype is None else str(dtype).removeprefix("torch."),
-            "tensors": sum(len(mapping.hf_names) for mapping in weight_map.exported()),
-            "bytes": sum(stored.nbytes for name, stored in checkpoint.tensors.items() if name in weight_map.hf_names),
-        }
-        write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
-        if verify:
-            from conversion.verify import verify_logits
+        needed, records = _output_bytes(checkpoint, dtype), dict[str, FileRecord]()
+        with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=needed, records=records) as temporary:
+            chunks = []
+            count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()))
 
-            (temporary / COMPLETE_NAME).touch()
-            report["largest_logit_difference"] = verify_logits(architecture, hf_dir, temporary, dtype, tolerance)
+            def report_bytes(part: int) -> None:
+                check_source(False)
+                count(part)
+
+            for written, files in _write(checkpoint, weight_map, layout, dtype, temporary, workers, report_bytes):
+                chunks += written
+                records |= files
+            check_source(True)
+            write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
+            (temporary / COMPANIONS).mkdir()
+            copy_companions(hf_dir, temporary / COMPANIONS)
+            report: dict[str, Any] = {
+                "family": architecture.family,
+                "layout": asdict(layout),
+                "dtype": "as stored" if dtype is None else str(dtype).removeprefix("torch."),
+                "tensors": sum(len(mapping.hf_names) for mapping in weight_map.exported()),
+                "bytes": sum(
+                    stored.nbytes for name, stored in checkpoint.tensors.items() if name in weight_map.hf_names
+                ),
+            }
+            write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
+            if verify:
+                from conversion.verify import verify_logits
+
+                (temporary / COMPLETE_NAME).touch()
+                report["largest_logit_difference"] = verify_logits(architecture, hf_dir, temporary, dtype, tolerance)
     return {**report, "seconds": time.monotonic() - began}
 
 
@@ -207,22 +217,21 @@ def _write(
     layout: TargetLayout,
     dtype: torch.dtype | None,
     directory: Path,
-    processes: int | None,
-    on_progress: Callable[[int, int], None] | None,
+    workers: int | None,
+    report: Callable[[int], None],
 ) -> list[_Written]:
-    mappings = list(weight_map.exported())
-    if processes is None:
-        processes = default_processes(checkpoint.nbytes)
-    sizes = [sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names) for mapping in mappings]
-    report = counted(on_progress, sum(sizes))
-    if processes == 1:
-        job = _Job(checkpoint.directory, weight_map.architecture, 0, len(mappings), 0, layout, dtype, directory)
-        return [_run_job(job, report)]
+    mappings = tuple(weight_map.exported())
+    sizes = [_bytes_of(checkpoint, mapping) for mapping in mappings]
+    ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
     jobs = [
-        _Job(checkpoint.directory, weight_map.architecture, start, stop, number, layout, dtype, directory)
-        for number, (start, stop) in enumerate(even_ranges(sizes, processes))
+        _Job(checkpoint, weight_map.architecture, mappings[start:stop], number, layout, dtype, directory)
+        for number, (start, stop) in enumerate(ranges)
     ]
     return run_jobs(_run_job, jobs, report)
+
+
+def _bytes_of(checkpoint: HFCheckpoint, mapping: Mapping) -> int:
+    return sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names)
 
 
 _Written = tuple[list[Chunk], dict[str, FileRecord]]
@@ -230,12 +239,11 @@ _Written = tuple[list[Chunk], dict[str, FileRecord]]
 
 @dataclass(frozen=True)
 class _Job:
-    """Mappings ``start:stop`` of the weight map, written by one process into its own files."""
+    """Parameters that one worker writes into files of its own."""
 
-    hf_dir: Path
+    checkpoint: HFCheckpoint
     architecture: Architecture
-    start: int
-    stop: int
+    mappings: tuple[Mapping, ...]
     number: int
     layout: TargetLayout
     dtype: torch.dtype | None
@@ -244,33 +252,33 @@ class _Job:
 
 def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
     """What was written: chunks, and the files that they lie in."""
-    checkpoint = HFCheckpoint(job.hf_dir)
-    mappings = list(WeightMap(job.architecture).exported())[job.start : job.stop]
     writers: dict[int, ChunkWriter] = {}
     with ExitStack() as files:
-        for mapping in mappings:
-            place = checkpoint_place(mapping, job.architecture)
-            for start, stop, cuts in _parts(mapping, job.layout.tp):
-                whole = cuts[0][1] is None
-                rows = None if whole and job.dtype is None else checkpoint.read_rows(mapping, start, stop)
-                for tp_rank, columns in cuts:
-                    rank = job.layout.rank(mapping, job.architecture, tp_rank)
-                    if rank not in writers:
-                        file = ChunkWriter(job.directory, f"__{rank}_{job.number}.distcp")
-                        writers[rank] = files.enter_context(file)
-                    offsets = (start, columns[0] if columns else 0)[: len(mapping.mcore_shape)]
-                    if rows is None:
-                        shape = (stop - start, *mapping.mcore_shape[1:])
-                        dtype = checkpoint.tensors[mapping.hf_names[0]].dtype
-                        ranges = checkpoint.row_ranges(mapping, start, stop)
-                        writers[rank].write(place, mapping.mcore_shape, offsets, (shape, dtype, ranges))
-                    else:
-                        part = rows if columns is None else rows[:, columns[0] : columns[1]]
-                        part = part if job.dtype is None else part.to(job.dtype)
-                        writers[rank].write(place, mapping.mcore_shape, offsets, part)
-            report(sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names))
+
+        def writer_of(rank: int) -> ChunkWriter:
+            if rank not in writers:
+                writers[rank] = files.enter_context(ChunkWriter(job.directory, f"__{rank}_{job.number}.distcp"))
+            return writers[rank]
+
+        for mapping in job.mappings:
+            place, shape = checkpoint_place(mapping, job.architecture), mapping.mcore_shape
+            dtype = job.dtype or job.checkpoint.tensors[mapping.hf_names[0]].dtype
+            for start, stop, parts in _parts(mapping, job.layout.tp):
+                cut = []
+                for tp_rank, columns in parts:
+                    writer = writer_of(job.layout.rank(mapping, job.architecture, tp_rank))
+                    rest = shape[1:] if columns is None else (columns[1] - columns[0],)
+                    offsets = (start, columns[0] if columns else 0)[: len(shape)]
+                    writer.begin(place, shape, offsets, (stop - start, *rest), dtype)
+                    cut.append((writer, columns))
+                for rows in job.checkpoint.row_blocks(mapping, start, stop):
+                    for writer, columns in cut:
+                        writer.add((rows if columns is None else rows[:, columns[0] : columns[1]]).to(dtype))
+                    report(rows.nbytes)
+                for writer, _ in cut:
+                    writer.end()
     chunks = [chunk for writer in writers.values() for chunk in writer.chunks]
-    return chunks, record_files(job.directory, [writer.file for writer in writers.values()])
+    return chunks, {writer.file: writer.record for writer in writers.values()}
 
 
 def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int, tuple[int, int] | None]]]]:
@@ -307,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ep", type=at_least_one, default=1, help="expert parallel size")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
     add_family_option(parser)
-    parser.add_argument("--processes", type=at_least_one, help="worker processes; default: by size and cores")
+    parser.add_argument("--workers", type=at_least_one, help="threads that convert; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
@@ -325,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 layout=TargetLayout(options.tp, options.pp, options.vpp, options.ep),
                 dtype=DTYPES.get(options.dtype),
                 families=options.family,
-                processes=options.processes,
+                workers=options.workers,
                 verify=options.verify,
                 tolerance=options.tolerance,
                 overwrite=options.overwrite,
@@ -360,9 +368,7 @@ def add_family_option(parser: argparse.ArgumentParser) -> None:
 
 def add_checksums_option(parser: argparse.ArgumentParser) -> None:
     """--no-checksums."""
-    parser.add_argument(
-        "--no-checksums", action="store_true", help="do not hold the source against its checksums, which reads it once"
-    )
+    parser.add_argument("--no-checksums", action="store_true", help="do not hold the source against its checksums")
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

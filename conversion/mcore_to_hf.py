@@ -3,7 +3,8 @@
     python conversion/mcore_to_hf.py --mcore-dir runs/r1/checkpoints/global_step_30 --hf-dir export [--fp8 blockwise]
 
 Reads what ``hf_to_mcore.py`` wrote and what the learner saves while it trains, in any layout.  Tensors keep the dtype
-in which the checkpoint stores them.  One parameter at a time is in memory per process.
+in which the checkpoint stores them.  Each byte is read once, written once and hashed on the way, in blocks; where they
+are quantised or the checkpoint is compressed, one parameter at a time is in memory per worker.
 
 Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
@@ -22,13 +23,14 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
     end_when_interrupted()
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,22 @@ import torch
 from torch import Tensor
 
 from conversion import fp8_export
-from conversion.files.byte_ranges import ByteRange
-from conversion.files.checksums import COMPLETE_NAME, FileRecord, file_record, verify_files
+from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified_meanwhile
 from conversion.files.directory import COMPANIONS, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
+    FileWriter,
     TensorSpec,
     check_tokenizer,
     copy_companions,
     plan_files,
-    write_file,
     write_index,
 )
-from conversion.files.workers import counted, default_processes, even_ranges, progress_bar, run_jobs
+from conversion.files.weights_alone import WEIGHTS_PART
+from conversion.files.workers import counted, default_workers, even_ranges, progress_bar, run_jobs
 from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, at_least_one, print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
-    FORMS,
     SCALES,
     Form,
     blockwise_quantization_config,
@@ -79,7 +80,7 @@ def export(
     fp8: bool = False,
     fp8_scales: str = "auto",
     families: Sequence[str] = (),
-    processes: int | None = None,
+    workers: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = False,
     tolerance: float | None = None,
@@ -99,7 +100,9 @@ def export(
         fp8_scales: kind of the blocks' scales, of ``block_fp8.SCALES``; "auto": by this host's GPU.
         families: model families beside the built-in ones, see ``model.family``.
         verify: compare the logits of both models on random tokens before the directory appears.
-        checksums: hold ``mcore_dir`` against its own first, where it has some (``files.checksums``).
+        workers: as of ``hf_to_mcore.convert``; several may write one file at a time.
+        checksums: hold ``mcore_dir`` against its own meanwhile, where it has some (``files.checksums``); of the files
+            that hold optimizer state, existence and size alone.
 
     Returns:
         As ``hf_to_mcore.convert``.
@@ -112,48 +115,52 @@ def export(
     """
     began = time.monotonic()
     mcore_dir, hf_dir = checkpoint_directory(mcore_dir), Path(hf_dir)
-    if checksums:
-        verify_files(mcore_dir)
-    companions = companion_directory(mcore_dir, hf_config_dir)
-    architecture = Architecture.from_pretrained(companions, families)
-    if require_tokenizer:
-        check_tokenizer(companions)
-    checkpoint = DistCheckpoint(mcore_dir)
-    weight_map = WeightMap(architecture)
-    form = None
-    power_of_two = False
-    if fp8:
-        quantized_names(weight_map)  # raises where there is nothing to quantise
-        power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        form = form_of(weight_map)
-    files = plan_files(_specs(checkpoint, weight_map, dtype, form), max_file_bytes)
-    total = sum(spec.nbytes for _, specs in files for spec in specs)
+    with verified_meanwhile(mcore_dir, _is_read) if checksums else nullcontext(lambda wait: None) as check_source:
+        companions = companion_directory(mcore_dir, hf_config_dir)
+        architecture = Architecture.from_pretrained(companions, families)
+        if require_tokenizer:
+            check_tokenizer(companions)
+        checkpoint = DistCheckpoint(mcore_dir)
+        weight_map = WeightMap(architecture)
+        form = None
+        power_of_two = False
+        if fp8:
+            quantized_names(weight_map)  # raises where there is nothing to quantise
+            power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            form = form_of(weight_map)
+        mappings = list(weight_map.exported())
+        groups = [_specs(checkpoint, mapping, weight_map, dtype, form) for mapping in mappings]
+        files = plan_files(groups, max_file_bytes)
+        sizes = [sum(spec.nbytes for spec in specs) for specs in groups]
+        count = counted(on_progress, sum(sizes))
 
-    records: dict[str, FileRecord] = {}
-    with new_directory(hf_dir, overwrite=overwrite, needed_bytes=total, records=records) as temporary:
-        job = _Job(mcore_dir, architecture, tuple(files), 0, len(files), dtype, fp8, power_of_two, temporary)
-        processes = min(default_processes(total) if processes is None else processes, len(files))
-        report_bytes = counted(on_progress, total)
-        if processes == 1:
-            records |= _run_job(job, report_bytes)
-        else:
-            sizes = [sum(spec.nbytes for spec in specs) for _, specs in files]
-            jobs = [replace(job, start=start, stop=stop) for start, stop in even_ranges(sizes, processes)]
-            for written in run_jobs(_run_job, jobs, report_bytes):
-                records |= written
-        write_index(temporary, files)
-        copy_companions(companions, temporary)
-        _write_config(companions, temporary, weight_map, dtype, fp8)
-        report: dict[str, Any] = {
-            "family": architecture.family,
-            "tensors": sum(len(specs) for _, specs in files),
-            "bytes": total,
-        }
-        if verify:
-            from conversion.verify import verify_logits
+        def report_bytes(part: int) -> None:
+            check_source(False)
+            count(part)
 
-            difference = verify_logits(architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8)
-            report["largest_logit_difference"] = difference
+        records: dict[str, FileRecord] = {}
+        with new_directory(hf_dir, overwrite=overwrite, needed_bytes=sum(sizes), records=records) as temporary:
+            parameters = _placed(mappings, groups, files)
+            ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
+            jobs = [
+                _Job(checkpoint, architecture, parameters[start:stop], files, dtype, form, power_of_two, temporary)
+                for start, stop in ranges
+            ]
+            records |= _joined(run_jobs(_run_job, jobs, report_bytes))
+            check_source(True)
+            write_index(temporary, files)
+            copy_companions(companions, temporary)
+            _write_config(companions, temporary, weight_map, dtype, fp8)
+            report: dict[str, Any] = {
+                "family": architecture.family,
+                "tensors": sum(len(specs) for _, specs in files),
+                "bytes": sum(sizes),
+            }
+            if verify:
+                from conversion.verify import verify_logits
+
+                difference = verify_logits(architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8)
+                report["largest_logit_difference"] = difference
     return {**report, "seconds": time.monotonic() - began}
 
 
@@ -174,6 +181,12 @@ def checkpoint_directory(directory: str | Path) -> Path:
     raise DistCheckpointError(f"{directory} is no distributed checkpoint: metadata.json is missing")
 
 
+def _is_read(path: Path) -> bool:
+    """Whether an export needs a file's contents: the learner keeps weights and optimizer state in different files."""
+    weights = any(WEIGHTS_PART in other.name for other in path.parent.glob("*.distcp"))
+    return path.suffix != ".distcp" or not weights or WEIGHTS_PART in path.name
+
+
 def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None) -> Path:
     """Where config.json and the tokenizer of a checkpoint are.
 
@@ -189,89 +202,113 @@ def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None
 
 
 def _specs(
-    checkpoint: DistCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None, form: Form | None
-) -> Iterator[list[TensorSpec]]:
-    """The tensors to write, grouped by parameter. Raises DistCheckpointError where the checkpoint does not fit."""
-    for mapping in weight_map.exported():
-        place = checkpoint_place(mapping, weight_map.architecture)
-        stored = dtype or checkpoint.dtype(place)
-        shape = checkpoint.shape(place)
-        if shape[1:] != mapping.mcore_shape[1:] or shape[0] < mapping.mcore_shape[0]:
-            raise DistCheckpointError(
-                f"{checkpoint.directory}: {place.key} has shape {shape}, config.json implies {mapping.mcore_shape}"
-            )
-        named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
-        specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
-        if form is not None and is_quantized(mapping):
-            specs = [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec, form)]
-        yield specs
+    checkpoint: DistCheckpoint, mapping: Mapping, weight_map: WeightMap, dtype: torch.dtype | None, form: Form | None
+) -> list[TensorSpec]:
+    """The tensors to write of a parameter. Raises DistCheckpointError where the checkpoint does not fit."""
+    place = checkpoint_place(mapping, weight_map.architecture)
+    stored = dtype or checkpoint.dtype(place)
+    shape = checkpoint.shape(place)
+    if shape[1:] != mapping.mcore_shape[1:] or shape[0] < mapping.mcore_shape[0]:
+        raise DistCheckpointError(
+            f"{checkpoint.directory}: {place.key} has shape {shape}, config.json implies {mapping.mcore_shape}"
+        )
+    named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+    specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
+    if form is None or not is_quantized(mapping):
+        return specs
+    return [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec, form)]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A parameter whose tensors are ``specs[start:stop]`` of file number ``file``."""
+
+    mapping: Mapping
+    file: int
+    start: int
+    stop: int
+
+
+_Files = Sequence[tuple[str, list[TensorSpec]]]
+
+
+def _placed(mappings: Sequence[Mapping], groups: Sequence[Sequence[TensorSpec]], files: _Files) -> list[_Placed]:
+    places = ((file, number) for file, (_, specs) in enumerate(files) for number in range(len(specs)))
+    placed = []
+    for mapping, group in zip(mappings, groups, strict=True):
+        (file, start), *_ = itertools.islice(places, len(group))
+        placed.append(_Placed(mapping, file, start, start + len(group)))
+    return placed
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Files ``start:stop`` of the plan, written by one process."""
+    """Consecutive parameters that one worker writes: where they begin or end amid a file, another has the rest.
 
-    mcore_dir: Path
+    Attributes:
+        form: of block-quantised weights; None: they are not quantised.
+    """
+
+    checkpoint: DistCheckpoint
     architecture: Architecture
-    files: tuple[tuple[str, list[TensorSpec]], ...]
-    start: int
-    stop: int
+    parameters: Sequence[_Placed]
+    files: _Files
     dtype: torch.dtype | None
-    fp8: bool
+    form: Form | None
     power_of_two: bool
     directory: Path
 
 
-def _run_job(job: _Job, report: Callable[[int], None]) -> dict[str, FileRecord]:
-    """The files that were written."""
-    checkpoint = DistCheckpoint(job.mcore_dir)
+def _run_job(job: _Job, report: Callable[[int], None]) -> list[tuple[str, Part]]:
+    """The files that were written, and which part of each this worker wrote."""
+    parts = []
+    for number, group in itertools.groupby(job.parameters, key=lambda parameter: parameter.file):
+        file, specs = job.files[number]
+        parameters = list(group)
+        with FileWriter(job.directory / file, specs, parameters[0].start, parameters[-1].stop) as writer:
+            for parameter in parameters:
+                for name, blocks in _contents(parameter.mapping, job):
+                    writer.write(name, _reported(blocks, report))
+            parts.append((file, writer.part))
+    return parts
+
+
+def _reported(blocks: Iterable[Tensor], report: Callable[[int], None]) -> Iterator[Tensor]:
+    for block in blocks:
+        yield block
+        report(block.nbytes)
+
+
+def _joined(written: Sequence[Sequence[tuple[str, Part]]]) -> dict[str, FileRecord]:
+    """Files whose parts several workers wrote, in the workers' order."""
     records: dict[str, FileRecord] = {}
-    by_name = {name: mapping for mapping in WeightMap(job.architecture).exported() for name in mapping.hf_names}
-    for file, specs in job.files[job.start : job.stop]:
-        mappings = list(dict.fromkeys(by_name[spec.name] for spec in specs if spec.name in by_name))
-        write_file(job.directory / file, specs, _contents(checkpoint, mappings, job, report))
-        records[file] = file_record(job.directory / file)
+    for file, part in (item for parts in written for item in parts):
+        records[file] = FileRecord((*(records[file].parts if file in records else ()), part))
     return records
 
 
-def _contents(
-    checkpoint: DistCheckpoint, mappings: Sequence[Mapping], job: _Job, report: Callable[[int], None]
-) -> Iterator[tuple[str, Tensor | list[ByteRange]]]:
-    form = FORMS[job.architecture.declaration.block_fp8]
-    for mapping in mappings:
-        quantize = job.fp8 and is_quantized(mapping)
-        as_stored = job.dtype is None and not quantize
-        ranges = _ranges(checkpoint, mapping, job.architecture) if as_stored else None
-        if ranges is not None:
-            for name, parts in ranges.items():
-                yield name, parts
-                report(sum(part.length for part in parts))
-            continue
-        full = checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
-        for name, tensor in to_hf(mapping, full).items():
-            tensor = tensor if job.dtype is None else tensor.to(job.dtype)
-            items = [(name, tensor)]
-            if quantize:
-                items = quantize_named(name, tensor, form, power_of_two=job.power_of_two)
-            for item in items:
-                yield item
-                report(item[1].nbytes)
+def _contents(mapping: Mapping, job: _Job) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """The tensors that a parameter becomes, each as blocks of its elements in order."""
+    place = checkpoint_place(mapping, job.architecture)
+    form = job.form if is_quantized(mapping) else None
+    if form is None and job.checkpoint.lies_in_order(place):
+        for source, name in enumerate(mapping.hf_names):
+            yield name, _blocks(mapping, source, job)
+        return
+    for name, tensor in to_hf(mapping, job.checkpoint.read(place, mapping.mcore_shape)).items():
+        tensor = tensor if job.dtype is None else tensor.to(job.dtype)
+        if form is None:
+            yield name, [tensor]
+        else:
+            for part_name, part in quantize_named(name, tensor, form, power_of_two=job.power_of_two):
+                yield part_name, [part]
 
 
-def _ranges(
-    checkpoint: DistCheckpoint, mapping: Mapping, architecture: Architecture
-) -> dict[str, list[ByteRange]] | None:
-    """Where the checkpoint's files hold each Hugging Face tensor; None where tensor parallelism cut its rows."""
-    place, found = checkpoint_place(mapping, architecture), {}
-    for source, name in enumerate(mapping.hf_names):
-        parts = []
-        for _, start, rows in mapping.hf_runs(source):
-            ranges = checkpoint.row_ranges(place, mapping.mcore_shape, start, start + rows)
-            if ranges is None:
-                return None
-            parts += ranges
-        found[name] = parts
-    return found
+def _blocks(mapping: Mapping, source: int, job: _Job) -> Iterator[Tensor]:
+    place = checkpoint_place(mapping, job.architecture)
+    for _, start, rows in mapping.hf_runs(source):
+        for block in job.checkpoint.row_blocks(place, mapping.mcore_shape, start, start + rows):
+            yield block if job.dtype is None else block.to(job.dtype)
 
 
 def _write_config(
@@ -313,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-file-bytes", type=at_least_one, default=MAX_FILE_BYTES, help="size of a safetensors file"
     )
-    parser.add_argument("--processes", type=at_least_one, help="worker processes; default: by size and cores")
+    parser.add_argument("--workers", type=at_least_one, help="threads that convert; default: by size and cores")
     parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
     parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
@@ -345,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     fp8=options.fp8 == "blockwise",
                     fp8_scales=options.fp8_scales,
                     families=options.family,
-                    processes=options.processes,
+                    workers=options.workers,
                     max_file_bytes=options.max_file_bytes,
                     verify=options.verify,
                     tolerance=options.tolerance,

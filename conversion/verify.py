@@ -24,7 +24,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from conversion.files.hf_checkpoint import HFCheckpoint
-from conversion.files.workers import run_jobs
+from conversion.files.workers import run_alone
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     SCALE_SUFFIXES,
@@ -86,7 +86,7 @@ def verify_logits(
         VerificationError: the difference exceeds the tolerance or is not a number.
     """
     comparison = _Comparison(architecture, Path(hf_dir), Path(mcore_dir), dtype, fp8)
-    ((difference, largest),) = run_jobs(_compare, [comparison], lambda _: None)
+    difference, largest = run_alone(_compare, comparison)
     if tolerance is None:
         tolerance = RELATIVE_TOLERANCE * max(largest, 1.0)
     if not difference <= tolerance:
@@ -97,7 +97,7 @@ def verify_logits(
     return float(difference)
 
 
-def _compare(comparison: _Comparison, _: Callable[[int], None]) -> tuple[float, float]:
+def _compare(comparison: _Comparison) -> tuple[float, float]:
     from transformers.utils.logging import disable_progress_bar
 
     # Of libraries about each other; this process does nothing else, and errors are raised all the same.

@@ -1,9 +1,10 @@
 """Checksums of a directory's files, which its COMPLETE marker holds.
 
     xxh3_128 1f0c…            of everything that follows in the marker
-    9d2e… 1048576 model-00001-of-00002.safetensors
+    9d2e…+77b0… 1048576+524288 model-00001-of-00002.safetensors
     03ab… 657 config.json
 
+A file that several writers made at a time has a hash for each one's part, with the parts' sizes, in order.
 The hash is XXH3 with 128 bits: it finds every accidental change, at the speed of memory (it is no proof against someone
 who changes files on purpose). A directory in a directory that has a marker of its own is listed by that marker alone.
 Files that came later are nobody's business, and so are directories whose marker is empty: earlier versions wrote those.
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import xxhash
@@ -33,7 +37,8 @@ _ALGORITHM = "xxh3_128"
 _DAMAGED_MARKER = "is damaged: it is not the list of checksums that was written"
 _BLOCK = 2**22
 _THREADS = 4
-_LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
+_LINE = re.compile(r"([0-9a-f]{32}(?:\+[0-9a-f]{32})*) (\d+(?:\+\d+)*) (.+)")
+_LARGE_BYTES = 2**26
 
 
 class DamagedError(ValueError):
@@ -41,11 +46,22 @@ class DamagedError(ValueError):
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """What a file was when it was written."""
+class Part:
+    """What a run of a file's bytes was when it was written."""
 
     bytes: int
     checksum: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file was when it was written: its parts, which follow each other without gap."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -65,14 +81,29 @@ def file_record(path: Path) -> FileRecord:
     Raises:
         OSError: it cannot be read.
     """
+    with open(path, "rb", buffering=0) as stream:
+        return FileRecord((_read_part(stream, None),))
+
+
+class _Cancelled(Exception):
+    """Nobody wants the result any more."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _read_part(stream: FileIO, length: int | None, cancelled: Callable[[], bool] = _never) -> Part:
+    """The next ``length`` bytes, or as many as there are; None: all that is left."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_BLOCK))
     size = 0
-    with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return FileRecord(size, digest.hexdigest())
+    while count := stream.readinto(buffer if length is None else buffer[: length - size]):
+        if cancelled():
+            raise _Cancelled
+        digest.update(buffer[:count])
+        size += count
+    return Part(size, digest.hexdigest())
 
 
 def record_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
@@ -94,8 +125,18 @@ def write_marker(directory: Path, known: Mapping[str, FileRecord] | None = None)
     known = known or {}
     names = list(_files_below(directory))
     records = {**record_files(directory, [name for name in names if name not in known]), **known}
-    lines = "".join(f"{records[name].checksum} {records[name].bytes} {name}\n" for name in sorted(names))
+    lines = "".join(_line(name, records[name]) for name in sorted(names))
     write_text(directory / COMPLETE_NAME, f"{_ALGORITHM} {_hash_of(lines)}\n{lines}")
+
+
+def _line(name: str, record: FileRecord) -> str:
+    checksums = "+".join(part.checksum for part in record.parts)
+    return f"{checksums} {'+'.join(str(part.bytes) for part in record.parts)} {name}\n"
+
+
+def _record_of(checksums: str, sizes: str) -> FileRecord:
+    pairs = zip(checksums.split("+"), sizes.split("+"), strict=True)
+    return FileRecord(tuple(Part(int(size), checksum) for checksum, size in pairs))
 
 
 def _files_below(directory: Path) -> Iterator[str]:
@@ -124,7 +165,7 @@ def read_marker(directory: Path) -> dict[str, FileRecord] | None:
     head, _, lines = text.partition("\n")
     matches = [_LINE.fullmatch(line) for line in lines.split("\n")[:-1]]
     if head == f"{_ALGORITHM} {_hash_of(lines)}" and all(matches):
-        return {match[3]: FileRecord(int(match[2]), match[1]) for match in matches if match}
+        return {match[3]: _record_of(match[1], match[2]) for match in matches if match}
     if any(matches) or _ALGORITHM in head or "\0" in text:
         raise DamagedError(f"{path} {_DAMAGED_MARKER}")
     return None
@@ -204,19 +245,24 @@ def _listed(directory: Path, nested: bool) -> tuple[list[tuple[Path, FileRecord]
     return listed, faults
 
 
-def _fault(path: Path, record: FileRecord, contents: bool) -> Fault | None:
+def _fault(path: Path, record: FileRecord, contents: bool, cancelled: Callable[[], bool] = _never) -> Fault | None:
     try:
         size = path.stat().st_size
         if size != record.bytes:
             change = "it is cut short" if size < record.bytes else "something was added to it"
             return Fault(path, f"has {size} bytes, and {record.bytes} were written: {change}")
-        if contents and file_record(path) != record:
+        if contents and not _has_parts(path, record, cancelled):
             return Fault(path, f"is damaged: its {size} bytes are not those that were written")
     except FileNotFoundError:
         return Fault(path, "is missing")
     except OSError as error:
         return Fault(path, f"cannot be read: {error}")
     return None
+
+
+def _has_parts(path: Path, record: FileRecord, cancelled: Callable[[], bool]) -> bool:
+    with open(path, "rb", buffering=0) as stream:
+        return all(_read_part(stream, part.bytes, cancelled) == part for part in record.parts)
 
 
 def verify_files(directory: str | Path, *, contents: bool = True, nested: bool = True) -> None:
@@ -230,6 +276,49 @@ def verify_files(directory: str | Path, *, contents: bool = True, nested: bool =
     """
     directory = Path(directory)
     raise_damaged(directory, find_faults(directory, contents=contents, nested=nested))
+
+
+@contextmanager
+def verified_meanwhile(
+    directory: str | Path, needed: Callable[[Path], bool] = lambda path: True
+) -> Iterator[Callable[[bool], None]]:
+    """``verify_files`` while the block reads the same files, so that the disk is read once.
+
+    Sizes, and the contents of what is not large, are verified first.
+
+    Args:
+        needed: of a path: whether the block uses the file's contents.
+
+    Yields:
+        A function that raises DamagedError where damage is known. With True it waits until all is known, as has to be
+        done before what the block makes counts; with False it is to be called now and then.
+
+    Raises:
+        DamagedError: as ``verify_files``; also in place of an exception of the block that damage explains.
+    """
+    directory, over = Path(directory), threading.Event()
+    listed, faults = _listed(directory, nested=True)
+    large = [(path, record) for path, record in listed if record.bytes > _LARGE_BYTES]
+    first = [(path, record, record.bytes <= _LARGE_BYTES and needed(path)) for path, record in listed]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        faults += [fault for fault in pool.map(lambda item: _fault(*item), first) if fault is not None]
+        raise_damaged(directory, faults)
+        found = [pool.submit(_fault, path, record, True, over.is_set) for path, record in large if needed(path)]
+
+        def check(wait: bool) -> None:
+            done = [future.result() for future in found if wait or future.done()]
+            raise_damaged(directory, [fault for fault in done if fault is not None])
+
+        try:
+            yield check
+        except DamagedError:
+            raise
+        except (ValueError, EOFError):
+            check(True)
+            raise
+        finally:
+            over.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def raise_damaged(directory: Path, faults: Iterable[Fault]) -> None:

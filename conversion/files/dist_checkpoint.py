@@ -9,10 +9,12 @@ what they, or Megatron itself, wrote.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import pickle
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,8 +38,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
-from conversion.files.checksums import what_to_do
+from conversion.files.checksums import FileRecord, what_to_do
+from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.weight_map import CheckpointPlace
 
 METADATA_NAME = ".metadata"
@@ -82,58 +84,97 @@ class ChunkWriter:
     def __init__(self, directory: Path, file: str) -> None:
         self.file = file
         self.chunks: list[Chunk] = []
-        self._copier = RangeCopier()
-        # Unbuffered: the data is written past the stream, which must not hold anything back.
-        self._stream = open(directory / file, "w+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        self._descriptor = os.open(directory / file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._span = SpanWriter(self._descriptor)
+        self._frame = _Frame(b"", 0, b"")
+        self._data_end = 0
 
-    def write(
+    def write(self, place: CheckpointPlace, shape: tuple[int, ...], offsets: tuple[int, ...], part: Tensor) -> None:
+        """Append one part of a parameter; arguments as of ``begin``."""
+        self.begin(place, shape, offsets, tuple(part.shape), part.dtype)
+        self.add(part)
+        self.end()
+
+    def begin(
         self,
         place: CheckpointPlace,
         shape: tuple[int, ...],
         offsets: tuple[int, ...],
-        content: Tensor | tuple[tuple[int, ...], torch.dtype, list[ByteRange]],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
-        """Append one part of a parameter.
+        """Begin one part of a parameter, whose rows ``add`` appends.
 
         Args:
             place: where the parameter belongs.
             shape: of the whole parameter.
             offsets: where the part begins in it.
-            content: the part; or its shape, its dtype and the byte ranges of other files that hold it.
+            sizes: of the part.
         """
-        sizes, dtype = (tuple(content.shape), content.dtype) if isinstance(content, Tensor) else content[:2]
         stacked = (*(1 for _ in place.index), *sizes)
-        position = self._stream.tell()
-        # The record without its data: what is saved is uninitialised memory that nobody ever touches.
-        with torch.serialization.skip_data():
-            torch.save(torch.empty(stacked, dtype=dtype), self._stream)
-        record = Chunk(
-            key=place.key,
-            global_shape=(*place.axes, *shape),
-            offsets=(*place.index, *offsets),
-            sizes=stacked,
-            dtype=dtype,
-            file=self.file,
-            position=position,
-            length=self._stream.tell() - position,
+        self._frame = _frame(stacked, dtype)
+        position = self._span.position
+        self._span.write(self._frame.head)
+        self._data_end = self._span.position + self._frame.data_bytes
+        self.chunks.append(
+            Chunk(
+                key=place.key,
+                global_shape=(*place.axes, *shape),
+                offsets=(*place.index, *offsets),
+                sizes=stacked,
+                dtype=dtype,
+                file=self.file,
+                position=position,
+                length=self._frame.nbytes,
+            )
         )
-        data, _ = _data_of_record(self._stream, record.position, record.length)
-        if isinstance(content, Tensor):
-            write_at_position(self._stream.fileno(), tensor_bytes(content.contiguous()), data)
-        else:
-            self._copier.copy(content[2], self._stream.fileno(), data)
-        self._stream.seek(0, os.SEEK_END)
-        self.chunks.append(record)
+
+    def add(self, rows: Tensor) -> None:
+        """Append rows of the part that was begun."""
+        self._span.write_tensor(rows)
+
+    def end(self) -> None:
+        """Complete the part that was begun."""
+        assert self._span.position == self._data_end, (self.chunks[-1], self._span.position)
+        self._span.write(self._frame.tail)
+
+    @property
+    def record(self) -> FileRecord:
+        """The file as far as it is written."""
+        return FileRecord((self._span.part,))
 
     def __enter__(self) -> ChunkWriter:
-        self._copier.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._copier.__exit__(kind, error, trace)
-        self._stream.close()
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What ``torch.save`` writes around the elements of a tensor."""
+
+    head: bytes
+    data_bytes: int
+    tail: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+@functools.lru_cache(maxsize=256)
+def _frame(sizes: tuple[int, ...], dtype: torch.dtype) -> _Frame:
+    with tempfile.TemporaryFile() as stream:
+        # What is saved is uninitialised memory that nobody ever touches, and leaves a hole in the file.
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(sizes, dtype=dtype), stream)
+        length, nbytes = stream.seek(0, os.SEEK_END), torch.Size(sizes).numel() * dtype.itemsize
+        data, _ = _data_of_record(stream, 0, length)
+        head, tail = os.pread(stream.fileno(), data, 0), os.pread(stream.fileno(), length, data + nbytes)
+    return _Frame(head, nbytes, tail)
 
 
 def write_metadata(directory: Path, chunks: Iterable[Chunk], common: Mapping[str, Any]) -> None:
@@ -248,32 +289,69 @@ class DistCheckpoint:
             )
         return out
 
-    def row_ranges(
-        self, place: CheckpointPlace, shape: tuple[int, ...], start: int, stop: int
-    ) -> list[ByteRange] | None:
-        """The bytes that hold rows ``start:stop`` of a parameter of ``shape``; None where its columns are split.
+    def lies_in_order(self, place: CheckpointPlace) -> bool:
+        """Whether the elements of all chunks of a parameter lie in files as they are, so that ``row_blocks`` works."""
+        place = self._required(place)
+        return all(self._locate(place.key, chunk) is not None for chunk in self._chunks_at(place))
+
+    def row_blocks(self, place: CheckpointPlace, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Tensor]:
+        """Rows ``start:stop`` of a parameter of ``shape``, in blocks of whole rows, top to bottom.
+
+        The kernel fetches what comes next meanwhile.
 
         Raises:
             DistCheckpointError: the checkpoint lacks the parameter or a part of it.
         """
         place = self._required(place)
-        depth, row = len(place.index), torch.Size(shape[1:]).numel() * self.dtype(place).itemsize
-        ranges, position = [], start
-        for chunk in sorted(self._chunks_at(place), key=lambda chunk: tuple(chunk.offsets)):
-            first, rows = chunk.offsets[depth], chunk.sizes[depth]
-            if tuple(chunk.sizes)[depth + 1 :] != shape[1:]:
-                return None
-            if first <= position < first + rows and position < stop:
-                location = self._locate(place.key, chunk)
-                if location is None:
-                    return None
-                count = min(stop, first + rows) - position
-                path, offset = location
-                ranges.append(ByteRange(path, offset + (position - first) * row, count * row))
-                position += count
-        if position != stop:
-            raise DistCheckpointError(f"{self.directory}: {place.key} at {place.index} lacks rows {position} to {stop}")
-        return ranges
+        dtype, depth = self.dtype(place), len(place.index)
+        row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+        (step, ahead), fetched = block_rows(row_bytes), start
+        chunks = [(chunk, *_rows_of(chunk, depth)) for chunk in self._chunks_at(place)]
+        chunks = [(chunk, first, last) for chunk, first, last in chunks if first < stop and last > start]
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            while fetched < min(high + ahead, stop):
+                for chunk, first, last in chunks:
+                    self._part_of_chunk(place.key, chunk, depth, max(first, fetched), min(last, fetched + ahead), None)
+                fetched += ahead
+            block = torch.empty(high - low, *shape[1:], dtype=dtype)
+            covered = 0
+            for chunk, first, last in chunks:
+                begin, end = max(first, low), min(last, high)
+                if begin < end:
+                    columns = tuple(
+                        slice(o, o + n)
+                        for o, n in zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
+                    )
+                    target = block[(slice(begin - low, end - low), *columns)]
+                    self._part_of_chunk(place.key, chunk, depth, begin, end, target)
+                    covered += target.numel()
+            if covered != block.numel():
+                raise DistCheckpointError(
+                    f"{self.directory}: {place.key} at {place.index} lacks elements of rows {low} to {high}"
+                )
+            yield block
+
+    def _part_of_chunk(
+        self, key: str, chunk: ChunkStorageMetadata, depth: int, begin: int, end: int, target: Tensor | None
+    ) -> None:
+        """Put rows ``begin:end`` of a parameter, as far as a chunk holds them, into ``target``; None: fetch them."""
+        location = self._locate(key, chunk)
+        assert location is not None, "see lies_in_order"
+        first, row = chunk.offsets[depth], torch.Size(chunk.sizes[depth + 1 :]).numel()
+        row_bytes = row * self.tensors[key].properties.dtype.itemsize
+        path, offset = location[0], location[1] + (begin - first) * row_bytes
+        if target is None:
+            if begin < end:
+                fetch(path, offset, (end - begin) * row_bytes)
+            return
+        whole = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        try:
+            read_into(whole, path, offset)
+        except (OSError, EOFError) as error:
+            raise DistCheckpointError(f"{path}: cannot read {key}: {error}. {what_to_do(self.directory)}") from error
+        if whole is not target:
+            target.copy_(whole)
 
     def check_sizes(self) -> None:
         """Make sure that every file is long enough for the tensors that the index places in it, without reading them.
@@ -334,6 +412,15 @@ class DistCheckpoint:
                 if record.transform_descriptors:  # compressed: its elements lie nowhere
                     self._located[index] = None
                     return None
+                frame = _frame(tuple(chunk.sizes), self.tensors[key].properties.dtype)
+                stream.seek(record.offset)
+                if stream.read(len(frame.head)) == frame.head and record.length == frame.nbytes:
+                    # As this and Megatron's writer leave nearly all: no need to unpickle it.
+                    end = os.fstat(stream.fileno()).st_size
+                    if end < record.offset + record.length:
+                        raise EOFError
+                    self._located[index] = (self.directory / record.relative_path, record.offset + len(frame.head))
+                    return self._located[index]
                 data, contiguous = _data_of_record(stream, record.offset, record.length)
                 self._located[index] = (self.directory / record.relative_path, data) if contiguous else None
         return self._located[index]
@@ -378,3 +465,9 @@ def _data_of_record(stream: Any, position: int, length: int) -> tuple[int, bool]
     described = torch.load(view, map_location="meta", weights_only=True)
     begin = position + described.untyped_storage()._checkpoint_offset
     return begin + described.storage_offset() * described.element_size(), described.is_contiguous()
+
+
+def _rows_of(chunk: ChunkStorageMetadata, depth: int) -> tuple[int, int]:
+    """First row of a parameter that a chunk holds, and the one after the last."""
+    first = chunk.offsets[depth]
+    return first, first + chunk.sizes[depth]

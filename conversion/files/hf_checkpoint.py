@@ -13,12 +13,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from conversion.files.byte_ranges import ByteRange, RangeCopier, tensor_bytes, write_at_position
-from conversion.files.checksums import COMPLETE_NAME
+from conversion.files.checksums import COMPLETE_NAME, Part
+from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
 from megatron_retool.runs.files import write_text
 
@@ -181,19 +182,30 @@ class HFCheckpoint:
             out = torch.empty(shape, dtype=stored.dtype)
         offset = stored.offset + start * _count(stored.shape[1:]) * stored.dtype.itemsize
         if out.numel():
-            _read_into(out, self.directory / stored.file, offset, name)
+            try:
+                read_into(out, self.directory / stored.file, offset)
+            except EOFError:
+                path = self.directory / stored.file
+                raise HFCheckpointError(f"{path} ends inside tensor {name}: fetch the file again") from None
         return out
 
-    def row_ranges(self, mapping: Mapping, start: int, stop: int) -> list[ByteRange]:
-        """The bytes that make up rows ``start:stop`` of a full Megatron-Core parameter without padding, in order."""
-        ranges = []
+    def row_blocks(self, mapping: Mapping, start: int, stop: int) -> Iterator[Tensor]:
+        """``read_rows`` in blocks of whole rows, top to bottom, while the kernel fetches what comes next."""
+        dtype = self.tensors[mapping.hf_names[0]].dtype
+        row_bytes = _count(mapping.mcore_shape[1:]) * dtype.itemsize
+        (step, ahead), fetched = block_rows(row_bytes), start
+        for low in range(start, stop, step):
+            while fetched < min(low + step + ahead, stop):
+                self._fetch(mapping, fetched, min(fetched + ahead, stop), row_bytes)
+                fetched += ahead
+            yield self.read_rows(mapping, low, min(low + step, stop))
+
+    def _fetch(self, mapping: Mapping, start: int, stop: int, row_bytes: int) -> None:
         for segment in mapping.row_segments(start, stop):
-            assert segment.source is not None
-            stored = self.tensors[mapping.hf_names[segment.source]]
-            row = _count(stored.shape[1:]) * stored.dtype.itemsize
-            path = self.directory / stored.file
-            ranges.append(ByteRange(path, stored.offset + segment.start * row, (segment.stop - segment.start) * row))
-        return ranges
+            if segment.source is not None:
+                stored = self.tensors[mapping.hf_names[segment.source]]
+                length = (segment.stop - segment.start) * row_bytes
+                fetch(self.directory / stored.file, stored.offset + segment.start * row_bytes, length)
 
     def read_rows(self, mapping: Mapping, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of a full Megatron-Core parameter, on the CPU in the stored dtype.
@@ -270,20 +282,6 @@ def _what_it_is(path: Path) -> str | None:
     return "it is empty: fetch the file again" if not begin else None
 
 
-def _read_into(out: Tensor, path: Path, offset: int, name: str) -> None:
-    buffer = tensor_bytes(out)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-            if count == 0:
-                raise HFCheckpointError(f"{path} ends inside tensor {name}: fetch the file again")
-            done += count
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that is going to be written."""
@@ -317,17 +315,59 @@ def plan_files(groups: Iterable[Sequence[TensorSpec]], max_file_bytes: int) -> l
     return [(f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", specs) for i, specs in enumerate(files)]
 
 
-def write_file(
-    path: Path, specs: Sequence[TensorSpec], contents: Iterable[tuple[str, Tensor | list[ByteRange]]]
-) -> None:
-    """Write one safetensors file from a stream of contents, in the order of ``specs``.
+class FileWriter:
+    """Writes one safetensors file, or the part of it that holds ``specs[start:stop]``, while others write the rest.
 
-    It is made durable by ``new_directory``, together with its neighbours. A content is a tensor, or the byte ranges of
-    other files that hold it. One is in memory at a time.
+    The first part holds the header too. The file is made durable by ``new_directory``, together with its neighbours.
 
-    Raises:
-        HFCheckpointError: the stream departs from ``specs``.
+    Args:
+        specs: all tensors of the file, in order.
     """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], start: int = 0, stop: int | None = None) -> None:
+        self._path = path
+        header = _header(specs)
+        self._remaining = iter(specs[start:stop])
+        position = len(header) + sum(spec.nbytes for spec in specs[:start])
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._span = SpanWriter(self._descriptor, position if start else 0)
+        if start == 0:
+            self._span.write(header)
+
+    def write(self, name: str, blocks: Iterable[Tensor]) -> None:
+        """Write the next tensor, whose elements ``blocks`` hold in order.
+
+        Raises:
+            HFCheckpointError: another one is next, or the blocks depart from what was announced.
+        """
+        spec = next(self._remaining, None)
+        if spec is None or name != spec.name:
+            raise HFCheckpointError(f"{self._path}: expected {spec}, got {name}")
+        begin = self._span.position
+        for block in blocks:
+            if block.dtype != spec.dtype:
+                raise HFCheckpointError(f"{self._path}: expected {spec}, got {block.dtype}")
+            self._span.write_tensor(block)
+        written = self._span.position - begin
+        if written != spec.nbytes:
+            raise HFCheckpointError(f"{self._path}: expected {spec} of {spec.nbytes} bytes, got {written}")
+
+    @property
+    def part(self) -> Part:
+        """What was written so far."""
+        return self._span.part
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """How a safetensors file of these tensors begins."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
@@ -339,22 +379,7 @@ def write_file(
         offset += spec.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb", buffering=0) as stream, RangeCopier() as copier:
-        target, position = stream.fileno(), 8 + len(encoded)
-        write_at_position(target, struct.pack("<Q", len(encoded)) + encoded, 0)
-        remaining = iter(contents)
-        for spec in specs:
-            name, content = next(remaining, (None, []))
-            if isinstance(content, Tensor):
-                if name != spec.name or tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
-                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}: {content.dtype} {content.shape}")
-                if content.numel():
-                    write_at_position(target, tensor_bytes(content.contiguous()), position)
-            else:
-                if name != spec.name or sum(part.length for part in content) != spec.nbytes:
-                    raise HFCheckpointError(f"{path}: expected {spec}, got {name}")
-                copier.copy(content, target, position)
-            position += spec.nbytes
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]]]) -> None:

@@ -35,7 +35,7 @@ def test_help_and_a_python_without_packages(name: str, capsys: pytest.CaptureFix
 
 def test_verification_by_hand(model_directory, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(verify, "_mcore_logits", verify._hf_logits)
-    monkeypatch.setattr(verify, "run_jobs", lambda function, jobs, report: [function(job, report) for job in jobs])
+    monkeypatch.setattr(verify, "run_alone", lambda function, job: function(job))
     source = model_directory("llama")
     assert verify.main(["--hf-dir", str(source), "--mcore-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "the same model: the logits differ by at most 0.000e+00\n"

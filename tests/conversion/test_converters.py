@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 
 import conversion
 from conversion import hf_to_mcore, mcore_to_hf
-from conversion.files.checksums import DamagedError, has_checksums
+from conversion.files import checksums, spans
+from conversion.files.checksums import DamagedError, find_faults, has_checksums, read_marker
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import HFCheckpointError, copy_companions
 from conversion.files.workers import even_ranges
@@ -43,8 +45,8 @@ def test_round_trip_is_bit_exact(model_directory, family: str, layout: TargetLay
     source = model_directory(family, dtype)
     if family == "qwen3_moe":
         layout = TargetLayout(layout.tp, layout.pp, layout.vpp, ep=4 if layout.pp > 1 else 2)
-    report = convert(source, tmp_path / "mcore", layout=layout, processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1, max_file_bytes=40_000)
+    report = convert(source, tmp_path / "mcore", layout=layout, workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1, max_file_bytes=40_000)
     expected = read_all(source)
     assert report["tensors"] == len(expected)
     assert report["bytes"] == sum(tensor.nbytes for tensor in expected.values())
@@ -56,7 +58,7 @@ def test_round_trip_is_bit_exact(model_directory, family: str, layout: TargetLay
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_checkpoint_holds_the_weight_map(model_directory, family: str, tp: int, tmp_path: Path) -> None:
     source = model_directory(family)
-    convert(source, tmp_path / "mcore", layout=TargetLayout(tp=tp), processes=1)
+    convert(source, tmp_path / "mcore", layout=TargetLayout(tp=tp), workers=1)
     checkpoint = DistCheckpoint(tmp_path / "mcore")
     architecture, tensors = Architecture.from_pretrained(source), read_all(source)
     keys = set()
@@ -68,9 +70,29 @@ def test_the_checkpoint_holds_the_weight_map(model_directory, family: str, tp: i
     assert keys == checkpoint.tensors.keys()
 
 
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("qwen2", None), ("qwen3_moe", None)], ids=str)
+def test_what_is_larger_than_a_block_arrives_whole(
+    model_directory, family: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch
+) -> None:
+    """Blocks of 3 rows, 2 blocks fetched ahead, three workers, a file's parts by several of them; TP 2 there and 1."""
+    monkeypatch.setattr(spans, "BLOCK_BYTES", 3 * 32 * 2)
+    monkeypatch.setattr(spans, "AHEAD_BYTES", 6 * 32 * 2)
+    source, shape = model_directory(family), TargetLayout(tp=2)
+    convert(source, tmp_path / "mcore", layout=shape, dtype=dtype, workers=3)
+    export(tmp_path / "mcore", tmp_path / "hf", dtype=torch.bfloat16, workers=3)
+    assert_same_bits(read_all(tmp_path / "hf"), read_all(source))
+    (record,) = (r for name, r in (read_marker(tmp_path / "hf") or {}).items() if name.endswith("safetensors"))
+    assert len(record.parts) == 3 and find_faults(tmp_path / "hf") == []
+    convert(tmp_path / "hf", tmp_path / "again", layout=TargetLayout(tp=1), workers=2)
+    export(tmp_path / "again", tmp_path / "back", workers=1)
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        tmp_path / "hf" / "model.safetensors"
+    ).read_bytes()
+
+
 def test_each_rank_finds_its_parts_in_its_own_file(model_directory, tmp_path: Path) -> None:
     """TP2 x PP2: four files; a tensor-parallel matrix has one chunk for each TP rank, in that rank's file."""
-    convert(model_directory("qwen3"), tmp_path / "mcore", layout=TargetLayout(tp=2, pp=2), processes=1)
+    convert(model_directory("qwen3"), tmp_path / "mcore", layout=TargetLayout(tp=2, pp=2), workers=1)
     assert sorted(path.name for path in (tmp_path / "mcore").glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(4)]
     checkpoint = DistCheckpoint(tmp_path / "mcore")
     files = {
@@ -89,10 +111,10 @@ def test_each_rank_finds_its_parts_in_its_own_file(model_directory, tmp_path: Pa
 def test_several_processes_write_the_same(model_directory, tmp_path: Path) -> None:
     source = model_directory("qwen3_moe")
     seen: list[tuple[int, int]] = []
-    report = convert(source, tmp_path / "mcore", processes=2, on_progress=lambda done, all_: seen.append((done, all_)))
+    report = convert(source, tmp_path / "mcore", workers=2, on_progress=lambda done, all_: seen.append((done, all_)))
     assert len(list((tmp_path / "mcore").glob("*.distcp"))) == 2
     assert seen[-1] == (report["bytes"], report["bytes"])
-    export(tmp_path / "mcore", tmp_path / "hf", processes=2, max_file_bytes=100_000)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=2, max_file_bytes=100_000)
     assert_same_bits(read_all(tmp_path / "hf"), read_all(source))
 
 
@@ -100,7 +122,7 @@ def test_an_error_in_a_worker_leaves_nothing(model_directory, tmp_path: Path, mo
     source = model_directory("llama")
     monkeypatch.setattr(hf_to_mcore, "_run_job", _fail)
     with pytest.raises(OSError, match="disk on fire"):
-        convert(source, tmp_path / "mcore", processes=2)
+        convert(source, tmp_path / "mcore", workers=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,11 +132,11 @@ def _fail(*arguments):
 
 def test_casting(model_directory, tmp_path: Path) -> None:
     source = model_directory("mistral", torch.float32)
-    convert(source, tmp_path / "mcore", dtype=torch.bfloat16, processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    convert(source, tmp_path / "mcore", dtype=torch.bfloat16, workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1)
     expected = {name: tensor.bfloat16() for name, tensor in read_all(source).items()}
     assert_same_bits(read_all(tmp_path / "hf"), expected)
-    export(tmp_path / "mcore", tmp_path / "half", dtype=torch.float16, processes=1)
+    export(tmp_path / "mcore", tmp_path / "half", dtype=torch.float16, workers=1)
     config = json.loads((tmp_path / "half" / "config.json").read_text())
     assert config["dtype"] == "float16"
     assert {tensor.dtype for tensor in read_all(tmp_path / "half").values()} == {torch.float16}
@@ -124,8 +146,8 @@ def test_transformers_loads_the_export(model_directory, family: str, tmp_path: P
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     source = model_directory(family, torch.float32)
-    convert(source, tmp_path / "mcore", processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    convert(source, tmp_path / "mcore", workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1)
     ids = torch.randint(0, 101, (2, 12))
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(d)(ids).logits for d in (source, tmp_path / "hf")]
@@ -141,8 +163,8 @@ def test_layers_of_different_dtypes_need_a_choice(model_directory, tmp_path: Pat
     tensors["model.layers.5.mlp.down_proj.weight"] = tensors["model.layers.5.mlp.down_proj.weight"].float()
     save_file(tensors, mixed / "model.safetensors")
     with pytest.raises(HFCheckpointError, match=r"layers\.5\.mlp\.down_proj\.weight in .* has dtype torch\.float32"):
-        convert(mixed, tmp_path / "mcore", processes=1)
-    convert(mixed, tmp_path / "mcore", processes=1, dtype=torch.float32)
+        convert(mixed, tmp_path / "mcore", workers=1)
+    convert(mixed, tmp_path / "mcore", workers=1, dtype=torch.float32)
 
 
 def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Path) -> None:
@@ -150,30 +172,28 @@ def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Pa
     target.mkdir()
     (target / "precious").touch()
     with pytest.raises(FileExistsError, match="exists and is not empty"):
-        convert(model_directory("llama"), target, processes=1)
+        convert(model_directory("llama"), target, workers=1)
     assert (target / "precious").exists()
-    convert(model_directory("llama"), target, processes=1, overwrite=True)
+    convert(model_directory("llama"), target, workers=1, overwrite=True)
     assert not (target / "precious").exists() and (target / "COMPLETE").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
 
 
 def test_a_failure_keeps_what_overwrite_would_replace(model_directory, tmp_path: Path, monkeypatch) -> None:
     target = tmp_path / "mcore"
-    convert(model_directory("llama"), target, processes=1)
+    convert(model_directory("llama"), target, workers=1)
     before = {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()}
     monkeypatch.setattr(hf_to_mcore, "write_metadata", _fail)
     with pytest.raises(OSError, match="disk on fire"):
-        convert(model_directory("mistral"), target, processes=1, overwrite=True)
+        convert(model_directory("mistral"), target, workers=1, overwrite=True)
     assert {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
 
 
 def test_too_little_room(model_directory, tmp_path: Path, monkeypatch) -> None:
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(OSError, match=r"has 1 bytes free, and [\d.]+ KiB are going to be written"):
-        convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+        convert(model_directory("llama"), tmp_path / "mcore", workers=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,7 +217,7 @@ def test_directories_that_are_no_checkpoint(model_directory, tmp_path: Path) -> 
         export(tmp_path / "nothing", tmp_path / "hf")
     with pytest.raises(DistCheckpointError, match="metadata.json is missing"):
         export(model_directory("llama"), tmp_path / "hf")
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
     (tmp_path / "mcore" / "COMPLETE").unlink()
     with pytest.raises(DistCheckpointError, match="no COMPLETE marker"):
         export(tmp_path / "mcore", tmp_path / "hf")
@@ -205,33 +225,38 @@ def test_directories_that_are_no_checkpoint(model_directory, tmp_path: Path) -> 
     (tmp_path / "mcore" / "hf" / "config.json").unlink()
     with pytest.raises(DistCheckpointError, match="pass --hf-config-dir"):
         export(tmp_path / "mcore", tmp_path / "hf")
-    export(tmp_path / "mcore", tmp_path / "hf", hf_config_dir=model_directory("llama"), processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", hf_config_dir=model_directory("llama"), workers=1)
 
 
 def test_a_checkpoint_of_another_model(model_directory, tmp_path: Path) -> None:
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
     with pytest.raises(DistCheckpointError, match=r"has no tensor decoder\.layers\.self_attention\.linear_qkv\.bias"):
         export(tmp_path / "mcore", tmp_path / "hf", hf_config_dir=model_directory("qwen2"))
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_truncated_file_of_the_checkpoint(model_directory, tmp_path: Path) -> None:
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
     file = tmp_path / "mcore" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-5000])
     with pytest.raises(DamagedError, match=r"__0_0\.distcp has \d+ bytes, and \d+ were written: it is cut short"):
-        export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+        export(tmp_path / "mcore", tmp_path / "hf", workers=1)
     said = r"__0_0\.distcp: cannot read decoder\S* at byte \d+: the file is cut short: it has \d+ bytes.* Make .* again"
     with pytest.raises(DistCheckpointError, match=said):
-        export(tmp_path / "mcore", tmp_path / "hf", processes=1, checksums=False)
+        export(tmp_path / "mcore", tmp_path / "hf", workers=1, checksums=False)
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_flipped_bit_anywhere_stops_a_conversion(model_directory, tmp_path: Path) -> None:
-    """In each file of a converted directory; without checksums the index at least is read with care."""
+@pytest.mark.parametrize("large_bytes", [checksums._LARGE_BYTES, -1])
+def test_a_flipped_bit_anywhere_stops_a_conversion(
+    model_directory, tmp_path: Path, monkeypatch, large_bytes: int
+) -> None:
+    """In each file of a converted directory, verified before or meanwhile; without checksums the index at least is
+    read with care."""
     generator = random.Random(0)
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    monkeypatch.setattr(checksums, "_LARGE_BYTES", large_bytes)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1)
     ways = ((export, tmp_path / "mcore"), (convert, tmp_path / "hf"))
     for work, source in ways:
         files = [path for path in source.rglob("*") if path.is_file()]
@@ -240,19 +265,21 @@ def test_a_flipped_bit_anywhere_stops_a_conversion(model_directory, tmp_path: Pa
             before = path.read_bytes()
             flip(path, generator)
             with pytest.raises(DamagedError) as error:
-                work(source, tmp_path / "made", processes=1)
+                work(source, tmp_path / "made", workers=1)
             assert str(error.value).startswith(f"{path} is damaged")
+            assert not list(tmp_path.glob("*made*"))
             path.write_bytes(before)
-        work(source, tmp_path / "made", processes=1, overwrite=True)
+        work(source, tmp_path / "made", workers=1)
+        shutil.rmtree(tmp_path / "made")
     (tmp_path / "mcore" / ".metadata").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(DistCheckpointError, match=r"\.metadata cannot be read \("):
         export(tmp_path / "mcore", tmp_path / "again", checksums=False)
 
 
 def test_a_marker_is_not_carried_into_another_directory(model_directory, tmp_path: Path) -> None:
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
-    convert(tmp_path / "hf", tmp_path / "back", processes=1)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1)
+    convert(tmp_path / "hf", tmp_path / "back", workers=1)
     assert has_checksums(tmp_path / "back") and not (tmp_path / "back" / "hf" / "COMPLETE").exists()
 
 
@@ -286,8 +313,8 @@ def test_missing_tokenizer(model_directory, tmp_path: Path) -> None:
         if not path.name.startswith("tokenizer"):
             (bare / path.name).symlink_to(path)
     with pytest.raises(HFCheckpointError, match="has no tokenizer"):
-        convert(bare, tmp_path / "mcore", processes=1)
-    convert(bare, tmp_path / "mcore", processes=1, require_tokenizer=False)
+        convert(bare, tmp_path / "mcore", workers=1)
+    convert(bare, tmp_path / "mcore", workers=1, require_tokenizer=False)
 
 
 def test_commands_from_another_directory(model_directory, tmp_path: Path) -> None:
@@ -312,9 +339,9 @@ def test_verification_finds_a_wrong_tensor(model_directory, tmp_path: Path, monk
 
     source = model_directory("mistral")
     tampered = tmp_path / "tampered"
-    convert(source, tampered, processes=1)
+    convert(source, tampered, workers=1)
     monkeypatch.setattr(verify, "_mcore_logits", lambda comparison, ids: verify._hf_logits(comparison, ids.flip(1)))
-    monkeypatch.setattr(verify, "run_jobs", lambda function, jobs, report: [function(job, report) for job in jobs])
+    monkeypatch.setattr(verify, "run_alone", lambda function, job: function(job))
     arguments = ["--mcore-dir", str(tampered), "--hf-dir", str(tmp_path / "hf"), "--verify"]
     assert mcore_to_hf.main(arguments) == 1
     assert "verification failed: the logits of" in capsys.readouterr().err

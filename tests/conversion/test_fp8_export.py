@@ -37,8 +37,8 @@ BLOCKS = {
 )
 def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers: list[str], tmp_path: Path) -> None:
     source = model_directory(family, **{**BLOCKS, **change})
-    convert(source, tmp_path / "mcore", processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, processes=1, max_file_bytes=50_000)
+    convert(source, tmp_path / "mcore", workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, workers=1, max_file_bytes=50_000)
     original, written = read_all(source), read_all(tmp_path / "hf")
     kept = ["lm_head", *(f"model.layers.{layer}.{name}" for layer in range(2) for name in kept_layers)]
     projections = {n for n in original if n.endswith("_proj.weight") and n.removesuffix(".weight") not in kept}
@@ -72,8 +72,8 @@ def test_blockwise_checkpoint(model_directory, family: str, change, kept_layers:
 
 def test_scales_that_a_blackwell_engine_takes(model_directory, tmp_path: Path, monkeypatch) -> None:
     source = model_directory("qwen3", **BLOCKS)
-    convert(source, tmp_path / "mcore", processes=1)
-    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, fp8_scales="power_of_two", processes=1)
+    convert(source, tmp_path / "mcore", workers=1)
+    export(tmp_path / "mcore", tmp_path / "hf", fp8=True, fp8_scales="power_of_two", workers=1)
     original, written = read_all(source), read_all(tmp_path / "hf")
     for name in quantized_names(WeightMap(Architecture.from_pretrained(source))):
         expected, scale = quantize_blockwise(original[name], power_of_two=True)
@@ -85,14 +85,14 @@ def test_scales_that_a_blackwell_engine_takes(model_directory, tmp_path: Path, m
     # Of itself on a host with such a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    export(tmp_path / "mcore", tmp_path / "blackwell", fp8=True, processes=1)
+    export(tmp_path / "mcore", tmp_path / "blackwell", fp8=True, workers=1)
     monkeypatch.undo()
     for name, tensor in read_all(tmp_path / "blackwell").items():
         assert torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)), name
 
 
 def test_a_model_without_whole_blocks_is_refused(model_directory, tmp_path: Path) -> None:
-    convert(model_directory("llama"), tmp_path / "mcore", processes=1)
+    convert(model_directory("llama"), tmp_path / "mcore", workers=1)
     with pytest.raises(ValueError, match="hidden_size=32 and the other sizes of this llama model are not multiples"):
         export(tmp_path / "mcore", tmp_path / "hf", fp8=True)
     assert not (tmp_path / "hf").exists()

@@ -76,9 +76,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_round_trip_is_bit_exact_and_logits_are_equal(smollm2: Path, tmp_path: Path) -> None:
     """TP3 x PP2: the model has 9 attention heads, which two tensor-parallel ranks cannot share."""
     layout = TargetLayout(tp=3, pp=2)
-    report = convert(smollm2, tmp_path / "mcore", layout=layout, processes=2, verify=True)
+    report = convert(smollm2, tmp_path / "mcore", layout=layout, workers=2, verify=True)
     print(f"largest logit difference {report['largest_logit_difference']:.2e}")
-    export(tmp_path / "mcore", tmp_path / "hf", processes=1)
+    export(tmp_path / "mcore", tmp_path / "hf", workers=1)
     assert len(list((tmp_path / "mcore").glob("__5_*.distcp"))) == 1
     assert_same_bits(read_all(tmp_path / "hf"), read_all(smollm2))
 
@@ -98,8 +98,8 @@ def test_transformers_reads_the_block_fp8_export(model_directory, packages: Path
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}
     for family in ("qwen3_moe", "qwen3"):
         source = model_directory(family, torch.float32, **sizes)
-        convert(source, tmp_path / family, processes=1)
-        report = export(tmp_path / family, tmp_path / f"{family}-fp8", fp8=True, processes=1, verify=True)
+        convert(source, tmp_path / family, workers=1)
+        report = export(tmp_path / family, tmp_path / f"{family}-fp8", fp8=True, workers=1, verify=True)
         assert report["largest_logit_difference"] < 1e-4
         # transformers' dequantisation of the checkpoint against ours, written out as a plain one.
         plain = tmp_path / f"{family}-plain"

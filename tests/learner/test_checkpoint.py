@@ -190,12 +190,12 @@ def test_main_parameters_of_half_precision_are_kept_and_compression_loses_nothin
     exports = [models / f"bfloat16-{compression}-export" for compression in ("none", "zstd")]
     for directory in exports:
         source = models / directory.name.removesuffix("-export")
-        export(source, directory, processes=1, require_tokenizer=False)
+        export(source, directory, workers=1, require_tokenizer=False)
     assert_same_bits(*map(read_all, exports))
     damaged = max((models / "bfloat16-zstd").glob("*weights*"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-3000] + bytes(3000))
     with pytest.raises(DistCheckpointError, match=f"{damaged.name}: cannot read .* the file is damaged"):
-        export(models / "bfloat16-zstd", models / "x", processes=1, require_tokenizer=False, checksums=False)
+        export(models / "bfloat16-zstd", models / "x", workers=1, require_tokenizer=False, checksums=False)
 
 
 def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], models: Path) -> None:
@@ -210,7 +210,7 @@ def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], mode
     for family in SAVED_BY:
         complete, linked, alone = (models / f"{family}-{kind}" for kind in ("complete", "linked", "weights"))
         shutil.copytree(models / f"{family}-checkpoint", complete)
-        export(complete, models / f"{family}-expected", processes=1, require_tokenizer=False)
+        export(complete, models / f"{family}-expected", workers=1, require_tokenizer=False)
         link_weights(complete, linked)
         parts = sorted(linked.glob("*.distcp"))
         assert parts and all(part.samefile(complete / part.name) for part in parts)
@@ -218,7 +218,7 @@ def test_weights_alone_are_a_checkpoint_of_their_own(saved: dict[str, Any], mode
         assert DistCheckpoint(linked).tensors.keys() == DistCheckpoint(alone).tensors.keys()
         for directory in (linked, alone):
             verify_files(directory)
-            export(directory, models / f"{directory.name}-export", processes=1, require_tokenizer=False)
+            export(directory, models / f"{directory.name}-export", workers=1, require_tokenizer=False)
             assert_same_bits(read_all(models / f"{directory.name}-export"), read_all(models / f"{family}-expected"))
     # An evaluation takes it as it is.
     config = Config(model=ModelConfig(path=str(models / f"{DENSE}-weights"), tokenizer_path="elsewhere"))
@@ -236,7 +236,7 @@ def test_a_training_checkpoint_becomes_a_hugging_face_directory(saved: dict[str,
         step = models / f"{family}-run" / "global_step_4"
         step.mkdir(parents=True)
         shutil.copytree(models / f"{family}-checkpoint", step / "learner")
-        export(step, models / f"{family}-export", processes=1, require_tokenizer=False)
+        export(step, models / f"{family}-export", workers=1, require_tokenizer=False)
         exported = read_all(models / f"{family}-export")
         source = read_all(models / family)
         assert exported.keys() == source.keys()
@@ -316,7 +316,7 @@ def _failures(directory: Path) -> dict[str, str]:
     torch.distributed.barrier()
     if rank() == 0:
         (target / "COMPLETE").touch()
-        convert(directory / DENSE, directory / "converted", require_tokenizer=False, processes=1)
+        convert(directory / DENSE, directory / "converted", require_tokenizer=False, workers=1)
     torch.distributed.barrier()
     expect("weights alone", learner.load, directory / "converted")
     learner.save(directory / "alone", weights_only=True)

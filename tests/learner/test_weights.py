@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("weights")
     for family, target in CONVERTED_FOR.items():
         save_model(hf_model(family), directory / family)
-        convert(directory / family, directory / f"{family}-mcore", layout=target, processes=1, require_tokenizer=False)
+        convert(directory / family, directory / f"{family}-mcore", layout=target, workers=1, require_tokenizer=False)
     return directory
 
 

@@ -6,14 +6,19 @@ import random
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
+from conversion.files import checksums
 from conversion.files.checksums import (
     COMPLETE_NAME,
     DamagedError,
     FileRecord,
+    Part,
     file_record,
     find_faults,
     has_checksums,
+    read_marker,
+    verified_meanwhile,
     verify_files,
     write_marker,
 )
@@ -124,6 +129,38 @@ def test_markers_of_earlier_versions_are_accepted(tmp_path: Path, content: str) 
     verify_files(directory)
     assert not has_checksums(directory)
     verify_files(tmp_path)  # none at all, as of what came from the hub
+
+
+def test_a_file_in_parts_has_a_hash_for_each(tmp_path: Path) -> None:
+    parts = tuple(Part(len(data), xxh3_128_hexdigest(data)) for data in (b"first", b"second"))
+    (tmp_path / "a b").write_bytes(b"firstsecond")
+    write_marker(tmp_path, {"a b": FileRecord(parts)})
+    assert read_marker(tmp_path) == {"a b": FileRecord(parts)} and find_faults(tmp_path) == []
+    for damaged in (b"Firstsecond", b"firstsecone"):
+        (tmp_path / "a b").write_bytes(damaged)
+        assert [str(fault) for fault in find_faults(tmp_path)] == [
+            f"{tmp_path / 'a b'} is damaged: its 11 bytes are not those that were written"
+        ]
+    (tmp_path / "a b").write_bytes(b"firstsecond!")
+    assert "11 were written" in str(find_faults(tmp_path)[0])
+
+
+def test_damage_is_told_while_the_source_is_read_and_before_what_was_made_counts(tmp_path: Path, monkeypatch) -> None:
+    directory = make(tmp_path / "export")
+    monkeypatch.setattr(checksums, "_LARGE_BYTES", 1000)
+    data = directory / "learner" / "__0_0.distcp"
+    data.write_bytes(b"x" + data.read_bytes()[1:])
+    with pytest.raises(DamagedError, match="is damaged"), verified_meanwhile(directory) as check:
+        check(True)
+    with pytest.raises(DamagedError, match="is damaged"), verified_meanwhile(directory):
+        raise ValueError("what came of the damage")
+    with pytest.raises(KeyError), verified_meanwhile(directory):
+        raise KeyError
+    with verified_meanwhile(directory, lambda path: path != data) as check:
+        check(True)
+    data.write_bytes(b"short")
+    with pytest.raises(DamagedError, match="cut short"), verified_meanwhile(directory, lambda path: path != data):
+        raise AssertionError("sizes come first")
 
 
 def test_a_new_directory_has_them(tmp_path: Path) -> None:

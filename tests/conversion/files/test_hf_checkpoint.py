@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.files.hf_checkpoint import (
+    FileWriter,
     HFCheckpoint,
     HFCheckpointError,
     TensorSpec,
     check_tokenizer,
     copy_companions,
     plan_files,
-    write_file,
     write_index,
 )
 from conversion.model.architecture import Architecture
@@ -60,15 +60,23 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path) -> None:
         "fp8": torch.randn(2, 2).to(torch.float8_e4m3fn),
     }
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
-    write_file(tmp_path / "model.safetensors", specs, tensors.items())
+    # Two writers of one file, the second one first; a tensor in two blocks.
+    for start, stop in ((2, 5), (0, 2)):
+        with FileWriter(tmp_path / "model.safetensors", specs, start, stop) as writer:
+            for name, tensor in list(tensors.items())[start:stop]:
+                writer.write(name, tensor.split(2) if tensor.dim() == 2 else [tensor])
     assert_same_bits(load_file(tmp_path / "model.safetensors"), {k: v.contiguous() for k, v in tensors.items()})
     checkpoint = HFCheckpoint(tmp_path)
     assert_same_bits({name: checkpoint.read(name) for name in tensors}, {k: v.contiguous() for k, v in tensors.items()})
 
 
 def test_write_refuses_what_was_not_announced(tmp_path: Path) -> None:
-    with pytest.raises(HFCheckpointError, match="expected TensorSpec.name='a'"):
-        write_file(tmp_path / "x", [TensorSpec("a", (2,), torch.float32)], [("a", torch.zeros(3))])
+    for name, tensor in (("a", torch.zeros(3)), ("b", torch.zeros(2)), ("a", torch.zeros(4, dtype=torch.bfloat16))):
+        with (
+            FileWriter(tmp_path / "x", [TensorSpec("a", (2,), torch.float32)]) as writer,
+            pytest.raises(HFCheckpointError, match="expected TensorSpec.name='a'"),
+        ):
+            writer.write(name, [tensor])
 
 
 def test_files_are_filled_in_order_and_parameters_stay_whole(tmp_path: Path) -> None:

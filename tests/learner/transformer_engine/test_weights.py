@@ -179,6 +179,6 @@ def test_checkpoints_are_read_in_another_layout_and_by_the_other_spec(
 ) -> None:
     with_transformer_engine(_save, 2, models)
     for family in CHECKPOINTS:
-        convert(models / family, models / f"{family}-mcore", processes=1, require_tokenizer=False)
+        convert(models / family, models / f"{family}-mcore", workers=1, require_tokenizer=False)
     for found in with_transformer_engine(_load, 1, models).values():
         assert found == {"learner": [], "fused": [], "local": [], "converted": [], "step": 1}
