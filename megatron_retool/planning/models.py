@@ -56,6 +56,13 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
         "vocab_size": 128256,
         "tie_word_embeddings": False,
         "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
         "max_position_embeddings": 131072,
     }
 
@@ -67,6 +74,24 @@ def _experts(width: int) -> dict[str, Any]:
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
+    }
+
+
+def _mistral(
+    model_type: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    """Eight key-value heads, as all of them have."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        **more,
     }
 
 
@@ -88,8 +113,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, experts=_experts(1536)),
     "llama3.1-8b": _llama3(32, 4096, 32, 14336),
     "llama3.1-70b": _llama3(80, 8192, 64, 28672),
+    "mistral-7b-v0.1": _mistral("mistral", 32, 4096, 32, 14336, 32000, sliding_window=4096, rope_theta=10000.0),
 }
 """Values of the config.json files on the Hugging Face hub, for instance Qwen/Qwen2.5-32B-Instruct."""
+
+
+def model_of_each_family() -> dict[str, str]:
+    """model_type -> the first of ``MODELS`` that has it."""
+    return {config["model_type"]: name for name, config in reversed(MODELS.items())}
 
 
 def preset(name: str) -> Architecture:

@@ -88,10 +88,10 @@ def test_a_family_of_ones_own_is_converted_there_and_back_by_worker_processes(
 
 
 def test_the_learner_takes_it_from_the_configuration(seed_oss: tuple[str, Path]) -> None:
+    from megatron_retool.admission.tiny_model import hf_log_probs, random_batch
     from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
     from megatron_retool.learner.learner import Learner
     from megatron_retool.planning.models import resolve_architecture
-    from tests.learner.tiny_models import hf_log_probs, random_batch
 
     target, source = seed_oss
     config = Config(
