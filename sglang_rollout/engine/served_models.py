@@ -21,6 +21,8 @@ WHOLE_PAST = frozenset(
     {
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",

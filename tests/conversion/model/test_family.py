@@ -74,13 +74,11 @@ def seed_oss(tmp_path: Path) -> tuple[str, Path]:
 
 
 def test_a_family_of_ones_own_is_converted_there_and_back_by_worker_processes(
-    seed_oss: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seed_oss: tuple[str, Path], tmp_path: Path
 ) -> None:
     """With --verify: the learner's logits are those of transformers."""
     target, source = seed_oss
     options = ["--hf-dir", str(source), "--mcore-dir", str(tmp_path / "mcore"), "--processes", "2"]
-    assert hf_to_mcore.main(options) == 1
-    assert "model_type='seed_oss' is not one of llama, mistral" in capsys.readouterr().err
     assert hf_to_mcore.main([*options, "--tp", "2", "--verify", "--family", target]) == 0
     back = ["--mcore-dir", str(tmp_path / "mcore"), "--hf-dir", str(tmp_path / "hf"), "--processes", "2"]
     assert mcore_to_hf.main([*back, "--max-file-bytes", "30000", "--family", target]) == 0

@@ -32,7 +32,7 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     """Small models whose sizes divide by ``tp``; the key/value heads may be fewer than TP."""
     family = draw(st.sampled_from(sorted(built_in_families())))
     groups = draw(st.sampled_from([1, 2, 4]))
-    moe = family == "qwen3_moe"
+    moe = family in ("mixtral", "qwen2_moe", "qwen3_moe")
     return Architecture(
         family=family,
         num_layers=draw(st.integers(1, 2)),
@@ -46,6 +46,7 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         num_experts=draw(st.integers(1, 3)) if moe else None,
         num_experts_per_tok=1 if moe else None,
         moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
+        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family == "qwen2_moe" else None,
     )
 
 
