@@ -25,6 +25,8 @@ from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_cla
 _WHOLE = ("qwen3", "qwen3_moe")
 """Families that stand for the dense ones and those of experts: in every named layout, where a few do for the rest."""
 _SAVER, _LOADER = "tp2 sp", "pp2"
+_START_SECONDS, _TASK_SECONDS = 300.0, 60.0
+"""After which a group of processes is given up, on a machine that others use too."""
 _RESHARDING = "saved by tp2 sp, loaded by pp2"
 
 
@@ -191,7 +193,9 @@ def _run(world: int, jobs: list[_Job], tasks: list[_Task], directory: Path) -> d
     then each task gets a group of its own.
     """
     try:
-        answers: dict[_Task, Any] = run_ranks(_in_rank, world, directory / "all", jobs, tasks)
+        answers: dict[_Task, Any] = run_ranks(
+            _in_rank, world, directory / "all", jobs, tasks, timeout=_START_SECONDS + _TASK_SECONDS * len(tasks)
+        )
         return answers
     except RuntimeError as error:
         if len(tasks) == 1:

@@ -131,7 +131,10 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     learner = build(case, hf_dir, families, replay=True)
     batch = mini_batch()
     found: Found = {}
-    if learner.config.learner.share_prefixes and sum(learner.packer.num_tokens(batch)) >= batch.total_lengths.sum() - 40:
+    if (
+        learner.config.learner.share_prefixes
+        and sum(learner.packer.num_tokens(batch)) >= batch.total_lengths.sum() - 40
+    ):
         raise ValueError("no prefixes were shared")
     if learner.routing_replay is not None:
         compared = forced_routing.compare(learner, batch, hf_dir / "forced_routing.pt", TEMPERATURE)
