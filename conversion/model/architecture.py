@@ -49,6 +49,10 @@ class Architecture:
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_ffn_hidden_size: int | None = None
+    shared_expert_ffn_hidden_size: int | None = None
+    """Width of a SwiGLU beside the experts that every token goes through; None: there is none."""
+    shared_expert_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a linear function of its input."""
     norm_topk_prob: bool = True
     """The chosen experts' probabilities are divided by their sum."""
     initializer_range: float = 0.02

@@ -49,7 +49,7 @@ class Family:
         names = {rule.mcore for rule in self.rules}
         if missing := {EMBEDDING_NAME, OUTPUT_NAME} - names:
             raise ValueError(f"family {self.model_type!r}: rules lack {', '.join(sorted(missing))}: use decoder_rules")
-        sizes = {size for rule in self.rules for shape in rule.shapes for size in shape}
+        sizes = {size for rule in self.rules for shape in (*rule.shapes, rule.sections) for size in shape}
         if unknown := sizes - set(SIZES):
             raise ValueError(
                 f"family {self.model_type!r}: {', '.join(sorted(unknown))} in rules is not one of {', '.join(SIZES)}"

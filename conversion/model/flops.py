@@ -72,6 +72,9 @@ def token_flops(architecture: Architecture) -> float:
         assert architecture.moe_ffn_hidden_size and architecture.num_experts_per_tok and architecture.num_experts
         mlp = architecture.num_experts_per_tok * 3 * hidden * architecture.moe_ffn_hidden_size
         mlp += hidden * architecture.num_experts
+        if architecture.shared_expert_ffn_hidden_size is not None:
+            mlp += 3 * hidden * architecture.shared_expert_ffn_hidden_size
+            mlp += hidden if architecture.shared_expert_gate else 0
     else:
         mlp = 3 * hidden * architecture.ffn_hidden_size
     return 2.0 * (attention + mlp)

@@ -133,6 +133,31 @@ def experts(config: ConfigReader) -> dict[str, Any]:
     }
 
 
+def shared_expert(config: ConfigReader) -> dict[str, Any]:
+    """Fields of a gated SwiGLU beside the experts.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``.
+    """
+    return {
+        "shared_expert_ffn_hidden_size": config.integer("shared_expert_intermediate_size"),
+        "shared_expert_gate": True,
+    }
+
+
+def check_experts_everywhere(config: ConfigReader) -> None:
+    """Raise UnsupportedArchitecture where some layers of a mixture of experts are dense."""
+    if config.integer("decoder_sparse_step", 1) != 1 or config.mapping.get("mlp_only_layers"):
+        raise UnsupportedArchitecture(
+            "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
+        )
+
+
+def set_sliding_window(config: ConfigReader) -> dict[str, Any]:
+    """``sliding_window`` where config.json sets one; absent means none."""
+    return {} if config.mapping.get("sliding_window") is None else sliding_window(config)
+
+
 def sliding_window(config: ConfigReader) -> dict[str, Any]:
     """The field of a window that all layers have, unless ``sliding_window`` is null."""
     window = _window(config)

@@ -192,6 +192,9 @@ def cuts(
     yield Cut("tensor", tensor, "num_key_value_heads", architecture.num_query_groups, may_repeat=True)
     if not architecture.is_moe:
         yield Cut("tensor", tensor, "intermediate_size", architecture.ffn_hidden_size)
+    if architecture.shared_expert_ffn_hidden_size is not None:
+        width = architecture.shared_expert_ffn_hidden_size
+        yield Cut("tensor", tensor, "shared_expert_intermediate_size", width)
     yield Cut("tensor", tensor, "hidden_size", architecture.hidden_size)
     yield Cut("pipeline", pipeline, "num_hidden_layers", architecture.num_layers)
     yield Cut("virtual_pipeline", pipeline * virtual_pipeline, "num_hidden_layers", architecture.num_layers)

@@ -35,13 +35,28 @@ class Rule:
     shapes: tuple[tuple[str, ...], ...]
     """Shape of each Hugging Face tensor, as names of ``SIZES``."""
     arrangement: Arrangement = Arrangement.COPY
+    sections: tuple[str, ...] = ()
+    """Of one tensor that fuses several: their rows, as names of ``SIZES``, arranged as if each were one by itself."""
     tp_dim: int | None = None
     """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
 
 
 Rules = tuple[Rule, ...]
 
-SIZES = ("vocab", "hidden", "query", "key_value", "head_dim", "ffn", "experts", "expert_ffn")
+SIZES = (
+    "one",
+    "vocab",
+    "hidden",
+    "query",
+    "key_value",
+    "query_key_value",
+    "head_dim",
+    "ffn",
+    "gate_up",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+)
 """Names of sizes; ``WeightMap`` has their values for one model."""
 
 HF_LAYER, MCORE_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -62,7 +77,7 @@ def swiglu(mcore: str, hf: str, width: str) -> Rules:
             (hf + "gate_proj.weight", hf + "up_proj.weight"),
             ((width, "hidden"), (width, "hidden")),
             Arrangement.GATE_UP,
-            0,
+            tp_dim=0,
         ),
         Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1),
     )
@@ -83,7 +98,7 @@ ATTENTION: Rules = (
         tuple(f"{name}.weight" for name in _QKV_NAMES),
         (("query", "hidden"), ("key_value", "hidden"), ("key_value", "hidden")),
         Arrangement.QUERY_GROUPS,
-        0,
+        tp_dim=0,
     ),
     Rule(
         MCORE_LAYER + "self_attention.linear_proj.weight",
@@ -95,13 +110,28 @@ ATTENTION: Rules = (
 )
 """Grouped-query attention, and the norms before it and before the MLP."""
 
+FUSED_ATTENTION: Rules = tuple(
+    Rule(
+        rule.mcore,
+        (HF_LAYER + "self_attn.qkv_proj.weight",),
+        (("query_key_value", "hidden"),),
+        Arrangement.QUERY_GROUPS,
+        ("query", "key_value", "key_value"),
+        tp_dim=0,
+    )
+    if rule.arrangement is Arrangement.QUERY_GROUPS
+    else rule
+    for rule in ATTENTION
+)
+"""``ATTENTION`` whose q, k and v are one tensor on disk, q over k over v."""
+
 QKV_BIAS: Rules = (
     Rule(
         MCORE_LAYER + "self_attention.linear_qkv.bias",
         tuple(f"{name}.bias" for name in _QKV_NAMES),
         (("query",), ("key_value",), ("key_value",)),
         Arrangement.QUERY_GROUPS,
-        0,
+        tp_dim=0,
     ),
 )
 """With ``Architecture.attention_bias``."""
@@ -114,11 +144,36 @@ QK_NORM: Rules = (
 
 SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn")
 
+FUSED_SWIGLU: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.linear_fc1.weight",
+        (HF_LAYER + "mlp.gate_up_proj.weight",),
+        (("gate_up", "hidden"),),
+        Arrangement.GATE_UP,
+        ("ffn", "ffn"),
+        tp_dim=0,
+    ),
+    *SWIGLU[1:],
+)
+"""``SWIGLU`` whose gate and up are one tensor on disk."""
+
 EXPERTS: Rules = (
     Rule(MCORE_LAYER + "mlp.router.weight", (HF_LAYER + "mlp.gate.weight",), (("experts", "hidden"),)),
     *swiglu(MCORE_LAYER + "mlp.experts.local_experts.{expert}.", HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"),
 )
 """A router and its SwiGLU experts, in place of ``SWIGLU``."""
+
+SHARED_EXPERT: Rules = swiglu(MCORE_LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_expert.", "shared_ffn")
+"""Beside ``EXPERTS``: a SwiGLU for every token, with ``Architecture.shared_expert_ffn_hidden_size``."""
+
+SHARED_EXPERT_GATE: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.shared_experts.gate_weight",
+        (HF_LAYER + "mlp.shared_expert_gate.weight",),
+        (("one", "hidden"),),
+    ),
+)
+"""With ``Architecture.shared_expert_gate``."""
 
 
 def decoder_rules(*layer: Rule) -> Rules:

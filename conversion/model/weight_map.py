@@ -67,6 +67,8 @@ class Mapping:
     """The output layer of a tied model: read from the embedding, never written back."""
     query_groups: int = 1
     padding_rows: int = 0
+    sections: tuple[int, ...] = ()
+    """Rows of what one Hugging Face tensor fuses, see ``rules.Rule``; empty: nothing is fused."""
 
     @property
     def mcore_shape(self) -> tuple[int, ...]:
@@ -74,16 +76,24 @@ class Mapping:
         return (sum(shape[0] for shape in self.hf_shapes) + self.padding_rows, *self.hf_shapes[0][1:])
 
     @cached_property
+    def _blocks(self) -> tuple[Segment, ...]:
+        """What the arrangement arranges: whole Hugging Face tensors, or the sections of one."""
+        if not self.sections:
+            return tuple(Segment(source, 0, shape[0]) for source, shape in enumerate(self.hf_shapes))
+        ends = tuple(itertools.accumulate(self.sections))
+        return tuple(Segment(0, end - rows, end) for rows, end in zip(self.sections, ends, strict=True))
+
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The rows of the full Megatron-Core tensor, top to bottom."""
         if self.arrangement is Arrangement.QUERY_GROUPS:
-            per_group = [shape[0] // self.query_groups for shape in self.hf_shapes]
             return tuple(
-                Segment(source, group * rows, (group + 1) * rows)
+                Segment(block.source, block.start + group * rows, block.start + (group + 1) * rows)
                 for group in range(self.query_groups)
-                for source, rows in enumerate(per_group)
+                for block in self._blocks
+                for rows in ((block.stop - block.start) // self.query_groups,)
             )
-        segments = [Segment(source, 0, shape[0]) for source, shape in enumerate(self.hf_shapes)]
+        segments = list(self._blocks)
         if self.padding_rows:
             segments.append(Segment(None, 0, self.padding_rows))
         return tuple(segments)
@@ -97,7 +107,7 @@ class Mapping:
         rows = self.mcore_shape[0]
         if self.tp_dim != 0:
             return ((0, rows),)
-        blocks = len(self.hf_shapes) if self.arrangement is Arrangement.GATE_UP else 1
+        blocks = len(self._blocks) if self.arrangement is Arrangement.GATE_UP else 1
         if rows % (blocks * tp_size):
             raise WeightMapError(f"{self.mcore_name}: {rows // blocks} rows do not divide by TP {tp_size}")
         block = rows // blocks
@@ -163,14 +173,11 @@ def to_hf(mapping: Mapping, full: Tensor) -> dict[str, Tensor]:
     """
     if tuple(full.shape) != mapping.mcore_shape:
         raise WeightMapError(f"{mapping.mcore_name} has shape {tuple(full.shape)}, expected {mapping.mcore_shape}")
-    parts: list[list[Tensor]] = [[] for _ in mapping.hf_names]
-    position = 0
-    for segment in mapping.segments:
-        rows = segment.stop - segment.start
-        if segment.source is not None:
-            parts[segment.source].append(full[position : position + rows])
-        position += rows
-    return {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in zip(mapping.hf_names, parts, strict=True)}
+    tensors = {}
+    for source, name in enumerate(mapping.hf_names):
+        parts = [full[row : row + count] for _, row, count in mapping.hf_runs(source)]
+        tensors[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return tensors
 
 
 def shard(mapping: Mapping, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
@@ -342,19 +349,24 @@ class WeightMap:
             tied=tied,
             query_groups=self.architecture.num_query_groups,
             padding_rows=padding if rule.arrangement is Arrangement.VOCABULARY else 0,
+            sections=tuple(self._sizes[size] for size in rule.sections),
         )
 
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:
     values = (
+        1,
         architecture.vocab_size,
         architecture.hidden_size,
         architecture.query_size,
         architecture.key_value_size,
+        architecture.query_size + 2 * architecture.key_value_size,
         architecture.head_dim,
         architecture.ffn_hidden_size,
+        2 * architecture.ffn_hidden_size,
         architecture.num_experts or 0,
         architecture.moe_ffn_hidden_size or 0,
+        architecture.shared_expert_ffn_hidden_size or 0,
     )
     return dict(zip(SIZES, values, strict=True))
 

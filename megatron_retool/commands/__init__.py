@@ -44,6 +44,7 @@ COMMANDS = (
     ),
     Command("plan", "memory and time on given GPUs, before any is asked for", "megatron_retool.commands.plan"),
     Command("doctor", "whether this machine can train: every layer, with the cure", "megatron_retool.commands.doctor"),
+    Command("admit", "whether a model can be trained: held against transformers", "megatron_retool.commands.admit"),
     Command("report", "a run in one file: summary, curves, time", "megatron_retool.commands.report"),
     Command(
         "report mismatch", "where engine and learner disagree in a run", "megatron_retool.commands.report_mismatch"

@@ -122,6 +122,8 @@ def build_transformer_config(
             "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
             # Softmax over the chosen experts' logits equals the softmax over all, divided by the chosen ones' sum.
             "moe_router_pre_softmax": not architecture.norm_topk_prob or architecture.num_experts_per_tok == 1,
+            "moe_shared_expert_intermediate_size": architecture.shared_expert_ffn_hidden_size,
+            "moe_shared_expert_gate": architecture.shared_expert_gate,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",

@@ -56,6 +56,8 @@ def layer_activations(
         routed = a.num_experts_per_tok * tokens / split
         parts["experts"] = routed * (2 * a.hidden_size * layout.expert_tensor + widths * a.moe_ffn_hidden_size) * width
         parts["router"] = 8 * tokens * a.num_experts / split
+        if a.shared_expert_ffn_hidden_size is not None:
+            parts["shared expert"] = widths * tokens * a.shared_expert_ffn_hidden_size * width / tp
     else:
         parts["mlp"] = widths * tokens * a.ffn_hidden_size * width / tp
     return parts

@@ -56,6 +56,13 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
         "vocab_size": 128256,
         "tie_word_embeddings": False,
         "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
         "max_position_embeddings": 131072,
     }
 
@@ -67,6 +74,24 @@ def _experts(width: int) -> dict[str, Any]:
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
+    }
+
+
+def _mistral(
+    model_type: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    """Eight key-value heads, as all of them have."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        **more,
     }
 
 
@@ -88,8 +113,53 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, experts=_experts(1536)),
     "llama3.1-8b": _llama3(32, 4096, 32, 14336),
     "llama3.1-70b": _llama3(80, 8192, 64, 28672),
+    "qwen1.5-moe-a2.7b": {
+        **_qwen2_5(24, 2048, 16, 16, 5632, 151936),
+        "model_type": "qwen2_moe",
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 8192,
+    },
+    "mixtral-8x7b": _mistral(
+        "mixtral", 32, 4096, 32, 14336, 32000, num_local_experts=8, num_experts_per_tok=2, rope_theta=1000000.0
+    ),
+    "phi-4": {
+        "model_type": "phi3",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 10,
+        "intermediate_size": 17920,
+        "vocab_size": 100352,
+        "tie_word_embeddings": False,
+        "rope_theta": 250000.0,
+        "max_position_embeddings": 16384,
+    },
+    "seed-oss-36b": {
+        "model_type": "seed_oss",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 27648,
+        "vocab_size": 155136,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_theta": 10000000.0,
+        "max_position_embeddings": 524288,
+    },
+    "mistral-7b-v0.1": _mistral("mistral", 32, 4096, 32, 14336, 32000, sliding_window=4096, rope_theta=10000.0),
 }
 """Values of the config.json files on the Hugging Face hub, for instance Qwen/Qwen2.5-32B-Instruct."""
+
+
+def model_of_each_family() -> dict[str, str]:
+    """model_type -> the first of ``MODELS`` that has it."""
+    return {config["model_type"]: name for name, config in reversed(MODELS.items())}
 
 
 def preset(name: str) -> Architecture:

@@ -157,7 +157,8 @@ def recomputed_share(architecture: Architecture, learner: LearnerConfig, mean_le
     if recompute.granularity == "selective":
         a = architecture
         attention = pair_flops(a) * mean_length / 2
-        ffn = (a.moe_ffn_hidden_size or 0) * (a.num_experts_per_tok or 0) if a.is_moe else a.ffn_hidden_size
+        routed = (a.moe_ffn_hidden_size or 0) * (a.num_experts_per_tok or 0)
+        ffn = routed + (a.shared_expert_ffn_hidden_size or 0) if a.is_moe else a.ffn_hidden_size
         mlp = 6.0 * a.hidden_size * ffn
         modules = recompute.modules or ["core_attn"]
         again = (attention if "core_attn" in modules else 0.0) + (mlp if {"mlp", "moe"} & set(modules) else 0.0)

@@ -14,13 +14,15 @@ from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.config import Config, ConfigError
 
-OWN_OUTPUT_LAYER = frozenset({"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+OWN_OUTPUT_LAYER = frozenset({"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
 """Classes that build an lm_head whatever ``tie_word_embeddings`` says; of a tied model nothing ever fills it."""
 
 WHOLE_PAST = frozenset(
     {
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.learner.tiny_models import FAMILIES, VOCAB_SIZE, hf_model
+from megatron_retool.admission.shrink import VOCAB_SIZE
+from tests.learner.tiny_models import FAMILIES, hf_model
 
 
 def save_tokenizer(directory: Path) -> None:

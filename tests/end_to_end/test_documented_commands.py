@@ -33,6 +33,7 @@ RUN_ELSEWHERE = {
     r"^megatron-retool data ": "tests/data/test_prepare.py and test_construct.py: here is neither hub nor endpoint",
     r"tools\.code_interpreter\.server|^curl ": "tests/tools/code_interpreter starts servers and asks them",
     r"^megatron-retool doctor": "tests/doctor runs it, on this host",
+    r"^megatron-retool admit|megatron_retool\.admission\.page": "tests/admission admits every family",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
     r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
 }

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import OptimizerConfig, load_config
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from tests.learner import tiny_models
-from tests.learner.ranks import run_ranks
 
 
 def learn_and_reload(hf_dir, directory):

@@ -1,11 +1,12 @@
-"""What test_parity leaves out, critic and losses over whole sequences, is the same in every layout."""
+"""What tests/admission leaves out, critic and losses over whole sequences, is the same in every layout."""
 
 import numpy as np
 import pytest
 
+from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.config import AlgorithmConfig, Config, LearnerConfig, OptimizerConfig, RolloutCorrectionConfig
 from tests.learner import tiny_models
-from tests.learner.ranks import run_ranks
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, eps=1e-6)
@@ -35,7 +36,7 @@ def learn(world_size, name, hf_dir):
         world_size=world_size, dtype="float32", max_tokens_per_micro_batch=112, **LAYOUTS[world_size][name]
     )
     config = Config(learner=learner, algorithm=ALGORITHM)
-    batch = tiny_models.random_batch(LENGTHS)
+    batch = random_batch(LENGTHS)
     rng = np.random.default_rng(2)
     count = batch.num_response_tokens
     weights = batch.loss_mask / batch.loss_mask.sum()

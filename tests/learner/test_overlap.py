@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.tiny_model import random_batch
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, TrainerConfig
 from tests.learner import tiny_models
-from tests.learner.ranks import run_ranks
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 # The norm of all shards is added up shard by shard, which other buckets cut otherwise: without clipping its rounding
@@ -41,7 +42,7 @@ def learn(world_size, hf_dir, layout, dtype, overlap, directory):
 
     learner = LearnerConfig(world_size=world_size, dtype=dtype, max_tokens_per_micro_batch=64, **layout, **overlap)
     config = Config(learner=learner, trainer=TrainerConfig(verify_checkpoints=False))
-    batch = tiny_models.random_batch(LENGTHS)
+    batch = random_batch(LENGTHS)
     subject = Learner(config, optimizer=OPTIMIZER, total_optimizer_steps=9, hf_dir=hf_dir)
     norms, gradients = [], []
     for step in range(4):
@@ -50,7 +51,7 @@ def learn(world_size, hf_dir, layout, dtype, overlap, directory):
             subject.sft_update(batch)
             subject.load(directory)
         # Two batches of different lengths: micro-batches of another number, and the second has seen the first's hooks.
-        part = batch if step != 1 else tiny_models.random_batch(LENGTHS[:4], seed=5)
+        part = batch if step != 1 else random_batch(LENGTHS[:4], seed=5)
         norms.append(subject.sft_update(part)["grad_norm"])
         gradients.append(gradients_by_hf_name(subject.model_chunks, subject.architecture))
     weights = {name: tensor.clone() for bucket in subject.export_weights() for name, tensor in bucket}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from conversion.model.layout import ParallelLayout
+from megatron_retool.admission.tiny_model import random_batch, with_copies
 from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer, zigzag
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.tree_attention import tree_attention
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import random_batch, with_copies
 
 
 def _layout(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, virtual: int | None = None):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from conversion.model.layout import ParallelLayout
+from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import resolve_device
-from tests.learner.ranks import run_ranks
 
 
 def test_cuda_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

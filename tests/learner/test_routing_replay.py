@@ -1,4 +1,4 @@
-"""Routing replay in one process: what is replayed, recorded, counted, refused. test_parity has it in every layout."""
+"""Routing replay in one process: what is replayed, recorded, counted, refused. tests/admission has every layout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from conversion.model.layout import ParallelLayout
+from megatron_retool.admission.forced_routing import distance, expectation, gradients_of_update, random_rows, with_rows
+from megatron_retool.admission.tiny_model import random_batch, save_model
 from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.config.algorithm import RolloutCorrectionConfig
 from megatron_retool.doctor.model import sequences
@@ -22,8 +24,7 @@ from megatron_retool.learner.packing import Packer
 from megatron_retool.learner.routing_replay import LayerReplay, _Choice, check_routers, cut_rows
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.forced_routing import distance, expectation, gradients_of_update, random_rows, with_rows
-from tests.learner.tiny_models import hf_model, random_batch, save_model
+from tests.learner.tiny_models import hf_model
 
 LENGTHS = [(5, 20), (9, 3), (4, 12), (13, 31), (6, 1)]
 OPTIONS: dict[str, Any] = {"num_hidden_layers": 2, "norm_topk_prob": False}

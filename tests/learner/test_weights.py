@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conversion.hf_to_mcore import TargetLayout, convert
+from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.tiny_model import save_model
 from tests.conversion.conftest import assert_same_bits
-from tests.learner.ranks import run_ranks
 from tests.learner.test_checkpoint import DENSE, EP, ETP, EXPERTS, PP, SP, TP, _learner
-from tests.learner.tiny_models import hf_model, save_model
+from tests.learner.tiny_models import hf_model
 
 LAYOUTS = {DENSE: {TP: 2, PP: 2}, EXPERTS: {EP: 2, TP: 2, SP: True, ETP: 1, PP: 2}}
 CONVERTED_FOR = {DENSE: TargetLayout(), EXPERTS: TargetLayout(tp=2, ep=4)}

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import load_config, save_config
 from megatron_retool.loop.rollout_files import write_estimates
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch, write_trajectories
-from tests.learner.tiny_models import hf_model, save_model
+from tests.learner.tiny_models import hf_model
 
 RESPONSES = 12
 TEMPERATURE = 0.8

@@ -7,7 +7,7 @@ from typing import Any
 from conversion.model.family import Family
 from conversion.model.hf_config import (
     ConfigReader,
-    UnsupportedArchitecture,
+    check_experts_everywhere,
     experts,
     switched_sliding_window,
     unbiased_decoder,
@@ -17,10 +17,7 @@ from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, decoder_rules
 
 def read(config: ConfigReader) -> dict[str, Any]:
     fields = unbiased_decoder(config)
-    if config.integer("decoder_sparse_step", 1) != 1 or config.mapping.get("mlp_only_layers"):
-        raise UnsupportedArchitecture(
-            "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
-        )
+    check_experts_everywhere(config)
     return {**fields, **experts(config), **switched_sliding_window(config), "qk_norm": True}
 
 

@@ -1,16 +1,13 @@
-"""FLOP counts against what torch counts, and known published sizes."""
+"""FLOP counts against known published sizes; tests/admission holds them against what torch counts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from tests.conversion.model.test_layout import EXPERTS
-from tests.learner.tiny_models import hf_model
 
 QWEN25_7B = Architecture(
     family="qwen2",
@@ -22,20 +19,6 @@ QWEN25_7B = Architecture(
     ffn_hidden_size=18944,
     vocab_size=152064,
 )
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_dense_models_equal_torchs_count(family: str) -> None:
-    model = hf_model(family)
-    architecture = Architecture.from_hf_config(model.config.to_dict())
-    length = 24
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, length, dtype=torch.long))
-    found = flops.forward_flops(architecture, [length])
-    # torch counts all pairs of eager attention (and the rotary table); a causal model needs half of them.
-    upper_pairs = length * (length - 1) / 2
-    found += architecture.num_layers * flops.pair_flops(architecture) * upper_pairs
-    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_a_token_costs_about_six_flops_a_parameter() -> None:

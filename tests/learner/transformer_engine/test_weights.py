@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from conversion.hf_to_mcore import convert
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import checkpoint_place
+from megatron_retool.admission.parity import OPTIMIZER, TEMPERATURE, mini_batch
+from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import Config, LearnerConfig
-from tests.learner.test_parity import OPTIMIZER, TEMPERATURE, mini_batch
-from tests.learner.tiny_models import FAMILIES, hf_model, save_model
+from tests.learner.tiny_models import FAMILIES, hf_model
 from tests.learner.transformer_engine.conftest import Run
 
 TP, SP, PP, EP, ETP = (

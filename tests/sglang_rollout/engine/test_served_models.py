@@ -34,7 +34,13 @@ def of_class(name: str) -> dict[str, Any]:
     return {"model_type": kinds.get(name.removesuffix("ForCausalLM").lower(), "other"), "architectures": [name]}
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_PAST))
@@ -51,7 +57,7 @@ def test_tied_models_are_refused_where_the_class_has_an_output_layer_of_its_own(
     check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys, tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("name", sorted(WHOLE_PAST - {"LlamaForCausalLM", "Qwen2MoeForCausalLM"}))
+@pytest.mark.parametrize("name", sorted(WHOLE_PAST - {"LlamaForCausalLM"}))
 def test_a_window_is_refused_where_a_text_can_outgrow_it(name: str, tmp_path: Path) -> None:
     keys = of_class(name) | EXPERTS | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512}
     with pytest.raises(ConfigError, match=r"sliding_window=512.*600 now"):

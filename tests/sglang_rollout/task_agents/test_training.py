@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_retool.admission.tiny_model import hf_log_probs
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import RewardConfig, load_config
 from megatron_retool.loop.columns import add_advantages, correct_rollout, split_mini_batches
@@ -20,7 +21,6 @@ from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.rollout_manager import RolloutManager
-from tests.learner.tiny_models import hf_log_probs
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.backends.test_transformers_engine import started
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools

@@ -16,17 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conversion.model.architecture import Architecture
+from megatron_retool.admission.tiny_model import Copies, hf_log_probs, stored_gradients
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
-from tests.learner.tiny_models import Copies, hf_log_probs, stored_gradients
 
 Rows = np.ndarray[Any, Any]
 
 
 def random_rows(batch: TrajectoryBatch, layers: int, experts: int, k: int, missing: float, copies: Copies = ()) -> Rows:
     """uint8 [sum (P + R), layers, k]: experts drawn at random, of which a share of the tokens knows none; those of
-    ``tiny_models.with_copies`` are the other's."""
+    ``tiny_model.with_copies`` are the other's."""
     rng = np.random.default_rng(9)
     count = int(batch.total_lengths.sum())
     rows = rng.random((count, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
@@ -73,7 +74,7 @@ def forced(model: Any, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
                 known = torch.from_numpy(~is_missing(mine))[:, None]
                 chosen = torch.where(known, torch.from_numpy(mine[:, layer].astype(np.int64)), chosen)
             gates = probabilities.gather(1, chosen)
-            if router.norm_topk_prob:
+            if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises
                 gates = gates / gates.sum(-1, keepdim=True)
             return logits, gates.to(logits.dtype), chosen
 
@@ -88,6 +89,20 @@ def forced(model: Any, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
     finally:
         for router in routers:
             del router.forward
+
+
+def expectations(
+    model: Any, architecture: Architecture, batch: TrajectoryBatch, copies: Copies, temperature: float, loss: Any
+) -> dict[str, dict[str, Any]]:
+    """``expectation`` for rows of all tokens, rows with gaps, and the routers' own choice; ``compare`` reads it."""
+    assert architecture.num_experts is not None and architecture.num_experts_per_tok is not None
+    sizes = architecture.num_layers, architecture.num_experts, architecture.num_experts_per_tok
+    rows = {
+        "all_rows": random_rows(batch, *sizes, missing=0.0, copies=copies),
+        "gaps": random_rows(batch, *sizes, missing=0.25, copies=copies),
+        "own": None,
+    }
+    return {kind: expectation(model, batch, each, temperature, loss) for kind, each in rows.items()}
 
 
 def own_rows(own: list[list[Tensor]]) -> Rows:
@@ -181,8 +196,10 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
     found: dict[str, float] = {}
     replay = learner.routing_replay
     plan: dict[str, tuple[str | None, ...]] = {"all_rows": ("moe",), "gaps": (None, "full"), "own": (None,)}
-    if learner.layout.world_size > 2:  # four processes on two cores: what is the same on fewer ranks is left out
+    if learner.layout.world_size > 1:  # what is the same in one process is left out
         plan = {"gaps": (None, "full"), "own": ("moe",)}
+    if learner.transformer_config.recompute_granularity is not None:  # it recomputes by itself
+        plan = {"gaps": (None,), "own": (None,)}
     for kind, granularities in plan.items():
         want = expected[kind]
         replay.mode = "old_log_probs" if kind == "own" else "rollout"

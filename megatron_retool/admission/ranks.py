@@ -11,7 +11,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
@@ -38,7 +37,7 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context(start_method) if start_method else _context()
+    context: Any = multiprocessing.get_context(start_method) if start_method else _context()
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, directory, args))
         for rank in range(world_size)
@@ -69,13 +68,14 @@ def _context() -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["megatron_retool.learner.learner", "tests.learner.ranks", "tests.learner.tiny_models"]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        # Its socket is removed after the session's scratch directory is.
-        patch.setattr(tempfile, "tempdir", str(Path(tempfile.gettempdir()).parent))
+    context.set_forkserver_preload(["megatron_retool.learner.learner", "megatron_retool.admission.parity"])
+    scratch = tempfile.tempdir
+    try:
+        # Its socket is removed after the process's scratch directory is.
+        tempfile.tempdir = str(Path(tempfile.gettempdir()).parent)
         forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = scratch
     return context
 
 

@@ -2,8 +2,9 @@
 
     python load_into_engine_models.py cases.json answers.json
 
-A case has a Hugging Face directory, an override of its config.json and a safetensors file with what the class is given
-to load. An answer has the parameters that are not written whole afterwards, and the warnings.
+``weight_sync/engine_classes.py`` starts it. A case has a Hugging Face directory, an override of its config.json and a
+safetensors file with what the class is given to load. An answer has the parameters that are not written whole
+afterwards, and the warnings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Qwen1.5-MoE and Qwen2-MoE: biases on q, k and v, and a gated shared expert beside the experts of every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import (
+    ConfigReader,
+    UnsupportedArchitecture,
+    check_experts_everywhere,
+    decoder,
+    experts,
+    optional_sliding_window,
+    shared_expert,
+)
+from conversion.model.rules import ATTENTION, EXPERTS, QKV_BIAS, SHARED_EXPERT, SHARED_EXPERT_GATE, decoder_rules
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    fields = {**decoder(config), **experts(config), **shared_expert(config)}
+    check_experts_everywhere(config)
+    if not config.flag("qkv_bias", True):
+        raise UnsupportedArchitecture("qkv_bias=false is not supported: no published checkpoint has it")
+    return {**fields, **optional_sliding_window(config), "attention_bias": True}
+
+
+FAMILY = Family(
+    "qwen2_moe",
+    rules=decoder_rules(*ATTENTION, *QKV_BIAS, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    read=read,
+    engine_classes={"Qwen2MoeForCausalLM": "sglang.srt.models.qwen2_moe:Qwen2MoeForCausalLM"},
+)

@@ -1,0 +1,63 @@
+"""What one check of an admission found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True)
+class Check:
+    """
+    Attributes:
+        kind: its row of docs/models.md: "layout" and the like.
+        reason: why it failed or does not apply; empty where it passed.
+        figures: what was measured, by name.
+    """
+
+    kind: str
+    name: str
+    verdict: Verdict
+    reason: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def judged(kind: str, name: str, figures: dict[str, float], exceeding: dict[str, float]) -> Check:
+    """A check that measured ``figures``, of which ``exceeding`` are beyond their tolerance."""
+    if not exceeding:
+        return Check(kind, name, Verdict.PASS, figures=figures)
+    worst = sorted(exceeding.items(), key=lambda item: -item[1])
+    return Check(kind, name, Verdict.FAIL, ", ".join(f"{key} {value:.1e}" for key, value in worst[:4]), figures)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Every check of one model.
+
+    Attributes:
+        model: what was asked for: a directory, a file, or a published model's name.
+        config: config.json as it was shrunk.
+    """
+
+    family: str
+    model: str
+    config: dict[str, Any]
+    checks: tuple[Check, ...]
+
+    @property
+    def admitted(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.verdict is Verdict.FAIL)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "admitted": self.admitted}

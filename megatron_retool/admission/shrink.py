@@ -1,0 +1,90 @@
+"""A few thousand parameters in place of billions: config.json with small sizes and the same kinds of layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VOCAB_SIZE = 101
+"""No multiple of anything: the learner has to pad it."""
+HIDDEN, FFN, EXPERT_FFN, SHARED_FFN = 32, 48, 24, 40
+HEADS, EXPERTS, CHOSEN, WINDOW, POSITIONS = 4, 4, 2, 16, 128
+
+_SIZES: dict[str, int] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "moe_intermediate_size": EXPERT_FFN,
+    "shared_expert_intermediate_size": SHARED_FFN,
+    "num_attention_heads": HEADS,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": POSITIONS,
+}
+"""Sizes that every model of a family may have; a key that config.json lacks stays absent."""
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """``hf_config`` with small sizes and ``layers`` layers, of every kind that it has, in float32.
+
+    Grouped queries stay grouped, a head size of its own stays one, a window stays a window. What is no size is kept.
+    """
+    small = {**hf_config, **{key: size for key, size in _SIZES.items() if hf_config.get(key) is not None}}
+    heads = hf_config.get("num_attention_heads")
+    groups = hf_config.get("num_key_value_heads")
+    if heads and groups:
+        small["num_key_value_heads"] = HEADS if groups == heads else min(groups, HEADS // 2)
+    if hf_config.get("head_dim") is not None and heads:
+        usual = hf_config["head_dim"] * heads == hf_config.get("hidden_size")
+        small["head_dim"] = HIDDEN // HEADS if usual else 2 * HIDDEN // HEADS
+    if hf_config.get("num_experts_per_tok") is not None:
+        small["num_experts_per_tok"] = min(hf_config["num_experts_per_tok"], CHOSEN)
+    if hf_config.get("sliding_window") is not None:
+        small["sliding_window"] = WINDOW
+    for key in ("rope_parameters", "rope_scaling"):
+        small |= {key: _small_rope(hf_config[key])} if isinstance(hf_config.get(key), Mapping) else {}
+    small |= _layers(hf_config, layers)
+    for key in ("dtype", "torch_dtype"):
+        small.pop(key, None)
+    # A padding token's embedding would get no gradient, and the others lie outside the small vocabulary.
+    return {**small, **dict.fromkeys(_TOKENS), "dtype": "float32", "initializer_range": 0.1}
+
+
+def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The keys that count or name layers."""
+    before = int(hf_config.get("num_hidden_layers") or layers)
+    small: dict[str, Any] = {"num_hidden_layers": layers}
+    types = hf_config.get("layer_types")
+    if isinstance(types, Sequence) and not isinstance(types, str) and types:
+        small["layer_types"] = _every_kind(types, layers)
+    full = hf_config.get("max_window_layers")
+    if full is not None:
+        small["max_window_layers"] = layers if full >= before else math.ceil(layers * full / before)
+    if hf_config.get("mlp_only_layers"):
+        small["mlp_only_layers"] = [1]
+    if (hf_config.get("decoder_sparse_step") or 1) > 1:
+        small["decoder_sparse_step"] = 2
+    if hf_config.get("first_k_dense_replace"):
+        small["first_k_dense_replace"] = 1
+    return small
+
+
+def _every_kind(types: Sequence[Any], layers: int) -> list[Any]:
+    """The first of ``types``, as many as leave room for one of each kind that they lack."""
+    first = [types[number % len(types)] for number in range(layers)]
+    for kept in range(layers, 0, -1):
+        missing = [kind for kind in dict.fromkeys(types) if kind not in first[:kept]]
+        if kept + len(missing) <= layers:
+            return [*first[:kept], *missing]
+    return first
+
+
+def _small_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Of positions that a tiny model reads: stretched from a quarter of them."""
+    small = {k: _small_rope(v) if isinstance(v, Mapping) else v for k, v in parameters.items()}
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = POSITIONS // 4
+    return small

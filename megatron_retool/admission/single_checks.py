@@ -1,0 +1,130 @@
+"""Checks of one process: names and round trip, the planner's counts, the chat template and its tool calls."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from conversion.hf_to_mcore import TargetLayout, convert
+from conversion.mcore_to_hf import export
+from conversion.model.architecture import Architecture
+from conversion.model.flops import forward_flops, pair_flops
+from conversion.model.weight_map import WeightMap
+from megatron_retool.admission.outcome import Check, Verdict, judged
+from megatron_retool.planning.memory import parameter_count
+from sglang_rollout.agent.tool_call_formats import HermesFormat
+
+FLOPS_TOLERANCE = 0.01
+FLOPS_TOKENS = 24
+
+
+def tensor_names(architecture: Architecture, directory: Path) -> Check:
+    """Names and shapes that the family's table gives, against what transformers has written."""
+    expected = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
+    found = {
+        name: shape
+        for mapping in WeightMap(architecture).exported()
+        for name, shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+    }
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if wrong:
+        said = f"{wrong[0]}: the table says {found.get(wrong[0])}, transformers {expected.get(wrong[0])}"
+        return Check("weights", "names and shapes", Verdict.FAIL, f"{len(wrong)} tensors differ; {said}")
+    return Check("weights", "names and shapes", Verdict.PASS, figures={"tensors": float(len(expected))})
+
+
+def round_trip(architecture: Architecture, directory: Path, families: tuple[str, ...]) -> Check:
+    """To Megatron-Core, laid out for TP and PP, and back: the same bits."""
+    expert = 2 if architecture.is_moe else 1
+    layout = TargetLayout(tp=2, pp=2, ep=expert)
+    there, back = directory / "mcore", directory / "back"
+    convert(directory, there, layout=layout, families=families, workers=1, require_tokenizer=False)
+    export(there, back, families=families, workers=1, require_tokenizer=False)
+    source, again = load_file(directory / "model.safetensors"), load_file(back / "model.safetensors")
+    wrong = [name for name in source.keys() | again.keys() if not _same_bits(source.get(name), again.get(name))]
+    if wrong:
+        return Check("weights", "round trip", Verdict.FAIL, f"other bits: {', '.join(sorted(wrong)[:5])}")
+    return Check(
+        "weights", "round trip", Verdict.PASS, figures={"bytes": float(sum(t.nbytes for t in source.values()))}
+    )
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def planned_parameters(architecture: Architecture, model: Any) -> Check:
+    """The planner's number of parameters, against the model's."""
+    own = sum(parameter.numel() for parameter in model.parameters())
+    difference = abs(parameter_count(architecture) - own)
+    figures = {"parameters": float(own), "difference": float(difference)}
+    return judged("planner", "parameters", figures, {"difference": float(difference)} if difference else {})
+
+
+def planned_flops(architecture: Architecture, model: Any) -> Check:
+    """The planner's FLOPs of a forward pass, against torch's count of transformers'."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, FLOPS_TOKENS, dtype=torch.long), use_cache=False)
+    expected = counter.get_total_flops()
+    # torch counts all pairs of eager attention; a causal model, with its windows, needs a part of them.
+    pairs = architecture.num_layers * pair_flops(architecture)
+    alone = forward_flops(architecture, [1] * FLOPS_TOKENS)
+    found = alone + pairs * (FLOPS_TOKENS**2 - FLOPS_TOKENS)
+    off = abs(found / expected - 1)
+    return judged("planner", "FLOPs", {"relative difference": off}, {"off by": off} if off > FLOPS_TOLERANCE else {})
+
+
+_CALL = {"name": "run", "arguments": {"code": "print(1 + 1)"}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "run",
+        "description": "Runs Python.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is 1 + 1?"}]
+_CALLED = [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}]
+_ANSWERED = [*_CALLED, {"role": "tool", "name": "run", "content": "2"}]
+
+
+def chat_template(directory: Path | None) -> list[Check]:
+    """Whether the tokenizer's template writes tools, and tool calls that a format of ours reads."""
+    names = ("chat template", "tool calls")
+    if directory is None or not (directory / "tokenizer_config.json").is_file():
+        return [Check("chat", name, Verdict.NOT_APPLICABLE, "no tokenizer beside config.json") for name in names]
+    from transformers import AutoTokenizer
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        plain = tokenizer.apply_chat_template(_ASKED, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        return [Check("chat", "chat template", Verdict.FAIL, f"{type(error).__name__}: {error}")]
+    template = Check("chat", "chat template", Verdict.PASS)
+    try:
+        asked = tokenizer.apply_chat_template(_ASKED, tools=[_TOOL], tokenize=False, add_generation_prompt=True)
+        called = tokenizer.apply_chat_template(_CALLED, tools=[_TOOL], tokenize=False)
+        answered = tokenizer.apply_chat_template(_ANSWERED, tools=[_TOOL], tokenize=False)
+    except Exception as error:
+        return [template, Check("chat", "tool calls", Verdict.FAIL, f"{type(error).__name__}: {error}")]
+    if asked == plain or _CALL["name"] not in asked or "2" not in answered[len(called.rstrip()) :]:
+        reason = "the template leaves out tools or their results: use a format with tags of its own (retool)"
+        return [template, Check("chat", "tool calls", Verdict.NOT_APPLICABLE, reason)]
+    shared = len(asked) if called.startswith(asked) else len(plain)
+    calls = HermesFormat().parse(called[shared:])
+    read = [(call.name, call.arguments) for call in calls if call.error is None]
+    if read != [(_CALL["name"], _CALL["arguments"])]:
+        reason = f"no format of ours reads {json.dumps(called[shared:][:80])}: declare one (docs/extending.md)"
+        return [template, Check("chat", "tool calls", Verdict.FAIL, reason)]
+    return [template, Check("chat", "tool calls", Verdict.PASS)]

@@ -1,0 +1,115 @@
+"""A transformers model with random weights, batches to read with it, and its tensors under a checkpoint's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_retool.admission.shrink import VOCAB_SIZE
+from megatron_retool.doctor.model import sequences
+from megatron_retool.trajectory import TrajectoryBatch
+
+Copies = Sequence[tuple[int, int, int]]
+"""(row, other, tokens), see ``with_copies``."""
+
+
+def random_model(config: Any) -> Any:
+    """A float32 model of ``config`` (a transformers configuration, or config.json's mapping), norms and biases random
+    too.
+
+    Raises:
+        ValueError: transformers does not know the model type.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if isinstance(config, Mapping):
+        fields = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
+        config = AutoConfig.for_model(config["model_type"], **fields)
+    config._attn_implementation = config._experts_implementation = "eager"  # whose FLOPs torch can count
+    torch.manual_seed(20)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bias"):
+                tensor.normal_(0.0, 0.3)
+            elif "norm" in name and name.endswith("weight"):
+                tensor.normal_(1.0, 0.2)
+    return model
+
+
+def stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` (or gradients) by the model's names -> by those of its checkpoint: transformers keeps experts fused
+    and renames what its models share."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def stored_gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients under the names that a checkpoint on disk has; a parameter without one has zeros."""
+    return stored(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
+
+
+def stored_weights(model: Any) -> dict[str, Tensor]:
+    """Weights under the names that a checkpoint on disk has."""
+    return stored(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def save_model(model: Any, directory: Path, hf_config: Mapping[str, Any] | None = None) -> Path:
+    """Weights and config.json; the latter as ``hf_config`` has it, where transformers writes it in another way."""
+    model.save_pretrained(directory)
+    if hf_config is not None:
+        architectures = {"architectures": [type(model).__name__]}
+        (directory / "config.json").write_text(json.dumps({**hf_config, **architectures}, indent=1))
+    return directory
+
+
+def random_batch(lengths: list[tuple[int, int]], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> TrajectoryBatch:
+    """Trajectories of the given (prompt, response) lengths with tool tokens between sampled ones."""
+    rng = np.random.default_rng(seed)
+    prompts, responses = (np.array(x, np.int32) for x in zip(*lengths, strict=True))
+    total = int(responses.sum())
+    loss_mask = rng.random(total) < 0.8
+    return TrajectoryBatch(
+        prompt_ids=rng.integers(0, vocab_size, int(prompts.sum())).astype(np.int32),
+        prompt_lengths=prompts,
+        response_ids=rng.integers(0, vocab_size, total).astype(np.int32),
+        response_lengths=responses,
+        loss_mask=loss_mask,
+        rollout_log_probs=np.where(loss_mask, -rng.random(total), 0).astype(np.float32),
+        turn_ids=np.where(loss_mask, 0, -1).astype(np.int16),
+        weight_versions=np.zeros(total, np.int32),
+        group_ids=np.zeros(len(lengths), np.int32),
+        indices=np.arange(len(lengths), dtype=np.int32),
+        rewards=np.zeros(len(lengths), np.float32),
+    )
+
+
+def with_copies(batch: TrajectoryBatch, copies: Copies) -> TrajectoryBatch:
+    """The batch in which each ``row`` begins with ``tokens`` tokens of ``other``, for each (row, other, tokens)."""
+    both = [np.concatenate(pair) for pair in sequences(batch)]
+    for row, other, tokens in copies:
+        both[row][:tokens] = both[other][:tokens]
+    prompts = [ids[:length] for ids, length in zip(both, batch.prompt_lengths, strict=True)]
+    responses = [ids[length:] for ids, length in zip(both, batch.prompt_lengths, strict=True)]
+    return dataclasses.replace(batch, prompt_ids=np.concatenate(prompts), response_ids=np.concatenate(responses))
+
+
+def hf_log_probs(model: Any, batch: TrajectoryBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log-probs and entropy of every response token, one sequence at a time and unpadded: float32 [T] with gradient."""
+    log_probs, entropies = [], []
+    for prompt, response in sequences(batch):
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+        log_p = torch.log_softmax(logits, dim=-1)
+        log_probs.append(log_p.gather(-1, ids[len(prompt) :, None]).squeeze(-1))
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)

@@ -1,0 +1,34 @@
+"""docs/models.md is what docs/models.json says, of every built-in family, and a verdict needs every check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conversion.model.family import built_in_families
+from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
+from megatron_retool.admission.page import FOUND, page
+from megatron_retool.admission.parity import too_far
+from megatron_retool.admission.report import table, write_json
+
+
+def test_the_page_is_up_to_date() -> None:
+    found = json.loads(FOUND.read_text(encoding="utf-8"))
+    assert {model["family"] for model in found["models"]} == set(built_in_families())
+    assert all(model["admitted"] for model in found["models"])
+    said = "docs/models.md tells how it is made again"
+    assert page(found) == FOUND.with_suffix(".md").read_text(encoding="utf-8"), said
+
+
+def test_one_failure_refuses(tmp_path: Path) -> None:
+    near, far = {"gradient": 9e-6, "entropy": 1.5e-5}, {"gradient": float("nan"), "metric loss": 2e-5, "log_probs": 0.0}
+    assert too_far(near) == {} and set(too_far(far)) == {"gradient", "metric loss"}
+    passed, failed = judged("layout", "tp2", near, too_far(near)), judged("layout", "pp2", far, too_far(far))
+    skipped = Check("layout", "ep2", Verdict.NOT_APPLICABLE, "no experts")
+    assert Admission("llama", "mine", {}, (passed, skipped)).admitted
+    refused = Admission("llama", "mine", {}, (passed, skipped, failed))
+    assert refused.failures == (failed,) and "metric loss 2.0e-05" in failed.reason
+    write_json(tmp_path / "found.json", [refused])
+    (model,) = json.loads((tmp_path / "found.json").read_text())["models"]
+    assert model["admitted"] is False and model["checks"][0]["figures"] == {"gradient": 9e-6, "entropy": 1.5e-5}
+    assert table(refused).row_count == 3
