@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.dynamic_sampling import GroupFilter, RefillDecision, decide_refill, filter_groups
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -172,7 +173,7 @@ def replay_groups(run: Deployment, count: int, step: int) -> list[list[Trajector
     Raises:
         ValueError: the stored prompts are not those that this step would have drawn.
     """
-    file = Path(run.config.rollout.replay_dir or "") / f"step_{step:06d}.parquet"
+    file = step_path(Path(run.config.rollout.replay_dir or ""), step)
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in read_trajectories(file):
         groups.setdefault(trajectory.group_id, []).append(trajectory)

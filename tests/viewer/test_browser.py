@@ -84,7 +84,7 @@ def browser() -> Iterator[object]:
 def tab(browser) -> Iterator[object]:
     """A tab in which nothing may go wrong unsaid."""
     tab = browser.new_page()
-    tab.set_default_timeout(8000)
+    tab.set_default_timeout(30_000)
     said: list[str] = []
     tab.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: said.append(str(error)))
