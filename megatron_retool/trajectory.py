@@ -203,7 +203,7 @@ class TrajectoryBatch:
     float32 [N]. Without ``segments`` each row is segment 0.
     ``routed_experts`` runs along prompt and response.
     ``columns`` holds what later rooms add along the response ([T]): old_log_probs, ref_log_probs, entropy,
-    advantages, returns, values, importance_weights, loss_weights.
+    advantages, returns, values, importance_weights, loss_weights, routing_flips.
     """
 
     prompt_ids: IntArray
@@ -303,6 +303,12 @@ class TrajectoryBatch:
                 np.array([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], np.int64),
             ),
         )
+
+    def of_responses(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The part [T, ...] of a column along prompts and responses [sum (P + R), ...], prompt first in each row."""
+        lengths = np.stack([self.prompt_lengths, self.response_lengths], 1).ravel()
+        found: npt.NDArray[Any] = column[np.repeat(np.tile([False, True], len(self)), lengths)]
+        return found
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
         """The batch of ``rows``, in that order, with every column."""

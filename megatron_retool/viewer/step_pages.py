@@ -39,7 +39,7 @@ from megatron_retool.viewer.token_texts import token_texts
 Decode = Callable[[list[int]], str]
 _ROW = ["group_id", "index", "finish_reason", "reward", "reward_info", "tool_calls", "extra_info"]
 _TOKENS = ["prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"]
-_COLOURED = {"entropy", "advantages", "rejected_by"}
+_COLOURED = {"entropy", "advantages", "rejected_by", "routing_flips"}
 """Of the learner's columns, those that have a colour as they are."""
 _TEXTS = ["prompt", "response"]
 _AT_ONCE = 16
