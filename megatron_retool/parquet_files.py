@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +29,20 @@ def read_parquet(path: str | Path, columns: Sequence[str] | None = None, optiona
     Raises:
         UnreadableFile: naming file, row and column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    with _opened(path, columns, optional) as file:
+        return file.table()
 
-    path = Path(path)
-    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        found = file.schema_arrow.names
-        _check_columns(path, found, columns)
-        if columns is not None:
-            columns = [*columns, *(name for name in optional if name in found)]
-        try:
-            table = file.read(columns=columns)
-            table.validate(full=True)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise _damaged(path, error, _place_of_damage(file, columns)) from error
-    return table
+
+def read_row_groups(
+    path: str | Path, columns: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> Iterator[pa.Table]:
+    """The table of ``read_parquet`` by pieces: a row group after another.
+
+    Raises:
+        UnreadableFile: naming file, row and column.
+    """
+    with _opened(path, columns, optional) as file:
+        yield from map(file.table, range(file.handle.num_row_groups))
 
 
 def column_names(path: str | Path) -> list[str]:
@@ -68,29 +68,14 @@ def read_row(
     Raises:
         UnreadableFile: naming file, row and column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = Path(path)
-    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        found = file.schema_arrow.names
-        _check_columns(path, found, columns)
-        if columns is not None:
-            columns = [*columns, *(name for name in optional if name in found)]
+    with _opened(path, columns, optional) as file:
         before = 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
+        for group in range(file.handle.num_row_groups):
+            rows = file.handle.metadata.row_group(group).num_rows
             if row < before + rows:
-                break
+                return dict(file.table(group).slice(row - before, 1).to_pylist()[0])
             before += rows
-        else:
-            raise UnreadableFile(f"{path} has {before} rows, and no row {row}")
-        try:
-            table = file.read_row_group(group, columns=columns).slice(row - before, 1)
-            table.validate(full=True)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise _damaged(path, error, _place_of_damage(file, columns)) from error
-    return dict(table.to_pylist()[0])
+        raise UnreadableFile(f"{path} has {before} rows, and no row {row}")
 
 
 def list_groups(
@@ -102,27 +87,58 @@ def list_groups(
         UnreadableFile: naming file, row and column.
     """
     import pyarrow as pa
+
+    for table in read_row_groups(path, names):
+        found = {}
+        for name in names:
+            if not pa.types.is_list(kind := table.schema.field(name).type):
+                raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of lists")
+            column = table[name].combine_chunks()
+            offsets = column.offsets.to_numpy().astype(np.int64)
+            values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+            found[name] = (offsets - offsets[0], values)
+        yield found
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """
+    Attributes:
+        columns: what is read; None: all.
+    """
+
+    path: Path
+    handle: Any
+    columns: Sequence[str] | None
+
+    def table(self, group: int | None = None) -> pa.Table:
+        """Of a row group, or of the whole file, checked."""
+        import pyarrow as pa
+
+        columns = None if self.columns is None else list(self.columns)
+        try:
+            if group is None:
+                table = self.handle.read(columns=columns)
+            else:
+                table = self.handle.read_row_group(group, columns=columns)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise _damaged(self.path, error, _place_of_damage(self.handle, columns)) from error
+        return table
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, columns: Sequence[str] | None, optional: Sequence[str]) -> Iterator[_Opened]:
+    """The file with the columns that ``read_parquet`` describes; whatever fails in the block is its damage."""
     import pyarrow.parquet as pq
 
     path = Path(path)
-    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        _check_columns(path, file.schema_arrow.names, names)
-        for name in names:
-            if not pa.types.is_list(kind := file.schema_arrow.field(name).type):
-                raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of lists")
-        for group in range(file.num_row_groups):
-            try:
-                table = file.read_row_group(group, columns=list(names)).combine_chunks()
-                table.validate(full=True)
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise _damaged(path, error, _place_of_damage(file, names)) from error
-            found = {}
-            for name in names:
-                column = table[name].combine_chunks()
-                offsets = column.offsets.to_numpy().astype(np.int64)
-                values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-                found[name] = (offsets - offsets[0], values)
-            yield found
+    with damage_named(path), pq.ParquetFile(path, page_checksum_verification=True) as handle:
+        found = handle.schema_arrow.names
+        _check_columns(path, found, columns)
+        if columns is not None:
+            columns = [*columns, *(name for name in optional if name in found)]
+        yield _Opened(path, handle, columns)
 
 
 def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[str, Any]]) -> None:

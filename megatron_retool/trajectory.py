@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.parquet_files import damage_named, read_parquet, write_row_groups
+from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet, write_row_groups
 from megatron_retool.routed_experts import (
     ExpertArray,
     RoutedExperts,
@@ -37,9 +37,14 @@ from megatron_retool.routed_experts import (
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import load_json, without_surrogates
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 IntArray = npt.NDArray[np.int32]
 RowKey = tuple[int, int, int]
 """group_id, index and segment of a row."""
+KEY_COLUMNS = ("group_id", "index", "segment")
+"""What a RowKey is made of in the files of a step; older ones have no segment."""
 
 
 class FinishReason(StrEnum):
@@ -209,7 +214,7 @@ class TrajectoryBatch:
     float32 [N]. Without ``segments`` each row is segment 0.
     ``routed_experts`` runs along prompt and response.
     ``columns`` holds what later rooms add along the response ([T]): old_log_probs, ref_log_probs, entropy,
-    advantages, returns, values, importance_weights, loss_weights.
+    advantages, returns, values, importance_weights, loss_weights, routing_flips.
     """
 
     prompt_ids: IntArray
@@ -309,6 +314,12 @@ class TrajectoryBatch:
                 np.array([len(t.prompt_ids) + len(t.response_ids) for t in trajectories], np.int64),
             ),
         )
+
+    def of_responses(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The part [T, ...] of a column along prompts and responses [sum (P + R), ...], prompt first in each row."""
+        lengths = np.stack([self.prompt_lengths, self.response_lengths], 1).ravel()
+        found: npt.NDArray[Any] = column[np.repeat(np.tile([False, True], len(self)), lengths)]
+        return found
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> TrajectoryBatch:
         """The batch of ``rows``, in that order, with every column."""
@@ -433,6 +444,33 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
             row["timing"] = None if timing is None else RolloutTiming(**load_json(timing))
             trajectories.append(Trajectory(**row))
     return trajectories
+
+
+def keys_of(table: pa.Table, path: str | Path) -> list[RowKey]:
+    """Of all rows of a step's table, in its order; without the column segment each row is segment 0.
+
+    Args:
+        path: of the file that it was read from.
+
+    Raises:
+        UnreadableFile: a column is missing, is not of whole numbers, or lacks one.
+    """
+    import pyarrow as pa
+
+    columns = []
+    for name in KEY_COLUMNS:
+        if name not in table.column_names:
+            if name != "segment":
+                raise UnreadableFile(f"{path}: column {name!r} is missing: name a file of a step here")
+            columns.append([0] * len(table))
+            continue
+        column = table[name]
+        if not pa.types.is_integer(column.type):
+            raise UnreadableFile(f"{path}: column {name!r} holds {column.type} in place of whole numbers")
+        if column.null_count:
+            raise UnreadableFile(f"{path}, row {column.is_null().index(True).as_py()}: column {name!r} has no number")
+        columns.append(column.to_pylist())
+    return list(zip(*columns, strict=True))
 
 
 def _arrow(name: str) -> Any:

@@ -43,9 +43,13 @@ def with_rows(batch: TrajectoryBatch, rows: Rows | None) -> TrajectoryBatch:
     if rows is None:
         return dataclasses.replace(batch, routed_experts=None)
     lengths = batch.total_lengths.astype(np.int64)
-    parts = np.split(rows, np.cumsum(lengths)[:-1])
+    parts = _by_sequence(batch, rows)
     starts = np.cumsum(lengths[::-1])[::-1] - lengths
     return dataclasses.replace(batch, routed_experts=RoutedExperts(np.concatenate(parts[::-1]), starts))
+
+
+def _by_sequence(batch: TrajectoryBatch, along: Rows) -> list[Rows]:
+    return np.split(along, np.cumsum(batch.total_lengths)[:-1])
 
 
 @contextlib.contextmanager
@@ -138,6 +142,11 @@ def expectation(model: Any, batch: TrajectoryBatch, rows: Rows | None, temperatu
             "routing_replay/differing_tokens": differing.any(-1).mean(),
             "routing_replay/differing_token_layers": differing.mean(),
         }
+        flips = np.full(len(rows), np.nan)
+        flips[known] = differing.sum(-1)
+        expected["flips"] = np.concatenate(
+            [part[-length:] for part, length in zip(_by_sequence(batch, flips), batch.response_lengths, strict=True)]
+        )
     return expected
 
 
@@ -213,6 +222,9 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
             passes["reference"] = learner.log_probs(rows, reference=True, temperature=temperature)
         for name, answer in passes.items():
             found[f"{kind} {name}"] = float(np.abs(answer["log_probs"] - want["log_probs"]).max())
+        if kind != "own":
+            same = np.array_equal(passes["policy"]["routing_flips"], want["flips"], equal_nan=True)
+            found[f"{kind} flips"] = float(not same)
         for granularity in granularities:
             with recomputing(learner, granularity):
                 gradients, metrics = gradients_of_update(learner, rows, temperature)
@@ -220,8 +232,7 @@ def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float
             counted = metrics if kind == "own" else passes["policy"]["metrics"]
             figures = want.get("metrics", dict.fromkeys(counted, 0.0) if kind == "own" else {})
             for name, value in figures.items():
-                # Where prefixes are shared, tokens are counted once.
-                if name.startswith("routing_replay/") and not learner.config.learner.share_prefixes:
+                if name.startswith("routing_replay/"):
                     found[f"{kind} {name}"] = abs(counted[name] - value)
         assert replay.waiting == 0
     return found

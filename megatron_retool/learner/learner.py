@@ -201,6 +201,8 @@ class Learner:
             metrics: routing_replay/*, where experts of the engine were replayed.
             routed_experts: with learner.routing_replay=old_log_probs, the experts that the learner chose: uint8 or
                 int16 [sum (P + R), layers, k] in the batch's order, prompt first in each sequence.
+            routing_flips: where experts of the engine were replayed, in how many layers the learner would have taken
+                others for a token: float32 [T] in the batch's order; NaN where the engine's are not known.
 
         Raises:
             ConfigError: ``reference`` without a reference policy.
@@ -212,11 +214,14 @@ class Learner:
         head_options = _head_options(temperature, sampling)
         micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
-        routing = replay.reading(batch, micro_batches, reference) if replay else None
+        routing = replay.reading(batch, reference) if replay else None
         found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
         answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
+        if routing and routing.counts:
+            flips = batch.of_responses(routing.flips())
+            answer["routing_flips"] = np.where(flips < 0, np.nan, flips).astype(np.float32)
         return answer
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
@@ -365,7 +370,7 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         replay = self.routing_replay if replays else None
-        routing = replay.learning(batch, micro_batches, count=counts_routing) if replay else None
+        routing = replay.learning(batch, count=counts_routing) if replay else None
         options = {**head_options, **self._head_settings, "routing": routing}
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)

@@ -27,6 +27,7 @@ class LogProbs(TypedDict):
     entropy: FloatArray
     metrics: dict[str, float]
     routed_experts: NotRequired[ExpertArray]
+    routing_flips: NotRequired[FloatArray]
 
 
 class FusedUpdate(TypedDict):

@@ -145,7 +145,6 @@ class RoutingPass:
     Args:
         replay: of the models that the pass goes through.
         batch: the whole batch.
-        micro_batches: this rank's.
         column: the experts to replay; None: routers choose for themselves.
         record: keep what routers choose (only without ``column``).
         count: count how often routers would have chosen otherwise.
@@ -155,7 +154,6 @@ class RoutingPass:
         self,
         replay: RoutingReplay,
         batch: TrajectoryBatch,
-        micro_batches: Sequence[MicroBatch],
         *,
         column: RoutedExperts | None = None,
         record: bool = False,
@@ -165,14 +163,16 @@ class RoutingPass:
         self._column = column
         self._count = count
         lengths = batch.total_lengths.astype(np.int64)
+        self._tokens = int(lengths.sum())
         self._starts = np.cumsum(lengths) - lengths
-        self._micro_batches = list(micro_batches)
-        """Held so that no other object takes the id of one of them."""
-        self._differing: dict[int, Tensor] = {}
-        self._real = self._known = 0
+        self._differing: dict[int, tuple[MicroBatch, Int64Array, Tensor]] = {}
+        """By the id of a micro-batch (held, so that no other object takes it): which tokens this rank's routers see of
+        it, and what their layers count of each."""
+        self._duplicates: list[Int64Array] = []
+        self._flips: npt.NDArray[np.int32] | None = None
         self._recorded: ExpertArray | None = None
         if record:
-            shape = (int(lengths.sum()), replay.num_layers, replay.experts_per_token)
+            shape = (self._tokens, replay.num_layers, replay.experts_per_token)
             recorded: Any = np.zeros(shape, expert_dtype(replay.num_experts))
             self._recorded = recorded
 
@@ -197,6 +197,8 @@ class RoutingPass:
             yield
             return
         positions = self._replay.share_of(micro_batch.token_positions)
+        if micro_batch.duplicates is not None:
+            self._duplicates.append(micro_batch.duplicates)
         first, count = layers[0].layer, len(layers)
         with contextlib.ExitStack() as stack:
             if self._column is None:
@@ -210,7 +212,7 @@ class RoutingPass:
             device = self._replay.device
             experts = torch.from_numpy(rows).to(device)
             known = experts[:, 0, :1] != missing_expert(rows.dtype)
-            differing = self._counted(micro_batch, positions, rows) if self._count else None
+            differing = self._counted(micro_batch, positions) if self._count else None
             for place, layer in enumerate(layers):
                 stack.enter_context(layer.replaying(_Choice(experts[:, place], known, differing)))
             yield
@@ -219,6 +221,11 @@ class RoutingPass:
     def records(self) -> bool:
         """Whether ``recorded`` has an answer."""
         return self._recorded is not None
+
+    @property
+    def counts(self) -> bool:
+        """Whether ``flips`` has an answer."""
+        return self._count and self._column is not None
 
     def metrics(self) -> dict[str, float]:
         """routing_replay/missing_rows, differing_tokens, differing_token_layers, over all ranks; empty unless counted.
@@ -229,47 +236,64 @@ class RoutingPass:
             return {}
         if self._column is None:
             return {"routing_replay/missing_rows": 1.0}
-        parts = [self._differing[id(each)] for each in self._micro_batches]
-        differing = torch.cat(parts)
-        if self._replay.pipeline > 1:
-            # Every stage knows of its own layers.
-            torch.distributed.all_reduce(differing, group=parallel_state.get_pipeline_model_parallel_group())
-        found = [self._real, self._known, int((differing > 0).sum()), int(differing.sum())]
-        totals = torch.tensor(found, dtype=torch.float64, device=self._replay.device)
-        for group in self._replay.groups_of_tokens():
-            torch.distributed.all_reduce(totals, group=group)
-        real, known, tokens, token_layers = totals.tolist()
+        flips = self.flips()
+        replayed = flips[flips >= 0]
+        known = max(len(replayed), 1)
         return {
-            "routing_replay/missing_rows": (real - known) / max(real, 1.0),
-            "routing_replay/differing_tokens": tokens / max(known, 1.0),
-            "routing_replay/differing_token_layers": token_layers / max(known * self._replay.num_layers, 1.0),
+            "routing_replay/missing_rows": (len(flips) - len(replayed)) / max(len(flips), 1),
+            "routing_replay/differing_tokens": float((replayed > 0).sum() / known),
+            "routing_replay/differing_token_layers": float(replayed.sum() / (known * self._replay.num_layers)),
         }
+
+    def flips(self) -> npt.NDArray[np.int32]:
+        """Layers whose router would have chosen other experts for a token than it was made to, of all tokens of the
+        batch: [sum (P + R)], prompt first in each sequence; -1: its row is missing. A collective."""
+        assert self.counts and self._column is not None
+        if self._flips is None:
+            found = np.zeros(self._tokens, np.int32)
+            for _, positions, differing in self._differing.values():
+                real = positions >= 0
+                found[positions[real]] = differing.cpu().numpy()[real]
+            self._copy_to_duplicates(found)
+            # A stage of the pipeline knows of its own layers, and whoever has not seen a token has 0 for it.
+            self._reduce(found, torch.distributed.ReduceOp.SUM, self._replay.groups_of_layers_and_tokens())
+            found[is_missing(cut_rows(self._column, self._starts, np.arange(self._tokens), 0, 1))] = -1
+            self._flips = found
+        return self._flips
 
     def recorded(self) -> ExpertArray:
         """What routers chose for all tokens of the batch: [sum (P + R), layers, k]. A collective."""
         found = self._recorded
         assert found is not None
-        for micro_batch in self._micro_batches:
-            if micro_batch.duplicates is not None:
-                others, computed = micro_batch.duplicates
-                found[others] = found[computed]
+        self._copy_to_duplicates(found)
         if torch.distributed.get_world_size() > 1:
-            step = max(1, _REDUCED_BYTES // (found[0].size * 4)) if len(found) else 1
-            for start in range(0, len(found), step):
-                part = torch.from_numpy(found[start : start + step])
-                # Whoever has not seen a token has 0 for it. NCCL has no int16.
-                moved = part.to(self._replay.device, part.dtype if part.dtype == torch.uint8 else torch.int32)
-                torch.distributed.all_reduce(moved, op=torch.distributed.ReduceOp.MAX)
-                part.copy_(moved)
+            # Whoever has not seen a token has 0 for it.
+            self._reduce(found, torch.distributed.ReduceOp.MAX, [torch.distributed.group.WORLD])
         return found
 
-    def _counted(self, micro_batch: MicroBatch, positions: Int64Array, rows: ExpertArray) -> Tensor:
-        """Where the layers of a micro-batch count; its tokens are counted with the first of its chunks."""
+    def _copy_to_duplicates(self, found: npt.NDArray[Any]) -> None:
+        """What is known of a token goes to those in whose place it was computed."""
+        for others, computed in self._duplicates:
+            found[others] = found[computed]
+
+    def _reduce(self, found: npt.NDArray[Any], how: Any, groups: Iterable[Any]) -> None:
+        """``found`` [tokens, ...] over the ranks of each of ``groups`` in turn, in place."""
+        groups = list(groups)
+        step = max(1, _REDUCED_BYTES // (found[0].size * 4)) if len(found) else 1
+        for start in range(0, len(found), step):
+            part = torch.from_numpy(found[start : start + step])
+            # NCCL has no int16.
+            moved = part.to(self._replay.device, part.dtype if part.dtype == torch.uint8 else torch.int32)
+            for group in groups:
+                torch.distributed.all_reduce(moved, op=how, group=group)
+            part.copy_(moved)
+
+    def _counted(self, micro_batch: MicroBatch, positions: Int64Array) -> Tensor:
+        """Where the layers of a micro-batch count, in all of its chunks."""
         if id(micro_batch) not in self._differing:
-            self._differing[id(micro_batch)] = torch.zeros(len(rows), dtype=torch.int32, device=self._replay.device)
-            self._real += int((positions >= 0).sum())
-            self._known += int((~is_missing(rows)).sum())
-        return self._differing[id(micro_batch)]
+            zeros = torch.zeros(len(positions), dtype=torch.int32, device=self._replay.device)
+            self._differing[id(micro_batch)] = micro_batch, positions, zeros
+        return self._differing[id(micro_batch)][2]
 
     def _keep(self, layers: Sequence[LayerReplay], positions: Int64Array) -> None:
         assert self._recorded is not None
@@ -327,24 +351,24 @@ class RoutingReplay:
         for layer in self._layers:
             layer.clear()
 
-    def reading(self, batch: TrajectoryBatch, micro_batches: Sequence[MicroBatch], reference: bool) -> RoutingPass:
+    def reading(self, batch: TrajectoryBatch, reference: bool) -> RoutingPass:
         """The pass of old (or reference) log-probs: replays, or records where the update is to replay it.
 
         Raises:
             ValueError: the batch's routed experts are not of this model.
         """
         if self.mode == "old_log_probs" and not reference:
-            return RoutingPass(self, batch, micro_batches, record=True)
-        return RoutingPass(self, batch, micro_batches, column=self._column(batch), count=not reference)
+            return RoutingPass(self, batch, record=True)
+        return RoutingPass(self, batch, column=self._column(batch), count=not reference)
 
-    def learning(self, batch: TrajectoryBatch, micro_batches: Sequence[MicroBatch], count: bool = False) -> RoutingPass:
+    def learning(self, batch: TrajectoryBatch, count: bool = False) -> RoutingPass:
         """The pass of an update, which counts where no pass before it has: by itself, or where ``count`` says so.
 
         Raises:
             ValueError: the batch's routed experts are not of this model.
         """
         count = count or self.bypass or self.mode == "old_log_probs"
-        return RoutingPass(self, batch, micro_batches, column=self._column(batch), count=count)
+        return RoutingPass(self, batch, column=self._column(batch), count=count)
 
     def share_of(self, positions: Int64Array) -> Int64Array:
         """What this rank's routers see of a micro-batch's tokens: sequence parallelism cuts them into TP runs."""
@@ -354,8 +378,10 @@ class RoutingReplay:
         rank = parallel_state.get_tensor_model_parallel_rank()
         return positions[rank * size : (rank + 1) * size]
 
-    def groups_of_tokens(self) -> Iterable[Any]:
-        """Process groups whose ranks' routers see different tokens."""
+    def groups_of_layers_and_tokens(self) -> Iterable[Any]:
+        """Process groups whose ranks' routers are of different layers, or see different tokens."""
+        if self.pipeline > 1:
+            yield parallel_state.get_pipeline_model_parallel_group()
         yield parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self.tensor > 1:
             yield parallel_state.get_tensor_model_parallel_group()

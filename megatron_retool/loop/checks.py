@@ -13,6 +13,7 @@ from conversion.files.directory import COMPANIONS
 from conversion.files.dist_checkpoint import FORMAT_NAME
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.parquet_files import damage_named
 from megatron_retool.runs.metrics_file import read_metrics
@@ -132,7 +133,7 @@ def check_stored_rollouts(config: Config, first_step: int) -> None:
     if config.rollout.replay_dir is None:
         return
     key = f"rollout.replay_dir={config.rollout.replay_dir}"
-    file = Path(config.rollout.replay_dir) / f"step_{first_step:06d}.parquet"
+    file = step_path(Path(config.rollout.replay_dir), first_step)
     if not file.is_file():
         raise ConfigError(f"{key}: the run begins with step {first_step}, whose {file.name} is not there")
     if config.learner.routing_replay != "rollout":

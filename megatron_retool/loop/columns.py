@@ -38,7 +38,8 @@ _WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", 
 async def add_log_probs(
     run: Deployment, batch: TrajectoryBatch, timer: StepTimer
 ) -> tuple[TrajectoryBatch, dict[str, float]]:
-    """old_log_probs and entropy with the training kernels; ref_log_probs where they are needed; critic's values.
+    """old_log_probs and entropy with the training kernels; ref_log_probs where they are needed; critic's values;
+    routing_flips where the engine's experts were replayed.
 
     All log-probs are those of the distribution that is sampled (temperature, top_p, top_k, min_p). In bypass mode
     old_log_probs are the engine's, and nothing is computed. With learner.routing_replay=old_log_probs the batch's
@@ -63,10 +64,12 @@ async def add_log_probs(
 async def add_old_log_probs(
     run: Deployment, batch: TrajectoryBatch, timer: StepTimer
 ) -> tuple[TrajectoryBatch, dict[str, float]]:
-    """old_log_probs and entropy by a pass of the learner, and the pass's metrics."""
+    """old_log_probs and entropy by a pass of the learner, routing_flips where it replays, and the pass's metrics."""
     with timer.phase(Phase.OLD_LOG_PROB):
         result = await run.learner.log_probs(batch, sampling=run.config.rollout.train)
         batch = batch.with_columns(old_log_probs=result["log_probs"], entropy=result["entropy"])
+        if "routing_flips" in result:
+            batch = batch.with_columns(routing_flips=result["routing_flips"])
         if "routed_experts" in result:
             column = RoutedExperts.end_to_end(result["routed_experts"], batch.total_lengths)
             batch = dataclasses.replace(batch, routed_experts=column)

@@ -13,6 +13,7 @@ from megatron_retool.algorithms.dynamic_sampling import GroupFilter, filter_grou
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.config import Config
 from megatron_retool.data.prompts import PromptRow
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
@@ -250,7 +251,7 @@ def replay_groups(run: Deployment, step: int) -> dict[int, list[Trajectory]]:
     Raises:
         ValueError: the stored prompts are not those that this step would have drawn.
     """
-    file = Path(run.config.rollout.replay_dir or "") / f"step_{step:06d}.parquet"
+    file = step_path(Path(run.config.rollout.replay_dir or ""), step)
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in read_trajectories(file):
         groups.setdefault(trajectory.group_id, []).append(trajectory)

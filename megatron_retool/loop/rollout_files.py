@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,28 @@ import numpy.typing as npt
 from megatron_retool.parquet_files import read_parquet, write_row_groups
 from megatron_retool.routed_experts import row_groups
 from megatron_retool.runs.files import atomic_write, write_text
-from megatron_retool.trajectory import TOKEN_GROUP_BYTES, RowKey, TrajectoryBatch, write_trajectories
+from megatron_retool.trajectory import (
+    KEY_COLUMNS,
+    TOKEN_GROUP_BYTES,
+    RowKey,
+    Trajectory,
+    TrajectoryBatch,
+    keys_of,
+    write_trajectories,
+)
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
-    from megatron_retool.loop.experience import Collected
     from megatron_retool.monitor.metrics import StepTimer
 
 
-_KEY = ("group_id", "index", "segment")
+_ENDINGS = {"trajectories": "parquet", "learner": "learner.parquet", "times": "time.json"}
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+
+
+def step_path(folder: Path, step: int, part: Literal["trajectories", "learner", "times"] = "trajectories") -> Path:
+    """Where a folder of rollouts or of validations has a step's trajectories, or what ``part`` names."""
+    return folder / f"step_{step:06d}.{_ENDINGS[part]}"
 
 
 def stored_steps(rollouts: Path) -> list[int]:
@@ -35,14 +47,16 @@ def stored_steps(rollouts: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def store_step(run: Deployment, step: int, collected: Collected, batch: TrajectoryBatch) -> None:
-    """rollouts/step_N.parquet and step_N.learner.parquet, each where the disk has room for it."""
-    stored = run.config.run_dir / "rollouts" / f"step_{step:06d}"
-    texts = [run.decode(t) for t in collected.generated]
-    with run.write_errors.tolerated(stored.with_suffix(".parquet")):
-        write_trajectories(collected.generated, stored.with_suffix(".parquet"), texts)
-    with run.write_errors.tolerated(stored.with_suffix(".learner.parquet")):
-        write_estimates(batch, stored.with_suffix(".learner.parquet"))
+def store_step(run: Deployment, step: int, generated: Sequence[Trajectory], batch: TrajectoryBatch) -> None:
+    """rollouts/step_N.parquet of all trajectories and step_N.learner.parquet of those in ``batch``, each where the disk
+    has room for it."""
+    folder = run.config.run_dir / "rollouts"
+    trajectories, learner = step_path(folder, step), step_path(folder, step, "learner")
+    texts = [run.decode(t) for t in generated]
+    with run.write_errors.tolerated(trajectories):
+        write_trajectories(generated, trajectories, texts)
+    with run.write_errors.tolerated(learner):
+        write_estimates(batch, learner)
 
 
 def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapping[str, Sequence[float]]) -> None:
@@ -51,7 +65,7 @@ def store_times(run: Deployment, step: int, timer: StepTimer, rank_seconds: Mapp
     Args:
         rank_seconds: by role (learner, critic), of each rank in the step's updates.
     """
-    path = run.config.run_dir / "rollouts" / f"step_{step:06d}.time.json"
+    path = step_path(run.config.run_dir / "rollouts", step, "times")
     found = {"phases": [[phase.value, *span] for phase, *span in timer.spans], "ranks": dict(rank_seconds)}
     with run.write_errors.tolerated(path):
         write_text(path, json.dumps(found))
@@ -69,7 +83,7 @@ def write_estimates(batch: TrajectoryBatch, path: str | Path) -> None:
     ends = np.cumsum(batch.response_lengths, dtype=np.int32)
     offsets = pa.array(np.concatenate([np.zeros(1, np.int32), ends]))
     keys = (batch.group_ids, batch.indices, batch.segments)
-    columns = {name: pa.array(column) for name, column in zip(_KEY, keys, strict=True)}
+    columns = {name: pa.array(column) for name, column in zip(KEY_COLUMNS, keys, strict=True)}
     for name, column in sorted(batch.columns.items()):
         columns[name] = pa.ListArray.from_arrays(offsets, pa.array(column))
     table = pa.table(columns)
@@ -93,11 +107,8 @@ def read_estimates(path: str | Path) -> dict[RowKey, dict[str, npt.NDArray[np.fl
         UnreadableFile: the file is missing or damaged.
     """
     table = read_parquet(path)
-    names = [name for name in table.column_names if name not in _KEY]
-    segments = table["segment"].to_pylist() if "segment" in table.column_names else [0] * len(table)
-    keys = zip(table["group_id"].to_pylist(), table["index"].to_pylist(), segments, strict=True)
-    columns = {name: table[name].combine_chunks() for name in names}
+    columns = {name: table[name].combine_chunks() for name in table.column_names if name not in KEY_COLUMNS}
     return {
-        key: {name: columns[name][row].values.to_numpy(zero_copy_only=False) for name in names}
-        for row, key in enumerate(keys)
+        key: {name: column[row].values.to_numpy(zero_copy_only=False) for name, column in columns.items()}
+        for row, key in enumerate(keys_of(table, path))
     }

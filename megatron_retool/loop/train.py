@@ -148,7 +148,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **await peak_memory(run.learner, run.critic),
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
-            store_step(run, step, collected, batch)
+            store_step(run, step, collected.generated, batch)
             metrics |= await validate_after(run, state, log, timer)
             last = step == run.total_steps or state.early_stopping.stops
             leaving = leave.is_set()

@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.data.prompts import PromptRow
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.samples import print_sample, question_of, sample_of
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
@@ -99,7 +100,7 @@ async def _sampled(
 def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, step: int) -> list[tuple[str, str]]:
     """Prompts and responses as text, once they are in the step's file."""
     texts = [run.decode(t) for t in trajectories]
-    stored = run.config.run_dir / folder / f"step_{step:06d}.parquet"
+    stored = step_path(run.config.run_dir / folder, step)
     with run.write_errors.tolerated(stored):
         write_trajectories(trajectories, stored, texts=texts)
     return texts

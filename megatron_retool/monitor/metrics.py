@@ -193,7 +193,6 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[Phase, float] = {}
         self.running: list[Phase] = []
         self.spans: list[tuple[Phase, float, float]] = []
         self._began = time.perf_counter()
@@ -213,9 +212,15 @@ class StepTimer:
         finally:
             self.running.remove(phase)
             self.touch()
-            seconds = time.perf_counter() - start
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-            self.spans.append((phase, start - self._began, seconds))
+            self.spans.append((phase, start - self._began, time.perf_counter() - start))
+
+    @property
+    def seconds(self) -> dict[Phase, float]:
+        """Of each phase that has ended."""
+        found: dict[Phase, float] = {}
+        for phase, _, seconds in self.spans:
+            found[phase] = found.get(phase, 0.0) + seconds
+        return found
 
     def metrics(self) -> dict[str, float]:
         return {phase.metric: seconds for phase, seconds in self.seconds.items()}

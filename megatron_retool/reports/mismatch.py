@@ -22,7 +22,7 @@ import numpy.typing as npt
 from omegaconf import OmegaConf
 
 from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
-from megatron_retool.loop.rollout_files import read_estimates
+from megatron_retool.loop.rollout_files import read_estimates, step_path
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -85,12 +85,13 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
     for file in (files[i] for i in chosen):
         step = int(file.name.split("_")[1].split(".")[0])
         estimates = read_estimates(file)
-        stored = read_trajectories(directory / f"step_{step:06d}.parquet", routed_experts=False)
+        path = step_path(directory, step)
+        stored = read_trajectories(path, routed_experts=False)
         trajectories = {t.key: t for t in stored}
         for key, columns in estimates.items():
             trajectory = trajectories.get(key)
             if trajectory is None or len(columns["old_log_probs"]) != len(trajectory.response_ids):
-                raise ValueError(f"{file}: row {key} does not belong to a trajectory of step_{step:06d}.parquet")
+                raise ValueError(f"{file}: row {key} does not belong to a trajectory of {path.name}")
             mask = trajectory.loss_mask
             count = int(mask.sum())
             parts["train_log_probs"].append(columns["old_log_probs"][mask].astype(np.float64))

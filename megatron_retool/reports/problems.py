@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
 from megatron_retool.rewards.difficulty import Difficulty, difficulties
 from megatron_retool.runs.files import write_text
@@ -61,7 +62,7 @@ def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[P
     extra_info: dict[tuple[str, str], Mapping[str, Any]] = {}
     for step in steps:
         try:
-            problems = _read(run_dir / "validation" / f"step_{step:06d}.parquet")
+            problems = _read(step_path(run_dir / "validation", step))
         except UnreadableFile:
             continue
         for info, accuracy in problems:

@@ -65,6 +65,13 @@ KINDS: dict[str, ColumnKind] = {
                    learner=True),
         ColumnKind("rejected", "tokens that the rollout correction took out of the loss", "flag", learner=True),
         ColumnKind("rejected_by", "which rule took them out, or the veto", "category", learner=True),
+        ColumnKind(
+            "routing_flips",
+            "layers in which the learner's router would have taken other experts for the token than the engine did, "
+            "whose experts were replayed",
+            "amount",
+            learner=True,
+        ),
     )
 }  # fmt: skip
 
@@ -109,6 +116,9 @@ def token_columns(
         columns["rejected"] = (sampled & (found["keep"] == 0)).astype(np.float64)
     if "rejected_by" in found:
         columns["rejected_by"] = _where(sampled & (found["rejected_by"] > 0), found["rejected_by"])
+    if "routing_flips" in found:
+        # Routers see every token, a tool's too.
+        columns["routing_flips"] = found["routing_flips"].astype(np.float64)
     return columns
 
 

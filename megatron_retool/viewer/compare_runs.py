@@ -13,11 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_retool.loop.rollout_files import stored_steps
+from megatron_retool.loop.rollout_files import step_path, stored_steps
 from megatron_retool.parquet_files import UnreadableFile, read_parquet
-from megatron_retool.trajectory import RowKey
+from megatron_retool.trajectory import KEY_COLUMNS, RowKey, keys_of
 from megatron_retool.viewer.curves import Curves, first_shown, number_or_none, read_curves
-from megatron_retool.viewer.row_names import KEY_COLUMNS, response_name, row_keys
+from megatron_retool.viewer.row_names import response_name
 from megatron_retool.viewer.runs_table import differing, settings_of
 
 _PROMPT = "prompt_ids"
@@ -136,11 +136,10 @@ def first_difference(a: Path, b: Path, problems: list[str]) -> Difference | None
 
 
 def _in_step(a: Path, b: Path, step: int, problems: list[str]) -> Difference | None:
-    tables = [
-        _Rows(run_dir / "rollouts" / f"step_{step:06d}.parquet", [_PROMPT, *_TOKENS, *_RESPONSE]) for run_dir in (a, b)
-    ]
+    folders = [run_dir / "rollouts" for run_dir in (a, b)]
+    tables = [_Rows(step_path(folder, step), [_PROMPT, *_TOKENS, *_RESPONSE]) for folder in folders]
     learners: list[_Rows] | None = None
-    paths = [run_dir / "rollouts" / f"step_{step:06d}.learner.parquet" for run_dir in (a, b)]
+    paths = [step_path(folder, step, "learner") for folder in folders]
     try:
         learners = [_Rows(path) for path in paths] if all(path.is_file() for path in paths) else None
     except UnreadableFile as error:
@@ -171,8 +170,9 @@ class _Rows:
     """Rows of a parquet file by key."""
 
     def __init__(self, path: Path, columns: list[str] | None = None) -> None:
-        self.places = {key: row for row, key in enumerate(row_keys(path))}
-        table: pa.Table = read_parquet(path, columns)
+        wanted = None if columns is None else ["group_id", "index", *columns]
+        table: pa.Table = read_parquet(path, wanted, ["segment"])
+        self.places = {key: row for row, key in enumerate(keys_of(table, path))}
         self.columns = {name: table[name].combine_chunks() for name in table.column_names if name not in KEY_COLUMNS}
 
     def value(self, name: str, key: RowKey) -> Any:

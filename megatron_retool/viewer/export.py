@@ -20,7 +20,7 @@ from urllib.parse import quote
 from megatron_retool.loop.rollout_files import stored_steps
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.viewer.curves import curves_page
+from megatron_retool.viewer.curves import curves_page, read_curves
 from megatron_retool.viewer.run_directories import run_directory, runs_below
 from megatron_retool.viewer.runs_table import run_page, runs_page
 from megatron_retool.viewer.server import PAGE, plotly_file
@@ -70,7 +70,7 @@ def export(
         wanted = [step for step in stored if step in steps] or (stored[-1:] if not steps and len(names) == 1 else [])
         page = run_page(run_dir, name)
         answers[base] = page | {"steps": wanted, "links": []}
-        answers[f"{base}/metrics"] = curves_page(run_dir, curves_page(run_dir)["names"])
+        answers[f"{base}/metrics"] = curves_page(run_dir, read_curves(run_dir).names)
         answers[f"{base}/time"] = time_page(run_dir)
         decode, problem = tokenizers.of_run(run_dir)
         for step in wanted:
@@ -111,8 +111,8 @@ def _add_step(
                 room.left_out += 1
                 continue
             key = f"{base}/steps/{step}/{group['group_id']}/{response['index']}"
-            found = response_page(run_dir, step, group["group_id"], str(response["index"]), decode)
-            answers[key] = found | {"problems": [*found["problems"], *([problem] if problem else [])]}
+            name = str(response["index"])
+            answers[key] = response_page(run_dir, step, group["group_id"], name, decode, problem)
             room.tokens -= response["tokens"]
             room.taken += 1
 

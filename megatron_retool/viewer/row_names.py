@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-
-from megatron_retool.parquet_files import UnreadableFile, read_parquet
-from megatron_retool.trajectory import RowKey
-
-KEY_COLUMNS = ("group_id", "index", "segment")
+from megatron_retool.parquet_files import read_parquet
+from megatron_retool.trajectory import RowKey, keys_of
 
 
 def response_name(index: int, segment: int | None = 0) -> int | str:
@@ -25,19 +19,10 @@ def named_response(name: str) -> tuple[int, int]:
     return int(index), int(segment or 0)
 
 
-def key_of(row: Mapping[str, Any]) -> RowKey:
-    """Of a row with the columns group_id, index and, in files that have it, segment."""
-    return int(row["group_id"]), int(row["index"]), int(row.get("segment") or 0)
-
-
 def row_keys(path: Path) -> list[RowKey]:
     """Of all rows of a step's file, in its order.
 
     Raises:
         UnreadableFile: it is damaged or no file of a step.
     """
-    table = read_parquet(path, ["group_id", "index"], ["segment"])
-    for name, kind in zip(table.column_names, table.schema.types, strict=True):
-        if not pa.types.is_integer(kind):
-            raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of whole numbers")
-    return [key_of(row) for row in table.to_pylist()]
+    return keys_of(read_parquet(path, ["group_id", "index"], ["segment"]), path)

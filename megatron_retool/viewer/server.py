@@ -89,8 +89,7 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
         run_dir = run_directory(root, request.match_info["run"])
         step, group = (int(request.match_info[name]) for name in ("step", "group"))
         decode, problem = tokenizers.of_run(run_dir)
-        page = response_page(run_dir, step, group, request.match_info["index"], decode)
-        return page | {"problems": [*page["problems"], *([problem] if problem else [])]}
+        return response_page(run_dir, step, group, request.match_info["index"], decode, problem)
 
     run, step = "/api/runs/{run}", r"/steps/{step:\d{1,9}}"
     route("/api/runs", lambda request: runs_page(root))

@@ -7,7 +7,7 @@ reads its row group alone. No routed experts, no text of other responses, no oth
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.loop.rollout_files import stored_steps
+from megatron_retool.loop.rollout_files import step_path, stored_steps
 from megatron_retool.loop.samples import question_of
 from megatron_retool.parquet_files import (
     UnreadableFile,
@@ -24,20 +24,26 @@ from megatron_retool.parquet_files import (
     list_groups,
     read_parquet,
     read_row,
+    read_row_groups,
 )
-from megatron_retool.trajectory import FinishReason, RowKey, ToolCall, Trajectory
+from megatron_retool.trajectory import KEY_COLUMNS, FinishReason, RowKey, ToolCall, Trajectory, keys_of
 from megatron_retool.untrusted import load_json
 from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
+from megatron_retool.viewer.curves import METRICS_FILE
 from megatron_retool.viewer.json_numbers import column_for_json, number_for_json
-from megatron_retool.viewer.row_names import KEY_COLUMNS, key_of, named_response, response_name, row_keys
+from megatron_retool.viewer.row_names import named_response, response_name, row_keys
+from megatron_retool.viewer.run_directories import CONFIG_FILE
 from megatron_retool.viewer.runs_table import settings_of
 from megatron_retool.viewer.token_texts import token_texts
 
 Decode = Callable[[list[int]], str]
 _ROW = ["group_id", "index", "finish_reason", "reward", "reward_info", "tool_calls", "extra_info"]
 _TOKENS = ["prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"]
-_COLOURED = {"entropy", "advantages", "rejected_by"}
+_COLOURED = {"entropy", "advantages", "rejected_by", "routing_flips"}
 """Of the learner's columns, those that have a colour as they are."""
+_TEXTS = ["prompt", "response"]
+_AT_ONCE = 16
+"""Rows whose texts are held as Python's while they are searched."""
 _CALLED = {"error", "timeout", "parse_error", "unknown_tool", "bad_arguments"}
 
 
@@ -47,7 +53,7 @@ def step_file(run_dir: Path, number: int) -> Path:
     Raises:
         FileNotFoundError: the run has not stored the step.
     """
-    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
+    path = step_path(run_dir / "rollouts", number)
     if not path.is_file():
         steps = stored_steps(run_dir / "rollouts")
         there = f"it has {steps[0]} to {steps[-1]}" if steps else "it has none yet"
@@ -57,8 +63,9 @@ def step_file(run_dir: Path, number: int) -> Path:
 
 def files_of_step(run_dir: Path, number: int) -> list[Path]:
     """All that a step's pages come from, be they there or not."""
-    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
-    return [path, path.with_suffix(".learner.parquet"), run_dir / "metrics.jsonl"]
+    folder = run_dir / "rollouts"
+    stored = [step_path(folder, number), step_path(folder, number, "learner"), step_path(folder, number, "times")]
+    return [*stored, run_dir / METRICS_FILE, run_dir / CONFIG_FILE]
 
 
 def step_page(run_dir: Path, number: int) -> dict[str, Any]:
@@ -72,9 +79,9 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
         UnreadableFile: the step's file is damaged.
     """
     path = step_file(run_dir, number)
-    rows = read_parquet(path, _ROW, ["segment", "timing"]).to_pylist()
+    table = read_parquet(path, _ROW, ["segment", "timing"])
     problems: list[str] = []
-    keys, tokens = row_keys(path), _token_figures(path)
+    keys, tokens = keys_of(table, path), _token_figures(path)
     compared: dict[RowKey, tuple[float | None, Any]] = {}
     if path.with_suffix(".learner.parquet").is_file():
         try:
@@ -82,7 +89,7 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
         except (UnreadableFile, ValueError) as error:
             problems.append(_named(error, path))
     groups: dict[int, dict[str, Any]] = {}
-    for place, row in enumerate(rows):
+    for place, (key, row) in enumerate(zip(keys, table.to_pylist(), strict=True)):
         info, extra, calls = (_parsed(row[name], problems) for name in ("reward_info", "extra_info", "tool_calls"))
         info, extra = (each if isinstance(each, dict) else {} for each in (info, extra))
         statuses = [str(call.get("status")) for call in calls if isinstance(call, dict)] if calls else []
@@ -97,10 +104,10 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
                 "responses": [],
             },
         )
-        masked, largest = compared.get(key_of(row), (None, None))
+        masked, largest = compared.get(key, (None, None))
         group["responses"].append(
             {
-                "index": response_name(row["index"], row.get("segment")),
+                "index": response_name(*key[1:]),
                 "reward": number_for_json(row["reward"]),
                 "accuracy": number_for_json(info.get("acc")),
                 "prediction": _text(info.get("pred")),
@@ -112,7 +119,7 @@ def step_page(run_dir: Path, number: int) -> dict[str, Any]:
                 "failed_calls": sum(status in _CALLED for status in statuses),
                 "tool_statuses": statuses,
                 "finish_reason": row["finish_reason"],
-                "trained": key_of(row) in compared,
+                "trained": key in compared,
                 "masked_share": masked,
                 "largest_difference": largest,
                 "timing": _parsed(row.get("timing"), problems),
@@ -179,12 +186,15 @@ def _compared(path: Path, keys: Sequence[RowKey], tokens: _TokenFigures) -> dict
     return compared
 
 
-def response_page(run_dir: Path, number: int, group_id: int, name: str, decode: Decode | None) -> dict[str, Any]:
+def response_page(
+    run_dir: Path, number: int, group_id: int, name: str, decode: Decode | None, tokenizer_problem: str = ""
+) -> dict[str, Any]:
     """A response with every column of its tokens, each [R]; numbers as the files have them.
 
     Args:
         name: of the response in its group (``response_name``).
         decode: of the run's tokenizer; None: there is none, and tokens are shown as their numbers.
+        tokenizer_problem: why there is none; "" where there is one.
 
     Raises:
         FileNotFoundError: the run has not stored the step, or the step has no such response.
@@ -197,7 +207,7 @@ def response_page(run_dir: Path, number: int, group_id: int, name: str, decode: 
         raise FileNotFoundError(f"rollouts/{path.name} has no response {group_id}/{name}")
     row = keys.index(key)
     stored = read_row(path, row, [*_ROW, *_TOKENS], ["segment", "prompt", "timing"])
-    problems: list[str] = []
+    problems = [tokenizer_problem] if tokenizer_problem else []
     with damage_named(path):
         trajectory = _trajectory(stored, problems)
     estimates = _estimates(path, key, problems)
@@ -235,41 +245,24 @@ def search_step(run_dir: Path, number: int, text: str) -> dict[str, Any]:
         UnreadableFile: the step's file is damaged, or has no texts.
     """
     path = step_file(run_dir, number)
-    row_keys(path)
+    if not set(_TEXTS) <= set(column_names(path)):
+        raise UnreadableFile(f"{path} has no texts to search")
     wanted = text.casefold()
-    found = []
-    for piece in _pieces(path, ["group_id", "index", "prompt", "response"], ["segment"]):
-        for row in piece:
-            if any(wanted in (row[name] or "").casefold() for name in ("prompt", "response")):
-                found.append([row["group_id"], response_name(row["index"], row.get("segment"))])
+    found: list[list[int | str]] = []
+    for table in read_row_groups(path, ["group_id", "index", *_TEXTS], ["segment"]):
+        keys = keys_of(table, path)
+        texts = (row for batch in table.select(_TEXTS).to_batches(max_chunksize=_AT_ONCE) for row in batch.to_pylist())
+        for (group_id, *rest), row in zip(keys, texts, strict=True):
+            if any(wanted in (row[name] or "").casefold() for name in _TEXTS):
+                found.append([group_id, response_name(*rest)])
     return {"found": found}
-
-
-def _pieces(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            if not set(columns) <= set(file.schema_arrow.names):
-                raise UnreadableFile(f"{path} has no texts to search")
-            read = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
-            for batch in file.iter_batches(batch_size=64, columns=read):
-                yield batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UnreadableFile(f"{path} is damaged: {error}") from error
 
 
 def _trajectory(stored: Mapping[str, Any], problems: list[str]) -> Trajectory:
     info, extra, calls = (_parsed(stored[name], problems) for name in ("reward_info", "extra_info", "tool_calls"))
     known = ToolCall.__dataclass_fields__
     return Trajectory(
-        prompt_ids=np.asarray(stored["prompt_ids"], np.int32),
-        response_ids=np.asarray(stored["response_ids"], np.int32),
-        loss_mask=np.asarray(stored["loss_mask"], np.bool_),
-        rollout_log_probs=np.asarray(stored["rollout_log_probs"], np.float32),
-        turn_ids=np.asarray(stored["turn_ids"], np.int16),
-        weight_versions=np.asarray(stored["weight_versions"], np.int32),
+        **{name: stored[name] for name in _TOKENS},
         group_id=stored["group_id"],
         index=stored["index"],
         segment=stored.get("segment") or 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.loop.rollout_files import read_estimates, stored_steps
+from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.parquet_files import read_parquet
 from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.trajectory import RowKey, Trajectory, read_trajectories
@@ -58,17 +58,17 @@ def load_step(run_dir: Path, number: int | None = None) -> ViewedStep:
         UnreadableFile: a file is damaged.
     """
     check_run_directory(run_dir)
-    steps = stored_steps(run_dir / "rollouts")
+    folder = run_dir / "rollouts"
+    steps = stored_steps(folder)
     if not steps:
-        raise FileNotFoundError(f"{run_dir / 'rollouts'} has no step_N.parquet: the run has not finished a step yet")
+        raise FileNotFoundError(f"{folder} has no step_N.parquet: the run has not finished a step yet")
     if number is not None and number not in steps:
         raise FileNotFoundError(
-            f"{run_dir / 'rollouts'} has no step_{number:06d}.parquet: --step can be one of {steps[0]} to {steps[-1]}"
+            f"{folder} has no {step_path(folder, number).name}: --step can be one of {steps[0]} to {steps[-1]}"
         )
     number = steps[-1] if number is None else number
-    path = run_dir / "rollouts" / f"step_{number:06d}.parquet"
+    path, learner = step_path(folder, number), step_path(folder, number, "learner")
     trajectories = read_trajectories(path, routed_experts=False)
     texts = read_parquet(path, [], ["prompt"])
     prompts = texts["prompt"].to_pylist() if "prompt" in texts.column_names else [""] * len(trajectories)
-    learner = path.with_suffix(".learner.parquet")
     return ViewedStep(number, trajectories, prompts, read_estimates(learner) if learner.is_file() else {})

@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.parquet_files import list_groups, read_parquet
+from megatron_retool.trajectory import keys_of
 from megatron_retool.untrusted import load_json
 from megatron_retool.viewer.curves import METRICS_FILE, number_or_none, read_curves
 from megatron_retool.viewer.row_names import response_name
@@ -22,7 +24,7 @@ ORDER = (
 AFTER = (Phase.QUICK_VALIDATION, Phase.VALIDATION, Phase.SAVE_CHECKPOINT)
 WITHIN = {Phase.REWARD: Phase.GENERATION}
 _NO_TIMES = (
-    "there is no step_{step:06d}.time.json: when each phase began and the seconds of single learner ranks were not "
+    "there is no {name}: when each phase began and the seconds of single learner ranks were not "
     "stored, and phases stand in the order of the loop"
 )
 
@@ -53,7 +55,8 @@ def step_time_page(run_dir: Path, step: int) -> dict[str, Any]:
     curves, lacks = read_curves(run_dir), list[str]()
     problems = list(curves.problems)
     row = next((row for number, row in zip(curves.steps, curves.rows, strict=True) if number == step), None)
-    path = run_dir / "rollouts" / f"step_{step:06d}.parquet"
+    folder = run_dir / "rollouts"
+    path, times = step_path(folder, step), step_path(folder, step, "times")
     if row is None and not path.is_file():
         raise FileNotFoundError(f"{run_dir} has neither metrics nor rollouts of step {step}")
     if row is None:
@@ -72,9 +75,9 @@ def step_time_page(run_dir: Path, step: int) -> dict[str, Any]:
             problems.append(str(error))
     else:
         problems.append(f"{path} is not there: the step's responses were not stored, or were moved")
-    spans, ranks = _times(run_dir / "rollouts" / f"step_{step:06d}.time.json", problems)
+    spans, ranks = _times(times, problems)
     if not spans:
-        lacks.insert(0, _NO_TIMES.format(step=step))
+        lacks.insert(0, _NO_TIMES.format(name=times.name))
     ratio = number_or_none((row or {}).get("perf/slowest_rank_ratio"))
     return {
         "number": step,
@@ -105,7 +108,7 @@ def _times(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], dict[
 
 
 def _responses(path: Path, lacks: list[str]) -> list[dict[str, Any]]:
-    rows = read_parquet(path, ["group_id", "index", "finish_reason", "tool_calls"], ["segment", "timing"]).to_pylist()
+    table = read_parquet(path, ["group_id", "index", "finish_reason", "tool_calls"], ["segment", "timing"])
     tokens = [
         (int(end - start), int((turn_ids[start:end] >= 0).sum()))
         for columns in list_groups(path, ["turn_ids"])
@@ -113,13 +116,13 @@ def _responses(path: Path, lacks: list[str]) -> list[dict[str, Any]]:
         for start, end in zip(offsets[:-1], offsets[1:], strict=True)
     ]
     found: list[dict[str, Any]] = []
-    for place, row in enumerate(rows):
+    for place, ((group_id, *rest), row) in enumerate(zip(keys_of(table, path), table.to_pylist(), strict=True)):
         timing = _parsed(row.get("timing"), dict, path, place) or {}
         calls = _parsed(row["tool_calls"], list, path, place) or []
         found.append(
             {
-                "group": row["group_id"],
-                "index": response_name(row["index"], row.get("segment")),
+                "group": group_id,
+                "index": response_name(*rest),
                 "finish_reason": row["finish_reason"],
                 "tokens": tokens[place][0],
                 "sampled": tokens[place][1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_retool.loop.rollout_files import read_estimates, step_path
 from megatron_retool.routed_experts import is_missing
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -31,8 +32,14 @@ def test_the_learner_takes_the_experts_that_the_engine_chose(tmp_path):
         # The last tokens of a trajectory were input to no layer.
         assert row["routing_replay/missing_rows"] < 0.05
         assert 1e-8 < row["rollout_corr/k3_kl"] < 1e-4
-    for trajectory in read_trajectories(tmp_path / "experts" / "rollouts" / "step_000002.parquet"):
+    folder = tmp_path / "experts" / "rollouts"
+    estimates = read_estimates(step_path(folder, 2, "learner"))
+    assert estimates
+    for trajectory in read_trajectories(step_path(folder, 2)):
         assert trajectory.routed_experts is not None
         missing = is_missing(trajectory.routed_experts)
         sampled = len(trajectory.prompt_ids) + np.flatnonzero(trajectory.loss_mask)
         assert not missing[: sampled[-1]].any() and missing[-1]
+        if trajectory.key in estimates:
+            flips = estimates[trajectory.key]["routing_flips"]
+            np.testing.assert_array_equal(np.isnan(flips), missing[len(trajectory.prompt_ids) :])

@@ -86,6 +86,8 @@ def test_gates_that_are_not_normalised_are_transformers_too(model_dir: Path, rec
     answer = learner.log_probs(replayed)
     np.testing.assert_allclose(answer["log_probs"], expected["log_probs"], atol=1e-5)
     assert answer["metrics"] == pytest.approx(expected["metrics"])
+    np.testing.assert_array_equal(answer["routing_flips"], expected["flips"])
+    assert np.isnan(expected["flips"]).any() and np.nanmax(expected["flips"]) == 2
     gradients, metrics = gradients_of_update(learner, replayed, 1.0)
     assert distance(gradients, expected["gradients"]) < 1e-5
     assert not any(name.startswith("routing_replay/") for name in metrics)  # the log-probs have counted
@@ -105,11 +107,13 @@ def test_without_rows_the_learner_chooses_and_says_so(model_dir: Path) -> None:
     rows = np.full_like(_rows(batch), missing_expert(np.uint8))
     plain = _learner(model_dir, "none").log_probs(with_rows(batch, _rows(batch)))
     assert plain["metrics"] == {} and "routed_experts" not in plain
+    assert "routing_flips" not in plain and "routing_flips" not in learner.log_probs(batch)
     missing, absent = learner.log_probs(with_rows(batch, rows)), learner.log_probs(batch)
     for answer in (missing, absent):
         np.testing.assert_array_equal(answer["log_probs"], plain["log_probs"])
         assert answer["metrics"]["routing_replay/missing_rows"] == 1.0
     assert missing["metrics"]["routing_replay/differing_tokens"] == 0.0
+    assert np.isnan(missing["routing_flips"]).all()
 
 
 @pytest.mark.parametrize("experts", [4, 300])

@@ -164,6 +164,17 @@ def test_the_reference_is_asked_where_a_loss_declares_it(tmp_path, declared):
         assert np.all(batch.columns["ref_log_probs"] == -1.0)
 
 
+def test_routing_flips_are_a_column_where_the_engines_experts_were_replayed():
+    class Learner:
+        async def log_probs(self, batch, reference=False, sampling=None):
+            columns = {name: np.zeros(batch.num_response_tokens) for name in ("log_probs", "entropy")}
+            return {**columns, "metrics": {}, "routing_flips": np.arange(batch.num_response_tokens)}
+
+    run = SimpleNamespace(config=load_config(None, []), learner=Learner(), critic=None)
+    batch, _ = asyncio.run(add_log_probs(run, TrajectoryBatch.from_trajectories(four()), StepTimer()))
+    np.testing.assert_array_equal(batch.columns["routing_flips"], np.arange(batch.num_response_tokens))
+
+
 def test_the_experts_of_the_old_log_probs_are_the_updates_and_the_references():
     asked = []
 

@@ -77,7 +77,9 @@ def test_phases_of_one_name_add_up():
     for _ in range(2):
         with timer.phase(Phase.GENERATION):
             pass
-    assert set(timer.metrics()) == {"timing_s/gen"}
+    timer.spans += [(Phase.UPDATE_ACTOR, 1.0, 2.0), (Phase.UPDATE_ACTOR, 4.0, 0.5)]
+    assert set(timer.metrics()) == {"timing_s/gen", "timing_s/update_actor"}
+    assert timer.seconds[Phase.UPDATE_ACTOR] == 2.5
 
 
 def test_rewards_are_scores_with_what_is_added_to_tokens():

@@ -20,7 +20,7 @@ def make_run(run_dir: Path, *, steps: int = 3, groups: int = 4, responses: int =
     """Steps 1 to ``steps``; of each step's groups the last is dropped, and its response 0 has called no tool.
 
     The learner's log-prob of token 3 of the first response of a step is 0.5 above the engine's, that of token 5
-    infinite.
+    infinite. Its routers would have chosen otherwise in 0, 1, 2, 3, 0, … layers; every seventh token has none.
     """
     generator = np.random.default_rng(seed)
     tokenizer = build_tokenizer()
@@ -44,10 +44,14 @@ def make_run(run_dir: Path, *, steps: int = 3, groups: int = 4, responses: int =
         old[5] = np.inf
         keep = np.ones_like(old)
         keep[3] = 0
+        tokens = np.arange(batch.num_response_tokens)
         write_estimates(
-            batch.with_columns(old_log_probs=old, keep=keep, entropy=np.abs(old), advantages=np.sign(old)),
+            batch.with_columns(
+                old_log_probs=old, keep=keep, entropy=np.abs(old), advantages=np.sign(old),
+                routing_flips=np.where(tokens % 7 == 6, np.nan, tokens % 4),
+            ),
             path.with_suffix(".learner.parquet"),
-        )
+        )  # fmt: skip
     with open(run_dir / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
             row = {"step": step, "rollout/acc/mean": step / steps, "timing_s/step": 2.0, "timing_s/gen": 1.5,

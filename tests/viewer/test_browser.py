@@ -84,7 +84,7 @@ def browser() -> Iterator[object]:
 def tab(browser) -> Iterator[object]:
     """A tab in which nothing may go wrong unsaid."""
     tab = browser.new_page()
-    tab.set_default_timeout(8000)
+    tab.set_default_timeout(30_000)
     said: list[str] = []
     tab.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: said.append(str(error)))
@@ -159,6 +159,8 @@ def test_numbers_of_tokens_are_those_of_the_files(tab, runs: Path, address: str)
         for place in sampled:
             wanted = "Infinity" if column[place] == float("inf") else pytest.approx(column[place], rel=0, abs=0)
             assert page["columns"][name][place] == wanted
+    flips = [None if flips != flips else flips for flips in learner["routing_flips"]]
+    assert page["columns"]["routing_flips"] == flips
     visit(tab, address, "#/run/a/step/1/0/0?token=2&color=log_ratio")
     assert tab.inner_text("[data-column=id]") == str(stored["response_ids"][2])
     tab.keyboard.press("n")
@@ -174,6 +176,14 @@ def test_numbers_of_tokens_are_those_of_the_files(tab, runs: Path, address: str)
         page["texts"]
     )
     assert tab.evaluate("document.querySelector('[data-place=\"3\"]').style.background")
+    tab.select_option("#color", "routing_flips")
+    assert "layers in which the learner's router" in tab.inner_text("#legend")
+    for place, flips in ((0, "0"), (3, "3"), (6, "–")):
+        tab.hover(f"[data-place='{place}']")
+        assert tab.inner_text("[data-column=routing_flips]") == flips
+        assert bool(tab.evaluate(f"document.querySelector('[data-place=\"{place}\"]').style.background")) == (
+            place == 3
+        )
 
 
 def test_calls_unfold_and_two_responses_stand_side_by_side(tab, address: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_retool.trajectory import FinishReason, Trajectory
@@ -18,6 +18,7 @@ ESTIMATES = {
     "importance_weights": np.array([1, 2, 1, 0], np.float32),
     "keep": np.array([1, 0, 1, 1], np.float32),
     "rejected_by": np.array([0, 6, 0, 0], np.float32),
+    "routing_flips": np.array([0, 2, 1, np.nan], np.float32),
 }
 
 
@@ -42,6 +43,7 @@ def test_columns_are_those_of_the_files_and_have_no_value_where_a_token_has_none
         "importance_weight": [0, np.log(2), nan, -np.inf],
         "rejected": [0, 1, 0, 0],
         "rejected_by": [nan, 6, nan, nan],
+        "routing_flips": [0, 2, 1, nan],
     }
     assert list(columns) == list(expected) == list(KINDS)
     for name, values in expected.items():
@@ -80,6 +82,7 @@ def test_one_wild_token_does_not_take_the_colour_from_all_others():
     assert largest_shown(KINDS["log_ratio"], np.r_[np.zeros(999), 5.0]) == 5.0
 
 
+@settings(deadline=None)  # machines that test may be busy
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_the_texts_of_all_tokens_are_the_text(text: str):
     """Bytes as tokens, so that characters are spread over several."""

@@ -15,8 +15,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
+from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.viewer.answer_cache import AnswerCache
 from megatron_retool.viewer.server import build_app
+from megatron_retool.viewer.step_pages import files_of_step
+from megatron_retool.viewer.timeline import step_time_page
 from tests.viewer.synthetic_run import HOSTILE, make_run
 
 SECRET = "secret-of-another-folder"
@@ -196,3 +199,19 @@ def test_an_answer_is_kept_until_its_file_changes_and_within_its_bound(tmp_path:
     os.utime(path, (1, 1))
     answer("b")
     assert made[-1] == "b"
+
+
+def test_a_step_is_read_again_when_one_of_its_files_has_changed(runs: Path):
+    """Times are written last, when others may have looked at the step already."""
+    run_dir, times = runs / "first", step_path(runs / "first" / "rollouts", 1, "times")
+    cache = AnswerCache()
+
+    def ranks() -> bytes:
+        answer = cache.answer(
+            "time", files_of_step(run_dir, 1), lambda: json.dumps(step_time_page(run_dir, 1)).encode()
+        )
+        return json.loads(answer)["ranks"]
+
+    assert ranks() == {}
+    times.write_text('{"phases": [], "ranks": {"learner": [2.5]}}')
+    assert ranks() == {"learner": [2.5]}

@@ -106,12 +106,11 @@ def read_learner(
         # Where each sampled token stands among the sampled, and among the watched.
         place = np.cumsum(batch.loss_mask) - 1
         found = _Found(len(watched), architecture)
-        micro_batches = packer.micro_batches(batch)
         routing = None
         if replays_engine(step, batch):
             replay = RoutingReplay(config, architecture, transformer_config, [model], device)
-            routing = replay.reading(batch, micro_batches, reference=False)
-        for micro_batch in micro_batches:
+            routing = replay.reading(batch, reference=False)
+        for micro_batch in packer.micro_batches(batch):
             tokens = place[micro_batch.response_positions[micro_batch.slots.cpu().numpy()]]
             watch = _Watch(micro_batch.head_positions, torch.from_numpy(watched[tokens]).to(device))
             with routing or nullcontext(), _hooks(model, architecture, watch):

@@ -21,7 +21,7 @@ from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
 from megatron_retool.config import Config, load_config
-from megatron_retool.loop.rollout_files import read_estimates, stored_steps
+from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
@@ -128,7 +128,7 @@ def find_step(run_dir: str | Path, number: int | None = None) -> StoredStep:
 
 
 def _trained_steps(rollouts: Path) -> list[int]:
-    return [step for step in stored_steps(rollouts) if (rollouts / f"step_{step:06d}.learner.parquet").is_file()]
+    return [step for step in stored_steps(rollouts) if step_path(rollouts, step, "learner").is_file()]
 
 
 def _weights_before(run_dir: Path, config: Config, step: int) -> Weights | None:
@@ -179,25 +179,24 @@ def sample_tokens(step: StoredStep, tokens: int, seed: int) -> tuple[list[Sample
         ValueError: the step's files do not belong together, or no token is of its weight version.
         UnreadableFile: one of them is damaged.
     """
-    stored = step.run_dir / "rollouts" / f"step_{step.number:06d}"
-    estimates = read_estimates(stored.with_suffix(".learner.parquet"))
-    trajectories = {t.key: t for t in read_trajectories(stored.with_suffix(".parquet"))}
+    folder = step.run_dir / "rollouts"
+    path, learner = step_path(folder, step.number), step_path(folder, step.number, "learner")
+    estimates = read_estimates(learner)
+    trajectories = {t.key: t for t in read_trajectories(path)}
     bypassed = step.config.algorithm.rollout_correction.bypass_old_log_probs
     candidates: list[tuple[Trajectory, npt.NDArray[np.float64], npt.NDArray[np.int64]]] = []
     total = 0
     for key, columns in estimates.items():
         trajectory, old_log_probs = trajectories.get(key), columns.get("old_log_probs")
         if trajectory is None or old_log_probs is None or len(old_log_probs) != len(trajectory.response_ids):
-            raise ValueError(
-                f"{stored}.learner.parquet: row {key} does not belong to a trajectory of {stored.name}.parquet"
-            )
+            raise ValueError(f"{learner}: row {key} does not belong to a trajectory of {path.name}")
         own = np.flatnonzero(trajectory.loss_mask & (trajectory.weight_versions == step.weights.version))
         total += int(trajectory.loss_mask.sum())
         if len(own):
             candidates.append((trajectory, old_log_probs.astype(np.float64), own))
     if not candidates:
         raise ValueError(
-            f"{stored}.parquet: none of {total} tokens that were trained on is of weight version "
+            f"{path}: none of {total} tokens that were trained on is of weight version "
             f"{step.weights.version}, whose log-probs the learner computed: there is nothing to judge"
             + (" (they are older, see rollout.staleness)" if total else "")
         )
