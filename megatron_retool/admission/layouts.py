@@ -77,11 +77,6 @@ FEW = ("one process", "unpacked, recompute", "shared prefixes", "tp2 sp", "pp2",
 NAMED = tuple(case.name for case in _NAMED if case.name != "unpacked, recompute")
 
 
-def named_case(name: str) -> Case:
-    """The layout of this name."""
-    return next(case for case in _NAMED if case.name == name)
-
-
 def process_groups(case: Case) -> str:
     """The same for cases that share process groups, which cost more to make than a case does."""
     return str(sorted((key, size) for key, size in case.settings.items() if key in _KINDS))

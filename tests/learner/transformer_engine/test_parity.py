@@ -1,7 +1,7 @@
 """The learner on Transformer Engine's layer spec computes what transformers computes, with torch in the kernels' place.
 
-As ``tests/admission`` does for the local spec: log-probs, entropy, loss, every gradient, and the weights
-after one DAPO update. What this proves is the wiring: which module gets what, packed sequences, rotary tables, the
+As ``tests/admission`` does for the local spec: log-probs, entropy, loss, every gradient, and the weights after one DAPO
+update. What this proves is the wiring: which module gets what, packed sequences, rotary tables, the
 collectives around parallel layers, experts, gradients' way to the optimizer.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_retool.admission.layouts import named_case
+from conversion.model.architecture import Architecture
+from megatron_retool.admission.layouts import cases
 from megatron_retool.admission.parity import compare, too_far
 from tests.learner.tiny_models import FAMILIES
 from tests.learner.transformer_engine.conftest import Run
@@ -27,7 +28,12 @@ CASES = [
 
 
 def _compare_all(world: int, directory: Path) -> dict[tuple[str, str], Any]:
-    return {(family, name): compare(named_case(name), directory / family) for w, family, name in CASES if w == world}
+    return {(family, name): _compare(name, directory / family) for w, family, name in CASES if w == world}
+
+
+def _compare(name: str, directory: Path) -> Any:
+    (case,) = cases(Architecture.from_pretrained(directory), (name,))
+    return compare(case, directory)
 
 
 @pytest.mark.parametrize("world", [1, 2])
