@@ -21,7 +21,7 @@ from megatron_retool.loop.rollout_files import stored_steps
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.viewer.curves import curves_page, read_curves
-from megatron_retool.viewer.run_directories import run_directory, runs_below
+from megatron_retool.viewer.run_directories import ALONE, run_directory, runs_below
 from megatron_retool.viewer.runs_table import run_page, runs_page
 from megatron_retool.viewer.server import PAGE, plotly_file
 from megatron_retool.viewer.step_pages import response_page, step_page
@@ -65,7 +65,7 @@ def export(
     tokenizers = Tokenizers()
     for name in names:
         run_dir = run_directory(root, name)
-        base = f"runs/{quote(name, safe=_UNESCAPED)}"
+        base = f"runs/{ALONE if name == '.' else quote(name, safe=_UNESCAPED)}"
         stored = stored_steps(run_dir / "rollouts")
         wanted = [step for step in stored if step in steps] or (stored[-1:] if not steps and len(names) == 1 else [])
         page = run_page(run_dir, name)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _DEPTH = 2
+ALONE = "~"
+"""In an address, the run that ``root`` itself is: browsers take its name "." out of a path."""
 CONFIG_FILE = "config.yaml"
 _READ = (CONFIG_FILE, "metrics.jsonl", "environment.json", "pipeline.json")
 
@@ -36,6 +38,7 @@ def run_directory(root: Path, name: str) -> Path:
     Raises:
         NoSuchRun: it names none, be it that it leads out of ``root``.
     """
+    name = "." if name == ALONE else name
     if name not in runs_below(root):
         raise NoSuchRun(f"{name!r} is no run below {root.name}/: a run is a folder with a {CONFIG_FILE}")
     return root / name

@@ -57,11 +57,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
+    with served(runs) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def served(root: Path) -> Iterator[str]:
     started: queue.Queue[str] = queue.Queue()
     loop = asyncio.new_event_loop()
 
     def work() -> None:  # in a thread of its own: playwright has an event loop in this one
-        task = loop.create_task(serve(runs, "127.0.0.1", 0, started.put))
+        task = loop.create_task(serve(root, "127.0.0.1", 0, started.put))
         with contextlib.suppress(asyncio.CancelledError):
             loop.run_until_complete(task)
 
@@ -206,6 +212,15 @@ def test_runs_curves_and_comparison_lead_to_each_other(tab, address: str) -> Non
     tab.wait_for_selector(".js-plotly-plot .scatterlayer, .js-plotly-plot canvas")
     visit(tab, address, "#/compare?a=a&b=b")
     assert "trainer.seed" in tab.inner_text("main")
+
+
+def test_one_run_is_shown_alone(tab, runs: Path) -> None:
+    with served(runs / "a") as address:
+        visit(tab, address)
+        tab.wait_for_selector("[data-page=run] a[href='#/run/./step/3']")
+        visit(tab, address, "#/run/./step/1/0/0?token=3")
+        assert tab.inner_text("[data-column=log_ratio]") == "0.5"
+        visit(tab, address, "#/run/./time/2")
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_works(tab, runs: Path, address: str, tmp_path: Path) -> None:

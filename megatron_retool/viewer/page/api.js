@@ -26,8 +26,9 @@ export async function get(path) {
   return body;
 }
 
-/** @param {string} name of a run: a path, one segment of a URL here */
-export const runPath = (name) => "runs/" + encodeURIComponent(name);
+/** @param {string} name of a run: a path, one segment of a URL here; browsers take a "." out of a URL */
+export const segment = (name) => (name === "." ? "~" : encodeURIComponent(name));
+export const runPath = (name) => "runs/" + segment(name);
 
 function chosenCurves(all, names) {
   return { ...all, metrics: Object.fromEntries(names.filter((name) => name in all.metrics).map((name) => [name, all.metrics[name]])) };

@@ -1,12 +1,12 @@
 // One run: state, curves of any metrics, other runs laid over them, settings, environment, files.
 
-import { exported, get, runPath } from "./api.js";
+import { exported, get, runPath, segment } from "./api.js";
 import { rename } from "./app.js";
 import { Charts, colour, lines } from "./charts.js";
 import { duration, element, href, problemList, row, shown, table } from "./elements.js";
 
 const words = (text) => (text ? text.split(",").filter(Boolean) : []);
-const fileLink = (run, path) => "files/" + encodeURIComponent(run) + "/" + path.split("/").map(encodeURIComponent).join("/");
+const fileLink = (run, path) => "files/" + segment(run) + "/" + path.split("/").map(encodeURIComponent).join("/");
 const setting = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
 
 export async function render(root, parameters) {
