@@ -6,6 +6,8 @@ nothing yet: its seconds, and the most memory it held. Baseline of the step: rea
 whole files, as `view --text` reads them; of the curves: reading every row of metrics.jsonl.
 
     python benchmarks/viewer.py
+
+benchmarks/viewer_browser.py opens the same in a browser.
 """
 
 from __future__ import annotations
@@ -19,27 +21,59 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_retool.config import Config, save_config
-from megatron_retool.loop.rollout_files import read_estimates, write_estimates
+from megatron_retool.loop.rollout_files import read_estimates, step_path, write_estimates
 from megatron_retool.runs.metrics_file import read_metrics
-from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch, read_trajectories, write_trajectories
-from megatron_retool.viewer.curves import curves_page
+from megatron_retool.trajectory import (
+    FinishReason,
+    ToolCall,
+    Trajectory,
+    TrajectoryBatch,
+    read_trajectories,
+    write_trajectories,
+)
+from megatron_retool.viewer.curves import FIRST_SHOWN, curves_page
 from megatron_retool.viewer.step_pages import response_page, search_step, step_page
+from megatron_retool.viewer.tokenizers import Tokenizers
 
 STEP = 1
+CODE = json.dumps({"code": "print(sum(range(10)))"})
 
 
-def make_step(run_dir: Path, responses: int, tokens: int, group_size: int = 16) -> None:
+def make_tokenizer(folder: Path, size: int = 20_000) -> int:
+    """A byte-level BPE of made-up words in ``folder``; how many tokens it has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     generator = np.random.default_rng(0)
+    letters = np.array(list("eeettaaooiinnsshhrrddlucmfwypgbvk0123456789"))
+    words = ("".join(generator.choice(letters, generator.integers(2, 9))) for _ in range(size))
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator((f"{word} {word}\n" for word in words), trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return int(tokenizer.get_vocab_size())
+
+
+def make_step(run_dir: Path, responses: int, tokens: int, vocabulary: int, group_size: int = 16) -> None:
+    """Turns of 1,640 sampled tokens and a tool's result of 408, one token of 25 an end of line."""
+    generator = np.random.default_rng(0)
+    line = Tokenizer.from_file(str(run_dir / "tokenizer" / "tokenizer.json")).token_to_id("Ċ")
+    place = np.arange(tokens)
+    sampled = place % 2048 < 1640
+    turns = np.where(sampled, place // 2048, -1).astype(np.int16)
     rows, texts = [], []
     for number in range(responses):
-        sampled = generator.random(tokens) < 0.8
-        turns = np.where(sampled, np.minimum(np.arange(tokens) // 2048, 30), -1).astype(np.int16)
+        ids = generator.integers(0, vocabulary, tokens, np.int32)
+        ids[generator.random(tokens) < 0.04] = line
         rows.append(
             Trajectory(
-                prompt_ids=generator.integers(0, 150_000, 512, np.int32),
-                response_ids=generator.integers(0, 150_000, tokens, np.int32),
+                prompt_ids=generator.integers(0, vocabulary, 512, np.int32),
+                response_ids=ids,
                 loss_mask=sampled,
                 rollout_log_probs=np.where(sampled, -generator.exponential(0.5, tokens), 0).astype(np.float32),
                 turn_ids=turns,
@@ -49,12 +83,15 @@ def make_step(run_dir: Path, responses: int, tokens: int, group_size: int = 16) 
                 finish_reason=FinishReason.STOP,
                 reward=1.0,
                 reward_info={"acc": 1.0, "trained": True},
+                tool_calls=[
+                    ToolCall("code_interpreter", CODE, "ok", 0.5, False, 408, int(start))
+                    for start in place[1:][np.diff(sampled.astype(int)) < 0]
+                ],
                 extra_info={"question": f"question {number}", "ground_truth": "1"},
             )
         )
         texts.append(("a prompt", " ".join(map(str, generator.integers(0, 10**6, tokens // 2)))))
-    path = run_dir / "rollouts" / f"step_{STEP:06d}.parquet"
-    write_trajectories(rows, path, texts)
+    write_trajectories(rows, step_path(run_dir / "rollouts", STEP), texts)
     batch = TrajectoryBatch.from_trajectories(rows)
     noise = generator.normal(0, 1e-3, len(batch.loss_mask)).astype(np.float32)
     ones = batch.loss_mask.astype(np.float32)
@@ -62,14 +99,16 @@ def make_step(run_dir: Path, responses: int, tokens: int, group_size: int = 16) 
         old_log_probs=batch.rollout_log_probs + noise, entropy=np.abs(noise), keep=ones, advantages=ones,
         returns=ones, importance_weights=np.exp(noise),
     )  # fmt: skip
-    write_estimates(batch, path.with_suffix(".learner.parquet"))
+    write_estimates(batch, step_path(run_dir / "rollouts", STEP, "learner"))
 
 
 def make_metrics(run_dir: Path, steps: int, metrics: int) -> None:
     generator = np.random.default_rng(0)
+    names = [name + "4" if name.endswith("@") else name for name in FIRST_SHOWN]
+    names = [*names, *(f"group_{number % 10}/metric_{number}" for number in range(metrics))][:metrics]
     with open(run_dir / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(steps):
-            row = {f"group_{number % 10}/metric_{number}": float(generator.random()) for number in range(metrics)}
+            row = {name: float(generator.random()) for name in names}
             file.write(json.dumps({"step": step, **row}) + "\n")
 
 
@@ -101,12 +140,12 @@ def _peak_mebibytes() -> float:
 
 
 def whole_step(run_dir: Path) -> int:
-    path = run_dir / "rollouts" / f"step_{STEP:06d}.parquet"
-    return len(read_trajectories(path)) + len(read_estimates(path.with_suffix(".learner.parquet")))
+    folder = run_dir / "rollouts"
+    return len(read_trajectories(step_path(folder, STEP))) + len(read_estimates(step_path(folder, STEP, "learner")))
 
 
-def decoded_as_numbers(run_dir: Path) -> object:
-    return response_page(run_dir, STEP, 0, "0", None)
+def one_response(run_dir: Path) -> object:
+    return response_page(run_dir, STEP, 0, "0", *Tokenizers().of_run(run_dir))
 
 
 def every_row(run_dir: Path) -> int:
@@ -127,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         save_config(Config(), run_dir / "config.yaml")
-        make_step(run_dir, options.responses, options.tokens)
+        make_step(run_dir, options.responses, options.tokens, make_tokenizer(run_dir / "tokenizer"))
         make_metrics(run_dir, options.steps, options.metrics)
         size = sum(path.stat().st_size for path in (run_dir / "rollouts").iterdir()) / 2**20
         print(f"{options.responses} responses of {options.tokens} tokens: {size:.0f} MiB on disk")
@@ -135,7 +174,7 @@ def main() -> None:
         print(f"{'the whole files (baseline)':34} {whole[0]:6.2f} s  {whole[1]:6.0f} MiB")
         for name, function, arguments in (
             ("list of the step", step_page, (run_dir, STEP)),
-            ("a response", decoded_as_numbers, (run_dir,)),
+            ("a response", one_response, (run_dir,)),
             ("search for a text", search_step, (run_dir, STEP, "no such text")),
         ):
             seconds, memory = measured(function, *arguments)
