@@ -44,7 +44,7 @@ def test_rows_say_type_range_choices_and_default():
     assert rows["learner.optimizer.betas"].default == "[0.9, 0.95]"
     assert rows["sft.stages[].optimizer.schedule"].default == "constant"
     assert "loop" in rows["trainer.hang_action"].readers or "cluster" in rows["trainer.hang_action"].readers
-    assert rows["rollout.multi_turn.max_tool_calls"].readers == ("planning", "sglang_rollout")
+    assert rows["rollout.multi_turn.max_tool_calls"].readers == ("planning", "serving", "sglang_rollout")
 
 
 def test_meanings_of_inherited_settings_are_found():
