@@ -181,7 +181,7 @@ CONVERSIONS = [
     (hf_to_mcore, "--hf-dir {model} --mcore-dir out --pp -1", "--pp"),
     (hf_to_mcore, "--hf-dir {model} --mcore-dir out --vpp 0", "--vpp"),
     (hf_to_mcore, "--hf-dir {model} --mcore-dir out --ep 0", "--ep"),
-    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --processes 0", "--processes"),
+    (hf_to_mcore, "--hf-dir {model} --mcore-dir out --workers 0", "--workers"),
     (hf_to_mcore, "--hf-dir {model} --mcore-dir out --dtype int8", "--dtype"),
     (hf_to_mcore, "--hf-dir {model} --mcore-dir there", "there"),
     (hf_to_mcore, "--hf-dir {model} --mcore-dir a_file/out", "a_file"),

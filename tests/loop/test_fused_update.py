@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import Config, OptimizerConfig, load_config
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.loop.columns import mini_batch_rows
@@ -20,7 +21,6 @@ from megatron_retool.loop.train import learn
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from tests.learner import tiny_models
-from tests.learner.ranks import run_ranks
 from tests.loop.segmented import cut, rollout
 
 GROUPS, SIZE = 4, 4

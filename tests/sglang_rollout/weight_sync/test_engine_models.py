@@ -58,8 +58,8 @@ def answers(model_directory: Callable[..., Path], tmp_path_factory: pytest.TempP
     for family in FAMILIES:
         made = tmp_path_factory.mktemp(family)
         source = model_directory(family, **SIZES)
-        convert(source, made / "mcore", processes=1)
-        export(made / "mcore", made / "fp8", fp8=True, processes=1)
+        convert(source, made / "mcore", workers=1)
+        export(made / "mcore", made / "fp8", fp8=True, workers=1)
         cases += [
             load(f"{family} block-FP8 export", made / "fp8"),
             synced(f"{family} block-FP8 sync", source, made / "sync.safetensors"),
