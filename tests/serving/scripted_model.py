@@ -12,7 +12,7 @@ from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.interface import TurnRequest
 from tests.sglang_rollout.agent.markov_policy import single
 from tests.sglang_rollout.scripted import Counter
-from tools.loading import make_tool
+from tools.loading import make_tools
 from tools.registry import ToolRegistry
 
 
@@ -37,5 +37,5 @@ class Script:
 def counting_tools() -> tuple[ToolRegistry, Counter]:
     """Tools of a run whose code interpreter counts."""
     (entry,) = tool_entries(["tests.sglang_rollout.scripted:Counter"])
-    named = make_tool(ToolsConfig(), 0, entry, None)
+    (named,) = make_tools(ToolsConfig(), 0, entry, None)
     return ToolRegistry([named]), named.tool
