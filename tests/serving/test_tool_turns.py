@@ -23,7 +23,7 @@ def answer(content: str, *calls: SpokenCall, prompt_tokens: int = 10) -> Answer:
 
 
 def call(number: int = 0, arguments: str = '{"code": "1"}', error: str | None = None) -> SpokenCall:
-    return SpokenCall(f"call_{number}", "code_interpreter", arguments, error, raw=arguments)
+    return SpokenCall(f"call_{number}", "code_interpreter", arguments, raw=arguments, error=error)
 
 
 def ask(script: list[Answer], asked: list[list[dict]]):
