@@ -250,3 +250,21 @@ def test_an_exported_file_opens_without_a_server(tab, runs: Path, tmp_path: Path
     tab.goto(file)
     tab.wait_for_selector("[data-page=run]")
     visit(tab, file, "#/run/./time")
+
+
+def test_a_run_that_trains_is_drawn_anew_by_itself(tab, tmp_path: Path) -> None:
+    """Where it was scrolled to, with what was chosen; not while somebody types."""
+    run = make_run(tmp_path / "live" / "a", steps=2)
+    with served(tmp_path / "live") as address:
+        visit(tab, address, "#/run/a?names=actor/grad_norm")
+        tab.wait_for_selector("text=step 2 of")
+        with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write('{"step": 3, "actor/grad_norm": 0.3}\n')
+        tab.wait_for_selector("text=step 3 of", timeout=12_000)
+        assert "names=actor%2Fgrad_norm" in tab.url or "names=actor/grad_norm" in tab.url
+        tab.wait_for_selector(".js-plotly-plot")
+        tab.focus("[aria-label='add a metric']")
+        with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write('{"step": 4, "actor/grad_norm": 0.4}\n')
+        tab.wait_for_timeout(6_000)
+        assert "step 3 of" in tab.inner_text("main")

@@ -14,20 +14,26 @@ const routes = [
 ];
 
 const main = document.getElementById("main");
-/** @type {{keys: [string, string, (event: KeyboardEvent) => void][], leave?: () => void}} the page that is shown */
+/**
+ * The page that is shown. state: what it was drawn from; now: asks for that anew, where a run that trains may change it.
+ * @type {{keys: [string, string, (event: KeyboardEvent) => void][], leave?: () => void, state?: string, now?: () => Promise<string>}}
+ */
 let page = { keys: [] };
 let visit = 0;
 
-async function show() {
+async function show(again = false) {
   const mine = ++visit;
   const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
   const parameters = { ...Object.fromEntries(new URLSearchParams(query)) };
   const found = routes.find(([pattern]) => pattern.test(path));
-  page.leave?.();
-  page = { keys: [] };
+  const before = page;
+  if (!again) {
+    before.leave?.();
+    page = { keys: [] };
+  }
   drawPath(path);
   const root = element("div", { class: "page", "data-page": found ? found[1] : "none" });
-  main.replaceChildren(element("p", { class: "busy", role: "status" }, "reading …"));
+  if (!again) main.replaceChildren(element("p", { class: "busy", role: "status" }, "reading …"));
   try {
     if (!found) throw new Error("There is no page " + path);
     const values = path.match(found[0]).slice(1).map(decodeURIComponent);
@@ -35,6 +41,7 @@ async function show() {
     const module = await import(`./${found[1]}_page.js`);
     const drawn = (await module.render(root, parameters)) || {};
     if (mine !== visit) return drawn.leave?.();
+    if (again) before.leave?.();
     page = { keys: [], ...drawn };
     main.replaceChildren(root);
     page.ready?.();
@@ -43,6 +50,22 @@ async function show() {
   }
   document.body.dataset.shown = location.hash;
 }
+
+const REFRESH_MILLISECONDS = 5000;
+
+setInterval(async () => {
+  const { now, state } = page;
+  const mine = visit;
+  if (!now || document.hidden || /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
+  try {
+    if ((await now()) === state || mine !== visit) return;
+  } catch {
+    return; // The server is away, or the run is being written: the next time tells.
+  }
+  const place = scrollY;
+  await show(true);
+  scrollTo(0, place);
+}, REFRESH_MILLISECONDS);
 
 function drawPath(path) {
   const [, , run, kind, ...rest] = path.split("/").map(decodeURIComponent);
@@ -109,5 +132,5 @@ theme.addEventListener("click", () => {
   show();
 });
 
-addEventListener("hashchange", show);
+addEventListener("hashchange", () => show());
 show();

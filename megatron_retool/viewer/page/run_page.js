@@ -11,7 +11,7 @@ const setting = (value) => (value === null || value === undefined ? "–" : type
 
 export async function render(root, parameters) {
   const run = await get(runPath(parameters.run));
-  const state = { names: words(parameters.names), others: words(parameters.with), weight: Number(parameters.smooth) || 0, log: parameters.log === "1" };
+  const chosen = { names: words(parameters.names), others: words(parameters.with), weight: Number(parameters.smooth) || 0, log: parameters.log === "1" };
   const charts = new Charts();
   const area = element("div", { class: "charts" });
   const legend = element("p", { class: "controls", "aria-label": "runs" });
@@ -22,17 +22,17 @@ export async function render(root, parameters) {
 
   async function metricsOf(name) {
     // An exported file has all metrics in one answer.
-    const path = runPath(name) + "/metrics" + (state.names.length && !exported ? "?names=" + state.names.map(encodeURIComponent).join(",") : "");
+    const path = runPath(name) + "/metrics" + (chosen.names.length && !exported ? "?names=" + chosen.names.map(encodeURIComponent).join(",") : "");
     if (!answers.has(path)) answers.set(path, await get(path));
     return answers.get(path);
   }
 
   async function draw() {
     const mine = ++drawing;
-    rename(["run", parameters.run], { names: state.names.join(","), with: state.others.join(","), smooth: state.weight || "", log: state.log ? "1" : "" });
+    rename(["run", parameters.run], { names: chosen.names.join(","), with: chosen.others.join(","), smooth: chosen.weight || "", log: chosen.log ? "1" : "" });
     const found = [];
     const failed = [];
-    for (const name of [parameters.run, ...state.others]) {
+    for (const name of [parameters.run, ...chosen.others]) {
       try {
         found.push({ name, ...(await metricsOf(name)) });
       } catch (error) {
@@ -43,7 +43,7 @@ export async function render(root, parameters) {
     charts.leave();
     area.replaceChildren();
     legend.replaceChildren(...(found.length > 1 ? found.map(({ name }, place) => element("span", {}, element("b", { style: `color: ${colour(place)}` }, "━ "), name)) : []));
-    const names = state.names.length ? state.names : [...new Set(found.flatMap((one) => one.opening))];
+    const names = chosen.names.length ? chosen.names : [...new Set(found.flatMap((one) => one.opening))];
     for (const name of names) {
       const having = found.map((one, place) => ({ name: one.name, steps: one.steps, values: one.metrics[name], place })).filter((one) => one.values);
       if (!having.length) continue;
@@ -51,7 +51,7 @@ export async function render(root, parameters) {
       const text = caption
         ? [caption.good ? element("b", {}, caption.good) : "", caption.good ? element("br") : "", caption.meaning, caption.unit ? ` (${caption.unit})` : ""]
         : ["not in docs/metrics.md"];
-      area.append(charts.add(lines(having, state.weight), { yaxis: { type: state.log ? "log" : "linear" } }, text, name));
+      area.append(charts.add(lines(having, chosen.weight), { yaxis: { type: chosen.log ? "log" : "linear" } }, text, name));
     }
     every.replaceChildren(...[...new Set(found.flatMap((one) => one.names))].sort().map((name) => element("option", { value: name })));
     shownNames = names;
@@ -68,15 +68,15 @@ export async function render(root, parameters) {
       const name = event.target.value.trim();
       event.target.value = "";
       if (name) {
-        state.names = [name, ...shownNames.filter((other) => other !== name)];
+        chosen.names = [name, ...shownNames.filter((other) => other !== name)];
         draw();
       }
     },
   });
-  const remove = element("button", { type: "button", onclick: () => { state.names = []; draw(); } }, "first ones again");
-  const smooth = element("input", { type: "range", min: "0", max: "0.95", step: "0.05", value: String(state.weight), "aria-label": "smoothing", oninput: (event) => { state.weight = Number(event.target.value); draw(); } });
-  const log = element("input", { type: "checkbox", checked: state.log, onchange: (event) => { state.log = event.target.checked; draw(); } });
-  const others = element("select", { "aria-label": "lay another run over", onchange: (event) => { if (event.target.value) { state.others.push(event.target.value); draw(); } event.target.value = ""; } });
+  const remove = element("button", { type: "button", onclick: () => { chosen.names = []; draw(); } }, "first ones again");
+  const smooth = element("input", { type: "range", min: "0", max: "0.95", step: "0.05", value: String(chosen.weight), "aria-label": "smoothing", oninput: (event) => { chosen.weight = Number(event.target.value); draw(); } });
+  const log = element("input", { type: "checkbox", checked: chosen.log, onchange: (event) => { chosen.log = event.target.checked; draw(); } });
+  const others = element("select", { "aria-label": "lay another run over", onchange: (event) => { if (event.target.value) { chosen.others.push(event.target.value); draw(); } event.target.value = ""; } });
   try {
     const { runs } = await get("runs");
     others.append(element("option", { value: "" }, "lay a run over …"), ...runs.filter((one) => one.name !== parameters.run).map((one) => element("option", { value: one.name }, one.name)));
@@ -103,5 +103,7 @@ export async function render(root, parameters) {
     exported ? "" : element("details", { open: true }, element("summary", {}, "files"), element("ul", {}, ...run.links.map(({ text, href: path }) => element("li", {}, element("a", { href: fileLink(parameters.run, path) }, text))))),
   );
   await draw();
-  return { ready: () => charts.ready(), leave: () => charts.leave() };
+  const state = (found) => `${found.status} ${found.step} ${found.steps.length}`;
+  const now = exported ? undefined : async () => state(await get(runPath(parameters.run)));
+  return { ready: () => charts.ready(), leave: () => charts.leave(), state: state(run), now };
 }

@@ -44,4 +44,8 @@ export async function render(root) {
     element("p", { class: "controls", role: "status" }, curves, compare),
     table(["", "run", "state", "step", "started", "in steps", ...figures, ...differing], rows, { "aria-label": "runs" }),
   );
+  const state = (found) => found.map((run) => `${run.name} ${run.status} ${run.step}`).join();
+  // What is chosen for a comparison stays.
+  const now = async () => (chosen.size ? state(runs) : state((await get("runs")).runs));
+  return { state: state(runs), now };
 }
