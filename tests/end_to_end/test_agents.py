@@ -1,11 +1,10 @@
-"""The demo through an agent on the plain ``openai`` client is, number for number, the demo of the built-in loop."""
+"""A step of the demo through an agent on the plain ``openai`` client is one of the built-in loop, number for number."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 from megatron_retool.config import load_config
 from megatron_retool.loop.columns import split_mini_batches
@@ -57,23 +56,22 @@ def loss_weights(run_dir, step: int) -> list[np.ndarray]:
     return [each.columns["loss_weights"] for each in split_mini_batches(config, batch.with_columns(keep=keep), step)]
 
 
-def check_same_training(run_dir, other, count: int) -> None:
-    for step in range(1, count + 1):
-        check_same_rollouts(*(path / f"rollouts/step_{step:06d}.parquet" for path in (run_dir, other)))
-        check_same_columns(*(path / f"rollouts/step_{step:06d}.learner.parquet" for path in (run_dir, other)))
-        for weights in zip(*(loss_weights(path, step) for path in (run_dir, other)), strict=True):
-            np.testing.assert_allclose(*weights, rtol=0, atol=1e-6)
-            assert weights[0].any()
-        mine, theirs = (
-            {name: value for name, value in learnt(steps(path)[step]).items() if not name.startswith(OF_THE_AGENT)}
-            for path in (run_dir, other)
-        )
-        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
-        assert theirs["actor/grad_norm"] > 0 and theirs["tool/calls"] > 0
+def check_same_step(run_dir, other, step: int) -> None:
+    check_same_rollouts(*(path / f"rollouts/step_{step:06d}.parquet" for path in (run_dir, other)))
+    check_same_columns(*(path / f"rollouts/step_{step:06d}.learner.parquet" for path in (run_dir, other)))
+    for weights in zip(*(loss_weights(path, step) for path in (run_dir, other)), strict=True):
+        np.testing.assert_allclose(*weights, rtol=0, atol=1e-6)
+        assert weights[0].any()
+    mine, theirs = (
+        {name: value for name, value in learnt(steps(path)[step]).items() if not name.startswith(OF_THE_AGENT)}
+        for path in (run_dir, other)
+    )
+    assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert theirs["actor/grad_norm"] > 0 and theirs["tool/calls"] > 0
 
 
 @pytest.mark.slow
-def test_the_plain_client_learns_what_the_built_in_loop_learns(demo_run: FinishedRun):
+def test_the_plain_client_takes_the_step_of_the_built_in_loop(demo_run: FinishedRun):
     code, output = demo_run.command_line.run(
         "train",
         "trainer.experiment_name=agent",
@@ -82,13 +80,8 @@ def test_the_plain_client_learns_what_the_built_in_loop_learns(demo_run: Finishe
         f"model.mcore_path={demo_run.run_dir / 'sft_mcore'}",
         f"rollout.agent={ROOT}/examples/run_tools_agent.py:run",
         "trainer.val_before_train=false",
-        "trainer.at_end=[export]",
+        "trainer.at_end=[summary]",
     )
     assert code == 0, output
     run_dir = demo_run.run_dir.with_name("agent")
-    check_same_training(demo_run.run_dir, run_dir, 3)
-    # Gradients of three steps: the weights that came of them.
-    here, there = (load_file(path / "export" / "model.safetensors") for path in (run_dir, demo_run.run_dir))
-    assert here.keys() == there.keys()
-    for name in here:
-        np.testing.assert_allclose(here[name], there[name], rtol=0, atol=1e-6, err_msg=name)
+    check_same_step(demo_run.run_dir, run_dir, 1)
