@@ -89,7 +89,7 @@ def test_per_tensor_checkpoints(model_directory: Callable[..., Path], tmp_path: 
         "for source, target in json.loads(sys.argv[1]):\n"
         "    Path(target).mkdir()\n"
         "    job = _ModeloptJob(Path(source), Path(target), MODELOPT_FORMATS['fp8'], ((1, 2, 3), (4, 5)))\n"
-        "    _run_modelopt(job, None)\n"
+        "    _run_modelopt(job)\n"
     )
     pairs = [[str(model_directory(family, **SIZES)), str(tmp_path / family)] for family in FAMILIES]
     subprocess.run([sys.executable, "-W", "ignore", "-c", program, json.dumps(pairs)], check=True, timeout=500)
