@@ -29,6 +29,7 @@ def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatc
     layout = LearnerConfig().layout()
     called: list[str] = []
     monkeypatch.setattr(parallel, "_active", None)
+    monkeypatch.setattr(parallel, "_of_layout", [])
     monkeypatch.setenv("WORLD_SIZE", "1")
     for name in ("is_initialized", "init_process_group", "all_reduce"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: called.append(name))
