@@ -13,10 +13,9 @@ CPU) of the process. It also prints how far the two are apart in loss and gradie
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,37 +23,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.learner_step import SHAPES, batch_of, random_lengths
-from conversion.model.architecture import Architecture
+from benchmarks.learner_work import (
+    SHAPES,
+    add_batch_arguments,
+    in_turns,
+    learner_settings,
+    long_tailed_batch,
+    median_ratio,
+    qwen2,
+    random_learner,
+)
 from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.rollout_correction import CorrectionResult, rollout_correction
-from megatron_retool.config import (
-    AlgorithmConfig,
-    Config,
-    LearnerConfig,
-    OptimizerConfig,
-    RecomputeConfig,
-    RolloutCorrectionConfig,
-)
+from megatron_retool.config import AlgorithmConfig, RolloutCorrectionConfig
 from megatron_retool.learner.learner import Learner
 from megatron_retool.trajectory import TrajectoryBatch
-
-
-def learner_of(options: argparse.Namespace) -> Learner:
-    shape = {"model_type": "qwen2", "max_position_embeddings": 32768, **SHAPES[options.shape]}
-    learner = LearnerConfig(
-        dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
-        recompute=RecomputeConfig(granularity=options.recompute),
-    )
-    correction = RolloutCorrectionConfig(rejection=["geometric_ratio 0.99 1.01"])
-    return Learner(
-        Config(learner=learner, algorithm=AlgorithmConfig(rollout_correction=correction)),
-        # So small a rate that every step has the same log-probs, and rejects the same responses.
-        optimizer=OptimizerConfig(lr=1e-12),
-        total_optimizer_steps=10_000,
-        architecture=Architecture.from_hf_config(shape),
-    )
 
 
 def corrected(learner: Learner, batch: TrajectoryBatch, log_probs: np.ndarray) -> CorrectionResult:
@@ -94,30 +77,20 @@ def fused(learner: Learner, batch: TrajectoryBatch) -> dict[str, float]:
     return found["metrics"]
 
 
-def seconds_of(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Of the clock, and of the process."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    clock, process = time.perf_counter(), time.process_time()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - clock, time.process_time() - process
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="demo")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--mean-length", type=int, default=110)
-    parser.add_argument("--max-tokens-per-micro-batch", type=int, default=16384)
-    parser.add_argument("--recompute", choices=("full", "selective"))
-    parser.add_argument("--steps", type=int, default=12)
+    add_batch_arguments(parser)
     options = parser.parse_args()
 
-    learner = learner_of(options)
-    lengths = random_lengths(options.sequences, options.mean_length, 8 * options.mean_length, seed=0)
-    batch = batch_of(lengths, learner.architecture.vocab_size, seed=1)
+    correction = RolloutCorrectionConfig(rejection=["geometric_ratio 0.99 1.01"])
+    learner = random_learner(
+        qwen2(SHAPES[options.shape]),
+        lr=1e-12,  # so small that every step has the same log-probs, and rejects the same responses
+        algorithm=AlgorithmConfig(rollout_correction=correction),
+        **learner_settings(options),
+    )
+    batch = long_tailed_batch(options, learner.architecture.vocab_size)
     rng = np.random.default_rng(2)
     own = learner.log_probs(batch)["log_probs"]
     # Every fourth response is as if another model had sampled it.
@@ -133,20 +106,12 @@ def main() -> None:
         print(f"{name}: {first[name]:.8g} with a pass, {second[name] - first[name]:+.1e} fused")
 
     sides = {"with a pass": with_a_pass, "fused": fused}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for repetition in range(options.steps + 2):
-        # First one then the other first: the machine's speed drifts.
-        for name in list(sides)[:: 1 if repetition % 2 else -1]:
-            found = seconds_of(lambda name=name: sides[name](learner, batch), learner.device)
-            if repetition >= 2:
-                times[name].append(found)
+    steps = {name: functools.partial(step, learner, batch) for name, step in sides.items()}
+    times = in_turns(steps, options.steps, 2, learner.device)
     for place, unit in enumerate(("s", "s of CPU")):
-        by_side = {name: [pair[place] for pair in found] for name, found in times.items()}
-        ratio = statistics.median(
-            own / other for own, other in zip(by_side["fused"], by_side["with a pass"], strict=True)
-        )
+        by_side = {name: [found[place] for found in taken] for name, taken in times.items()}
         parts = ", ".join(f"{name} {statistics.median(found):.3f} {unit}" for name, found in by_side.items())
-        print(f"{parts}; ratio {ratio:.3f}")
+        print(f"{parts}; ratio {median_ratio(by_side['fused'], by_side['with a pass']):.3f}")
     learner.close()
 
 

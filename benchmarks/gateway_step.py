@@ -13,6 +13,7 @@ the median over pairs of neighbours of the ratio, of seconds for each sampled to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from megatron_retool.runs.demo_base import DemoBase
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import Trajectory
+from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,11 +47,14 @@ class AlternatingManager(RolloutManager):
         self._task_agents, self._streams = self.task_agents, 0
         assert self._task_agents is not None
 
-    async def stream(self, *arguments: Any, **keywords: Any) -> AsyncGenerator[list[Trajectory], None]:
+    async def stream(self, *arguments: Any, **keywords: Any) -> AsyncGenerator[list[Trajectory], Changes | None]:
         self.task_agents = None if self._streams % 2 else self._task_agents
         self._streams += 1
-        async for group in super().stream(*arguments, **keywords):
-            yield group
+        async with contextlib.aclosing(super().stream(*arguments, **keywords)) as groups:
+            changes = None
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    changes = yield await groups.asend(changes)
 
 
 def pairs(run_dir: Path) -> list[tuple[dict[str, float], dict[str, float]]]:

@@ -19,8 +19,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,73 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion.model.architecture import Architecture
-from megatron_retool.config import Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
-from megatron_retool.doctor.model import random_batch
-from megatron_retool.learner.learner import Learner
+from benchmarks.learner_work import SHAPES, batch_of, qwen2, random_learner, random_lengths, seconds_of
+from megatron_retool.config import Fp8Config, RecomputeConfig
 from megatron_retool.trajectory import TrajectoryBatch
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "demo": {
-        "hidden_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 384,
-        "vocab_size": 512,
-        "tie_word_embeddings": True,
-    },
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 768,
-        "vocab_size": 2048,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-1.5b": {
-        "hidden_size": 1536,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "intermediate_size": 8960,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "rope_theta": 1000000.0,
-    },
-    "qwen2.5-7b": {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "rope_theta": 1000000.0,
-    },
-}
-
-
-def batch_of(lengths: np.ndarray, vocabulary: int, seed: int) -> TrajectoryBatch:
-    """Sequences of which all tokens but the first are trained on."""
-    prompts = np.ones(len(lengths), np.int32)
-    return random_batch(np.random.default_rng(seed), prompts, (lengths - 1).astype(np.int32), vocabulary)
-
-
-def random_lengths(count: int, mean: int, longest: int, seed: int) -> np.ndarray:
-    """Log-normal around ``mean`` with a long tail."""
-    rng = np.random.default_rng(seed)
-    return np.clip(rng.lognormal(np.log(mean) - 0.08, 0.4, count), 2, longest).astype(np.int64)
-
-
-def seconds_of(step: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 class TransformersTrainer:
@@ -148,26 +82,20 @@ def main() -> None:
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
-    shape = {"model_type": "qwen2", "max_position_embeddings": 32768, **SHAPES[options.shape]}
-    architecture = Architecture.from_hf_config(shape)
+    architecture = qwen2(SHAPES[options.shape])
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    learner = Learner(
-        Config(
-            learner=LearnerConfig(
-                world_size=world,
-                dtype=options.dtype or ("bfloat16" if cuda else "float32"),
-                tensor_model_parallel_size=options.tensor_parallel,
-                sequence_parallel=options.tensor_parallel > 1,
-                context_parallel_size=options.context_parallel,
-                pipeline_model_parallel_size=options.pipeline_parallel,
-                max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
-                fp8=Fp8Config(recipe=options.fp8),
-                recompute=RecomputeConfig(granularity=options.recompute),
-            )
-        ),
-        optimizer=OptimizerConfig(lr=1e-4),
-        total_optimizer_steps=1000,
-        architecture=architecture,
+    learner = random_learner(
+        architecture,
+        lr=1e-4,
+        world_size=world,
+        **({"dtype": options.dtype} if options.dtype else {}),
+        tensor_model_parallel_size=options.tensor_parallel,
+        sequence_parallel=options.tensor_parallel > 1,
+        context_parallel_size=options.context_parallel,
+        pipeline_model_parallel_size=options.pipeline_parallel,
+        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
+        fp8=Fp8Config(recipe=options.fp8),
+        recompute=RecomputeConfig(granularity=options.recompute),
     )
     is_first = torch.distributed.get_rank() == 0
     mean = options.mean_length or (2048 if cuda else 110)
@@ -191,8 +119,8 @@ def main() -> None:
         tokens = int(batch.total_lengths.sum())
         times: dict[str, list[float]] = {"learner": [], "transformers": []}
         for repetition in range(options.steps + 2):
-            mine = seconds_of(lambda batch=batch: learner.sft_update(batch), learner.device)
-            theirs = seconds_of(lambda batch=batch: trainer.step(batch), learner.device) if trainer else 0.0
+            mine = seconds_of(lambda batch=batch: learner.sft_update(batch), learner.device).clock
+            theirs = seconds_of(lambda batch=batch: trainer.step(batch), learner.device).clock if trainer else 0.0
             if repetition >= 2:
                 times["learner"].append(mine)
                 times["transformers"].append(theirs)

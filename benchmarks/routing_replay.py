@@ -14,19 +14,22 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.learner_step import batch_of, random_lengths
+from benchmarks.learner_work import (
+    add_batch_arguments,
+    in_turns,
+    kind_of_seconds,
+    learner_settings,
+    long_tailed_batch,
+    median_ratio,
+    random_learner,
+)
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.learner.learner import Learner
 from megatron_retool.routed_experts import RoutedExperts, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
@@ -49,19 +52,8 @@ def learner_of(options: argparse.Namespace) -> Learner:
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
     }
-    cuda = torch.cuda.is_available()
-    learner = LearnerConfig(
-        dtype="bfloat16" if cuda else "float32",
-        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
-        recompute=RecomputeConfig(granularity=options.recompute),
-        routing_replay="old_log_probs",
-    )
-    return Learner(
-        Config(learner=learner),
-        optimizer=OptimizerConfig(lr=1e-6),
-        total_optimizer_steps=10_000,
-        architecture=Architecture.from_hf_config(shape),
-    )
+    architecture = Architecture.from_hf_config(shape)
+    return random_learner(architecture, lr=1e-6, routing_replay="old_log_probs", **learner_settings(options))
 
 
 def step_of(learner: Learner, batch: TrajectoryBatch) -> None:
@@ -73,16 +65,6 @@ def step_of(learner: Learner, batch: TrajectoryBatch) -> None:
     learner.update(batch.with_columns(old_log_probs=found["log_probs"]))
 
 
-def seconds_of(step: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.process_time() if device.type == "cpu" else time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.process_time() if device.type == "cpu" else time.perf_counter()) - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
@@ -90,18 +72,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-hidden", type=int, default=192)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--mean-length", type=int, default=110)
-    parser.add_argument("--max-tokens-per-micro-batch", type=int, default=16384)
-    parser.add_argument("--recompute", choices=("full", "selective"))
-    parser.add_argument("--steps", type=int, default=12)
+    add_batch_arguments(parser)
     options = parser.parse_args()
 
     learner = learner_of(options)
     replay = learner.routing_replay
     assert replay is not None
-    lengths = random_lengths(options.sequences, options.mean_length, 8 * options.mean_length, seed=0)
-    batch = batch_of(lengths, learner.architecture.vocab_size, seed=1)
+    batch = long_tailed_batch(options, learner.architecture.vocab_size)
     rng = np.random.default_rng(0)
     batch = batch.with_columns(
         advantages=rng.normal(size=batch.num_response_tokens),
@@ -125,20 +102,13 @@ def main() -> None:
         step_of(learner, batch)
 
     sides = {"without": without, "replayed": with_rows, "recorded": recorded}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(options.steps + 2):
-        # In turns, and first one then the other first: the machine's speed drifts.
-        for name in list(sides)[:: 1 if repetition % 2 else -1]:
-            seconds = seconds_of(sides[name], learner.device)
-            if repetition >= 2:
-                times[name].append(seconds)
-    base = statistics.median(times["without"])
-    tokens = int(batch.total_lengths.sum())
-    kind = "CPU time" if learner.device.type == "cpu" else "wall time"
+    taken = in_turns(sides, options.steps, 2, learner.device)
+    times = {name: [seconds.of(learner.device) for seconds in found] for name, found in taken.items()}
+    tokens, kind = int(batch.total_lengths.sum()), kind_of_seconds(learner.device)
     print(f"{tokens} tokens, {options.layers} layers, {options.experts} experts, {kind} of old log-probs and an update")
-    print(f"without replay: {1e3 * base:.1f} ms")
+    print(f"without replay: {1e3 * statistics.median(times['without']):.1f} ms")
     for name in ("replayed", "recorded"):
-        ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["without"], strict=True))
+        ratio = median_ratio(times[name], times["without"])
         print(f"{name}: {1e3 * statistics.median(times[name]):.1f} ms; ratio {ratio:.3f}")
     learner.close()
 

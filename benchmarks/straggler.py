@@ -37,6 +37,8 @@ def strategies(over_sampling: float, max_age: int, refills: bool) -> tuple[Strat
             Strategy("wait for all"),
             Strategy("over-sampling, rest dropped", "drop", over_sampling),
             Strategy("partial rollout", "pause", over_sampling, max_age),
+            Strategy("1 step off", asynchronous=True),
+            Strategy("partial rollout, asynchronous", "stream", over_sampling, max_age, asynchronous=True),
         )
     return (
         Strategy("refill in rounds", "rounds"),

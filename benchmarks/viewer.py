@@ -156,13 +156,18 @@ def all_curves(run_dir: Path, metrics: int) -> object:
     return curves_page(run_dir, [f"group_{number % 10}/metric_{number}" for number in range(metrics)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(description: str | None) -> argparse.Namespace:
+    """How large a run the command line asks for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--metrics", type=int, default=100)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = options_of(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         save_config(Config(), run_dir / "config.yaml")

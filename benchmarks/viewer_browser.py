@@ -13,7 +13,6 @@ Needs Debian's chromium and playwright:
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import shutil
@@ -28,7 +27,7 @@ from playwright.sync_api import sync_playwright
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.viewer import STEP, make_metrics, make_step, make_tokenizer
+from benchmarks.viewer import STEP, make_metrics, make_step, make_tokenizer, options_of
 from megatron_retool.config import load_config, save_config
 
 FRAMES = 60
@@ -139,12 +138,7 @@ def measure(run_dir: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--metrics", type=int, default=100)
-    options = parser.parse_args()
+    options = options_of(__doc__)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_dir = folder / "run"

@@ -7,6 +7,9 @@ to read it: tensors are then cut as its ranks hold them and each rank's parts li
 reads a byte for another.  Each byte is read once, written once and hashed on the way, in blocks.  Config, tokenizer and
 the like are kept in ``hf/`` for the way back.
 
+Weights in FP8 in blocks of 128 x 128 (DeepSeek's release format) and in MXFP4 (gpt-oss) become the bfloat16 weights
+that they stand for, and the config in ``hf/`` is that of the bfloat16 model.
+
 Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
 
@@ -35,12 +38,14 @@ from typing import Any
 
 import torch
 
+from conversion.files.block_fp8_checkpoint import FULL_PRECISION, BlockFP8Checkpoint, open_source
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
-from conversion.files.directory import COMPANIONS, local_directory, new_directory
+from conversion.files.directory import COMPANIONS, REPORT_NAME, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
     HFCheckpoint,
     HFCheckpointError,
+    Mxfp4Stack,
     StoredTensor,
     check_tokenizer,
     copy_companions,
@@ -58,8 +63,6 @@ from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
-
-REPORT_NAME = "conversion.json"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,11 +87,19 @@ class TargetLayout:
             pipeline=self.pp,
             virtual_pipeline=self.vpp,
             expert=self.ep,
-            expert_tensor=self.tp,
+            expert_tensor=self.expert_tensor(architecture),
         ):
             if not cut.fits:
                 option = options.get(cut.dimension, "--tp")
                 raise ValueError(f"{option}: {cut.parts} parts do not divide {cut.what}={cut.size}")
+
+    def expert_tensor(self, architecture: Architecture) -> int:
+        """Parts that each expert is cut into: the learner takes those with biases whole."""
+        return 1 if architecture.linear_bias else self.tp
+
+    def parts_of(self, mapping: Mapping, architecture: Architecture) -> int:
+        """Parts that a parameter is cut into, where tensor parallelism cuts it."""
+        return self.tp if mapping.expert is None else self.expert_tensor(architecture)
 
     def rank(self, mapping: Mapping, architecture: Architecture, tp_rank: int) -> int:
         """Number of the group of files that holds a part: one for each combination of PP, EP and TP rank."""
@@ -114,6 +125,7 @@ def convert(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
+    predictors: bool = True,
     checksums: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -121,11 +133,12 @@ def convert(
 
     Args:
         layout: see ``TargetLayout``; None: whole tensors.
-        dtype: cast to it; None: keep what is stored.
+        dtype: cast to it; None: keep what is stored, or bfloat16 of weights in block FP8.
         families: model families beside the built-in ones, see ``model.family``.
         workers: how many threads; None: one for each GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
+        predictors: False: leave out layers for multi-token prediction, which are refused otherwise.
         checksums: hold ``hf_dir`` against its own meanwhile, where it has some (``files.checksums``).
         on_progress: called with the source bytes that are converted, and all there are.
 
@@ -143,22 +156,30 @@ def convert(
     began = time.monotonic()
     hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
     with verified_meanwhile(hf_dir) if checksums else nullcontext(lambda wait: None) as check_source:
-        architecture = Architecture.from_pretrained(hf_dir, families)
+        architecture = Architecture.from_pretrained(hf_dir, families, dequantized=True)
         layout = layout or TargetLayout()
         layout.check(architecture)
-        checkpoint = HFCheckpoint(hf_dir)
+        checkpoint = open_source(hf_dir)
+        mxfp4 = any(isinstance(stored, Mxfp4Stack) for stored in checkpoint.tensors.values())
+        dequantized = mxfp4 or isinstance(checkpoint, BlockFP8Checkpoint)
+        if verify and mxfp4:
+            raise HFCheckpointError(
+                f"{hf_dir} holds MXFP4, which --verify does not compare: verify what mcore_to_hf.py makes of the "
+                "checkpoint, with its --verify"
+            )
+        counted_by = None if predictors else checkpoint.leave_out_predictors(architecture.num_layers)
         weight_map = WeightMap(architecture)
         checkpoint.check(weight_map)
         for mapping in weight_map:
             list(
-                _parts(mapping, layout.tp)
+                _parts(mapping, layout.parts_of(mapping, architecture))
             )  # a size that the layout does not divide is found before anything is written
         if dtype is None:
             _check_stacks(checkpoint, weight_map)
         if require_tokenizer:
             check_tokenizer(hf_dir)
 
-        needed, records = _output_bytes(checkpoint, dtype), dict[str, FileRecord]()
+        needed, records = _output_bytes(checkpoint, weight_map, dtype), dict[str, FileRecord]()
         with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=needed, records=records) as temporary:
             chunks = []
             count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()))
@@ -174,29 +195,48 @@ def convert(
             write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
             (temporary / COMPANIONS).mkdir()
             copy_companions(hf_dir, temporary / COMPANIONS)
+            _write_config(temporary / COMPANIONS, architecture, dequantized, counted_by)
             report: dict[str, Any] = {
                 "family": architecture.family,
                 "layout": asdict(layout),
                 "dtype": "as stored" if dtype is None else str(dtype).removeprefix("torch."),
-                "tensors": sum(len(mapping.hf_names) for mapping in weight_map.exported()),
-                "bytes": sum(
-                    stored.nbytes for name, stored in checkpoint.tensors.items() if name in weight_map.hf_names
-                ),
+                "dequantized": dequantized,
+                "tensors": len(weight_map.hf_names),
+                "bytes": sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()),
             }
             write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
             if verify:
                 from conversion.verify import verify_logits
 
                 (temporary / COMPLETE_NAME).touch()
-                report["largest_logit_difference"] = verify_logits(architecture, hf_dir, temporary, dtype, tolerance)
+                report["largest_logit_difference"] = verify_logits(
+                    architecture, hf_dir, temporary, dtype, tolerance, dequantized=dequantized
+                )
     return {**report, "seconds": time.monotonic() - began}
+
+
+def _write_config(directory: Path, architecture: Architecture, dequantized: bool, predictors: str | None) -> None:
+    """Change config.json into that of what is written, under a model_type that transformers knows.
+
+    Args:
+        predictors: the key that counts layers for multi-token prediction, which are left out.
+    """
+    path = directory / "config.json"
+    before = json.loads(path.read_text(encoding="utf-8"))
+    config = {**architecture.hf_config, "model_type": architecture.family}
+    if dequantized:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(FULL_PRECISION).removeprefix("torch.")
+    if predictors is not None:
+        config[predictors] = 0
+    if config != before:
+        write_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def _check_stacks(checkpoint: HFCheckpoint, weight_map: WeightMap) -> None:
     """Raise HFCheckpointError where layers differ in dtype: the checkpoint stacks them in one tensor."""
     first: dict[str, StoredTensor] = {}
     for mapping in weight_map.exported():
-        stored = checkpoint.tensors[mapping.hf_names[0]]
+        stored = checkpoint.entry(mapping.hf_names[0])
         other = first.setdefault(checkpoint_place(mapping, weight_map.architecture).key, stored)
         if other.dtype != stored.dtype:
             raise HFCheckpointError(
@@ -205,10 +245,13 @@ def _check_stacks(checkpoint: HFCheckpoint, weight_map: WeightMap) -> None:
             )
 
 
-def _output_bytes(checkpoint: HFCheckpoint, dtype: torch.dtype | None) -> int:
-    if dtype is None:
-        return checkpoint.nbytes
-    return sum(t.nbytes // t.dtype.itemsize * dtype.itemsize for t in checkpoint.tensors.values())
+def _output_bytes(checkpoint: HFCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None) -> int:
+    found = 0
+    for mapping in weight_map.exported():
+        stored = checkpoint.entry(mapping.hf_names[0]).dtype
+        width = (mapping.cast_to(dtype) or stored).itemsize
+        found += _bytes_of(checkpoint, mapping) // stored.itemsize * width
+    return found
 
 
 def _write(
@@ -231,7 +274,7 @@ def _write(
 
 
 def _bytes_of(checkpoint: HFCheckpoint, mapping: Mapping) -> int:
-    return sum(checkpoint.tensors[name].nbytes for name in mapping.hf_names)
+    return sum(checkpoint.entry(name).nbytes for name in mapping.hf_names)
 
 
 _Written = tuple[list[Chunk], dict[str, FileRecord]]
@@ -262,13 +305,13 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
 
         for mapping in job.mappings:
             place, shape = checkpoint_place(mapping, job.architecture), mapping.mcore_shape
-            dtype = job.dtype or job.checkpoint.tensors[mapping.hf_names[0]].dtype
-            for start, stop, parts in _parts(mapping, job.layout.tp):
+            dtype = mapping.cast_to(job.dtype) or job.checkpoint.entry(mapping.hf_names[0]).dtype
+            for start, stop, parts in _parts(mapping, job.layout.parts_of(mapping, job.architecture)):
                 cut = []
                 for tp_rank, columns in parts:
                     writer = writer_of(job.layout.rank(mapping, job.architecture, tp_rank))
                     rest = shape[1:] if columns is None else (columns[1] - columns[0],)
-                    offsets = (start, columns[0] if columns else 0)[: len(shape)]
+                    offsets = (start, columns[0] if columns else 0, *(0,) * len(shape[2:]))[: len(shape)]
                     writer.begin(place, shape, offsets, (stop - start, *rest), dtype)
                     cut.append((writer, columns))
                 for rows in job.checkpoint.row_blocks(mapping, start, stop):
@@ -322,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
     )
+    parser.add_argument("--without-predictors", action="store_true", help="leave out layers for multi-token prediction")
     add_checksums_option(parser)
     options = parser.parse_args(arguments)
     try:
@@ -338,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tolerance=options.tolerance,
                 overwrite=options.overwrite,
                 require_tokenizer=not options.allow_missing_tokenizer,
+                predictors=not options.without_predictors,
                 checksums=not options.no_checksums,
                 on_progress=on_progress,
             )

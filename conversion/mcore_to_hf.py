@@ -63,6 +63,7 @@ from conversion.model.block_fp8 import (
     quantized_names,
     takes_power_of_two,
 )
+from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
@@ -128,8 +129,8 @@ def export(
             quantized_names(weight_map)  # raises where there is nothing to quantise
             power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             form = form_of(weight_map)
-        mappings = list(weight_map.exported())
-        groups = [_specs(checkpoint, mapping, weight_map, dtype, form) for mapping in mappings]
+        mappings = [group for _, group in weight_map.exported_groups()]
+        groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
         files = plan_files(groups, max_file_bytes)
         sizes = [sum(spec.nbytes for spec in specs) for specs in groups]
         count = counted(on_progress, sum(sizes))
@@ -202,17 +203,24 @@ def companion_directory(mcore_dir: Path, hf_config_dir: str | Path | None = None
 
 
 def _specs(
-    checkpoint: DistCheckpoint, mapping: Mapping, weight_map: WeightMap, dtype: torch.dtype | None, form: Form | None
+    checkpoint: DistCheckpoint,
+    group: Sequence[Mapping],
+    weight_map: WeightMap,
+    dtype: torch.dtype | None,
+    form: Form | None,
 ) -> list[TensorSpec]:
-    """The tensors to write of a parameter. Raises DistCheckpointError where the checkpoint does not fit."""
+    """The tensors to write of a group. Raises DistCheckpointError where the checkpoint does not fit."""
+    mapping = group[0]  # the others lie in the same tensor of the checkpoint
     place = checkpoint_place(mapping, weight_map.architecture)
-    stored = dtype or checkpoint.dtype(place)
+    stored = mapping.cast_to(dtype) or checkpoint.dtype(place)
     shape = checkpoint.shape(place)
     if shape[1:] != mapping.mcore_shape[1:] or shape[0] < mapping.mcore_shape[0]:
         raise DistCheckpointError(
             f"{checkpoint.directory}: {place.key} has shape {shape}, config.json implies {mapping.mcore_shape}"
         )
-    named_shapes = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+    named_shapes = stacked_shapes(
+        part for each in group for part in zip(each.hf_names, each.hf_shapes, strict=True)
+    ).items()
     specs = [TensorSpec(name, shape, stored) for name, shape in named_shapes]
     if form is None or not is_quantized(mapping):
         return specs
@@ -221,9 +229,9 @@ def _specs(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A parameter whose tensors are ``specs[start:stop]`` of file number ``file``."""
+    """A parameter, or several that lie in one tensor, as ``specs[start:stop]`` of file number ``file``."""
 
-    mapping: Mapping
+    group: tuple[Mapping, ...]
     file: int
     start: int
     stop: int
@@ -232,12 +240,14 @@ class _Placed:
 _Files = Sequence[tuple[str, list[TensorSpec]]]
 
 
-def _placed(mappings: Sequence[Mapping], groups: Sequence[Sequence[TensorSpec]], files: _Files) -> list[_Placed]:
+def _placed(
+    mappings: Sequence[tuple[Mapping, ...]], groups: Sequence[Sequence[TensorSpec]], files: _Files
+) -> list[_Placed]:
     places = ((file, number) for file, (_, specs) in enumerate(files) for number in range(len(specs)))
     placed = []
-    for mapping, group in zip(mappings, groups, strict=True):
-        (file, start), *_ = itertools.islice(places, len(group))
-        placed.append(_Placed(mapping, file, start, start + len(group)))
+    for group, specs in zip(mappings, groups, strict=True):
+        (file, start), *_ = itertools.islice(places, len(specs))
+        placed.append(_Placed(group, file, start, start + len(specs)))
     return placed
 
 
@@ -267,7 +277,7 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> list[tuple[str, Part]]
         parameters = list(group)
         with FileWriter(job.directory / file, specs, parameters[0].start, parameters[-1].stop) as writer:
             for parameter in parameters:
-                for name, blocks in _contents(parameter.mapping, job):
+                for name, blocks in _contents(parameter.group, job):
                     writer.write(name, _reported(blocks, report))
             parts.append((file, writer.part))
     return parts
@@ -287,16 +297,21 @@ def _joined(written: Sequence[Sequence[tuple[str, Part]]]) -> dict[str, FileReco
     return records
 
 
-def _contents(mapping: Mapping, job: _Job) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """The tensors that a parameter becomes, each as blocks of its elements in order."""
+def _contents(group: Sequence[Mapping], job: _Job) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    """The tensors that a group becomes, each as blocks of its elements in order."""
+    mapping = group[0]
+    if mapping.is_stacked:
+        yield tensor_of(mapping.hf_names[0]), (_element(each, job) for each in group)
+        return
     place = checkpoint_place(mapping, job.architecture)
     form = job.form if is_quantized(mapping) else None
+    dtype = mapping.cast_to(job.dtype)
     if form is None and job.checkpoint.lies_in_order(place):
         for source, name in enumerate(mapping.hf_names):
             yield name, _blocks(mapping, source, job)
         return
     for name, tensor in to_hf(mapping, job.checkpoint.read(place, mapping.mcore_shape)).items():
-        tensor = tensor if job.dtype is None else tensor.to(job.dtype)
+        tensor = tensor if dtype is None else tensor.to(dtype)
         if form is None:
             yield name, [tensor]
         else:
@@ -304,11 +319,24 @@ def _contents(mapping: Mapping, job: _Job) -> Iterator[tuple[str, Iterable[Tenso
                 yield part_name, [part]
 
 
+def _element(mapping: Mapping, job: _Job) -> Tensor:
+    """The element of a stack that a parameter makes up: [in, out], or [out] of a bias."""
+    full = job.checkpoint.read(checkpoint_place(mapping, job.architecture), mapping.mcore_shape)
+    dtype = mapping.cast_to(job.dtype)
+    full = full if dtype is None else full.to(dtype)
+    element = full.new_empty((*mapping.mcore_shape[1:], mapping.mcore_shape[0]))
+    for name, tensor in to_hf(mapping, full).items():
+        part = part_of(name)
+        assert part is not None
+        part.of(element).copy_(tensor)
+    return element
+
+
 def _blocks(mapping: Mapping, source: int, job: _Job) -> Iterator[Tensor]:
-    place = checkpoint_place(mapping, job.architecture)
+    place, dtype = checkpoint_place(mapping, job.architecture), mapping.cast_to(job.dtype)
     for _, start, rows in mapping.hf_runs(source):
         for block in job.checkpoint.row_blocks(place, mapping.mcore_shape, start, start + rows):
-            yield block if job.dtype is None else block.to(job.dtype)
+            yield block if dtype is None else block.to(dtype)
 
 
 def _write_config(

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conversion.files.block_fp8_checkpoint import open_source
+from conversion.files.directory import REPORT_NAME
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.workers import run_alone
 from conversion.model.architecture import Architecture
@@ -39,6 +41,7 @@ from conversion.model.block_fp8 import (
     SCALE_SUFFIXES,
     are_powers_of_two,
     dequantize_blockwise,
+    form_of_source,
     is_quantized,
     round_to_blocks,
 )
@@ -62,6 +65,7 @@ class _Comparison:
     mcore_dir: Path
     dtype: torch.dtype | None
     fp8: bool
+    dequantized: bool
 
 
 def verify_logits(
@@ -72,12 +76,14 @@ def verify_logits(
     tolerance: float | None = None,
     *,
     fp8: bool = False,
+    dequantized: bool = False,
 ) -> float:
     """The largest absolute difference of the two models' logits over random tokens.
 
     Args:
         hf_dir: config and weights; with ``fp8``, block-quantised ones. The Megatron-Core model's weights are then
-            quantised and dequantised too, so that the two stay equal.
+            quantised and dequantised too, so that the two stay equal. With ``dequantized`` they are what the
+            Megatron-Core model was converted from, and both are compared in full precision.
         mcore_dir: distributed checkpoint of the same model.
         dtype: what one of the two was cast to: both are rounded to it before they run.
         tolerance: absolute; None: ``RELATIVE_TOLERANCE`` of the largest logit, or of 1 where that is smaller.
@@ -85,7 +91,7 @@ def verify_logits(
     Raises:
         VerificationError: the difference exceeds the tolerance or is not a number.
     """
-    comparison = _Comparison(architecture, Path(hf_dir), Path(mcore_dir), dtype, fp8)
+    comparison = _Comparison(architecture, Path(hf_dir), Path(mcore_dir), dtype, fp8, dequantized)
     difference, largest = run_alone(_compare, comparison)
     if tolerance is None:
         tolerance = RELATIVE_TOLERANCE * max(largest, 1.0)
@@ -116,17 +122,22 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     """float32 [NUM_SEQUENCES, SEQUENCE_LENGTH - 1, V]: the logits that predict every token but the first."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if comparison.fp8:
-        config = AutoConfig.from_pretrained(comparison.hf_dir)
-        del config.quantization_config
+    architecture = comparison.architecture
+    of_another_name = architecture.hf_config.get("model_type") != architecture.family
+    if comparison.fp8 or comparison.dequantized or of_another_name:
+        config = AutoConfig.for_model(**{**architecture.hf_config, "model_type": architecture.family})
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        model = model_class.from_pretrained(
-            None, config=config, state_dict=dequantized(comparison.hf_dir), dtype=torch.float32
-        ).eval()
+        if comparison.fp8:
+            tensors = dequantized(comparison.hf_dir)
+        else:
+            source = open_source(comparison.hf_dir)
+            tensors = {name: source.read(name) for name in WeightMap(architecture).hf_names}
+        model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32).eval()
     else:
         model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32).eval()
     if comparison.dtype is not None:
-        model = model.to(comparison.dtype).float()
+        for parameter in model.parameters():  # a router's bias stays in float32
+            parameter.copy_(parameter.to(comparison.dtype))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device)(ids.to(device)).logits[:, :-1].float().cpu()
 
@@ -230,6 +241,12 @@ def _batch(ids: Tensor) -> Any:
     )
 
 
+def _was_dequantized(mcore_dir: Path) -> bool:
+    """Whether a checkpoint was converted from block-FP8 weights, as its report says; the learner's have none."""
+    report = mcore_dir / REPORT_NAME
+    return report.is_file() and bool(json.loads(report.read_text(encoding="utf-8")).get("dequantized"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 the same model, 1 with one line on standard error that says why."""
     parser = argparse.ArgumentParser(
@@ -243,15 +260,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     learner = options.mcore_dir / "learner"
     try:
-        architecture = Architecture.from_pretrained(options.hf_dir, options.family)
-        config = json.loads((options.hf_dir / "config.json").read_text(encoding="utf-8"))
+        architecture = Architecture.from_pretrained(options.hf_dir, options.family, dequantized=True)
+        source = form_of_source(json.loads((options.hf_dir / "config.json").read_text(encoding="utf-8")))
+        was_dequantized = source is not None and _was_dequantized(options.mcore_dir)
         difference = verify_logits(
             architecture,
             options.hf_dir,
             learner if learner.is_dir() else options.mcore_dir,
             options.dtype and getattr(torch, options.dtype),
             options.tolerance,
-            fp8="quantization_config" in config,
+            fp8=source is not None and not was_dequantized,
+            dequantized=was_dequantized,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

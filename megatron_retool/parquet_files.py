@@ -86,18 +86,37 @@ def list_groups(
     Raises:
         UnreadableFile: naming file, row and column.
     """
-    import pyarrow as pa
-
     for table in read_row_groups(path, names):
+        check_lists(path, table, names)
         found = {}
         for name in names:
-            if not pa.types.is_list(kind := table.schema.field(name).type):
-                raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of lists")
             column = table[name].combine_chunks()
             offsets = column.offsets.to_numpy().astype(np.int64)
             values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
             found[name] = (offsets - offsets[0], values)
         yield found
+
+
+def check_lists(path: str | Path, table: pa.Table, names: Sequence[str]) -> None:
+    """Hold that these columns of a table are lists of numbers or truth values, one in each row.
+
+    Args:
+        path: of the file that the table was read from.
+
+    Raises:
+        UnreadableFile: naming file, row and column.
+    """
+    import pyarrow as pa
+
+    for name in names:
+        kind = table.schema.field(name).type
+        inner = kind.value_type if pa.types.is_list(kind) else None
+        numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        if inner is None or not any(each(inner) for each in numbers):
+            raise UnreadableFile(f"{path}: column {name!r} holds {kind} in place of lists of numbers")
+        if table[name].null_count:
+            row = table[name].is_null().index(True).as_py()
+            raise UnreadableFile(f"{path}, row {row}: column {name!r} has no list")
 
 
 @dataclass(frozen=True)

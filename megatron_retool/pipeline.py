@@ -1,6 +1,6 @@
 """From nothing to a trained model: what `bash scripts/train_dapo_megatron.sh` runs.
 
-    make-demo → evaluate the random model → SFT → mcore_to_hf → hf_to_mcore → DAPO → mcore_to_hf → report
+    make-demo → SFT → mcore_to_hf → hf_to_mcore → DAPO → mcore_to_hf → report
 
 The stages before DAPO belong to the demo (``demo.enable``), and are left out where an earlier run made what they would
 make (``demo.base``). What follows DAPO is ``trainer.at_end``, in every run.
@@ -95,8 +95,7 @@ def _finish(config: Config, stages: Stages) -> int:
         command = [*_mcore_to_hf(config, checkpoints[-1], export), "--overwrite"]
         stages.run("export", command, done=export, step=checkpoints[-1].step)
         left.append(f"model {export}")
-    base = DemoBase(Path(stages.state.get("base", run_dir)))
-    summary = summarise(run_dir, base.run_dir / "untrained" / "metrics.jsonl", stages.seconds)
+    summary = summarise(run_dir, stages.seconds)
     if "report" in wanted and read_metrics(run_dir / "metrics.jsonl"):
         left.append(f"report {write_report(run_dir, summary.text())}")
     if "summary" in wanted:
@@ -151,16 +150,10 @@ def _prepare_demo(config: Config, config_file: str, overrides: list[str], stages
 
 
 def _make_base(config: Config, config_file: str, overrides: list[str], stages: Stages) -> DemoBase:
-    command = [sys.executable, "-m", "megatron_retool"]
-    common = ["--config", config_file, *overrides]
-    stages.run("make-demo", [*command, "make-demo", *common], done=Path(config.model.path))
-    evaluate = [*command, "evaluate", *common, *_names(config, "untrained")]
-    stages.run(
-        "evaluate-untrained",
-        [*evaluate, "rollout.val.n=1", "trainer.log_val_generations=0"],
-        done=config.run_dir / "untrained" / "metrics.jsonl",
-    )
-    return fine_tune(config, stages, common)
+    arguments = ["--config", config_file, *overrides]
+    make = [sys.executable, "-m", "megatron_retool", "make-demo", *arguments]
+    stages.run("make-demo", make, done=Path(config.model.path))
+    return fine_tune(config, stages, arguments)
 
 
 def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:

@@ -453,7 +453,7 @@ def keys_of(table: pa.Table, path: str | Path) -> list[RowKey]:
         path: of the file that it was read from.
 
     Raises:
-        UnreadableFile: a column is missing, is not of whole numbers, or lacks one.
+        UnreadableFile: a column is missing, is not of whole numbers, or lacks one; two rows are of the same response.
     """
     import pyarrow as pa
 
@@ -470,7 +470,13 @@ def keys_of(table: pa.Table, path: str | Path) -> list[RowKey]:
         if column.null_count:
             raise UnreadableFile(f"{path}, row {column.is_null().index(True).as_py()}: column {name!r} has no number")
         columns.append(column.to_pylist())
-    return list(zip(*columns, strict=True))
+    keys = list(zip(*columns, strict=True))
+    if len(set(keys)) < len(keys):
+        rows = dict[RowKey, int]()
+        for row, key in enumerate(keys):
+            if rows.setdefault(key, row) != row:
+                raise UnreadableFile(f"{path}, row {row}: response {key[0]}/{key[1]} stands in row {rows[key]} too")
+    return keys
 
 
 def _arrow(name: str) -> Any:

@@ -49,11 +49,25 @@ if [[ -z "$python" ]]; then
 fi
 
 echo "setup: installing the $flavour requirements into $venv (a few minutes, once)"
-pip_flags=(--quiet --disable-pip-version-check --no-input)
+# pip would compile one file after another, which takes longer than all the rest.
+pip_flags=(--quiet --disable-pip-version-check --no-input --no-compile)
 [[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip install ${pip_flags[*]}"
-$pip -r "requirements/$flavour-torch.txt"
+
+# Installs several lists at once, as unpacking takes one core: each argument is what pip is told of one of them.
+install() {
+  local arguments running=() failed=0
+  for arguments in "$@"; do
+    # shellcheck disable=SC2086 # several words
+    $pip $arguments &
+    running+=($!)
+  done
+  for process in "${running[@]}"; do wait "$process" || failed=1; done
+  return "$failed"
+}
+
 if [[ "$flavour" == gpu ]]; then
+  $pip -r requirements/gpu-torch.txt
   # Transformer Engine compiles its torch extension against the torch that is already there and the CUDA headers of
   # Python packages, whatever toolkit the host has; it would first ask a public host for a wheel.
   $pip --no-deps -r requirements/gpu-build.txt
@@ -63,14 +77,19 @@ if [[ "$flavour" == gpu ]]; then
   # Neither needs a GPU to be imported. torch first: it brings the CUDA libraries that the other looks for.
   "$venv/bin/python" -c 'import torch, transformer_engine.pytorch'
 else
-  # The list is complete: --no-deps keeps pip from SGLang's CUDA packages and its pin of another torch.
-  $pip --no-deps -r requirements/cpu.txt
   # torchvision has no CPU wheel on the package index and breaks transformers' imports where it is visible:
   # only SGLang's server process gets to see it.
-  $pip --no-deps --upgrade --target "$venv/sglang_only" -r requirements/sglang_only.txt
   # Megatron-Core takes other ways wherever it can import Transformer Engine: only tests that ask for it get to see it.
-  NVTE_PROJECT_BUILDING=1 $pip --no-deps --upgrade --target "$venv/transformer_engine_only" \
-    -r requirements/transformer_engine_only.txt
+  separate="--no-deps --upgrade --target $venv"
+  NVTE_PROJECT_BUILDING=1 install "-r requirements/cpu-torch.txt" \
+    "$separate/sglang_only -r requirements/sglang_only.txt" \
+    "$separate/transformer_engine_only -r requirements/transformer_engine_only.txt"
+  # The list is complete, each package stands in one half of it: --no-deps keeps pip from SGLang's CUDA packages, from
+  # its pin of another torch, and the two from each other.
+  split --number=r/2 --numeric-suffixes=1 requirements/cpu.txt "$venv/half"
+  install "--no-deps -r $venv/half01" "--no-deps -r $venv/half02"
 fi
 $pip --no-deps --no-build-isolation --editable .
+# On all cores. Some packages hold templates, which are no Python and do not compile.
+"$venv/bin/python" -m compileall -q -q -j 0 "$venv" >/dev/null 2>&1 || true
 echo "$want" > "$stamp"

@@ -14,15 +14,21 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
-tests=("$@")
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [[ $# -eq 0 || "$*" == --all ]]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check --quiet .
   "$bin/mypy"
   "$bin/lint-imports" --no-logo
   "$bin/vulture"
-  tests=(-m "not slow and not real_weights")
+  which="not slow and not real_weights"
   # All of them; weights are downloaded only where the expression names them.
-  if [[ $# -ne 0 ]]; then tests=(-m "real_weights or not real_weights"); fi
+  if [[ $# -ne 0 ]]; then which="real_weights or not real_weights"; fi
+  # Whole runs and jobs keep all cores busy by themselves. Of the others, two files are tested at a time.
+  whole=(tests/end_to_end tests/slurm)
+  failed=0
+  "$bin/python" -m pytest -m "$which" -n 2 --dist loadfile "${whole[@]/#/--ignore=}" || failed=1
+  "$bin/python" -m pytest -m "$which" "${whole[@]}" || failed=1
+  exit "$failed"
 fi
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec "$bin/python" -m pytest "${tests[@]}"
+exec "$bin/python" -m pytest "$@"

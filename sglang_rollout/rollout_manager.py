@@ -35,13 +35,12 @@ from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.groups import Changes, Group, GroupFactory, PromptRow, Purpose, unfinished
 from sglang_rollout.rollout_statistics import RolloutStatistics
-from sglang_rollout.session import InFlight, RequestSettings, RolloutError, Session
+from sglang_rollout.session import ABORT_REPEAT_SECONDS, InFlight, RequestSettings, RolloutError, Session
 from sglang_rollout.task_agents.agent import TaskAgent, TaskAgents
 from tools.tool import ToolCaller
 
 logger = logging.getLogger(__name__)
 
-ABORT_REPEAT_SECONDS = 0.5
 STOP_SECONDS = 6.0
 MAX_AGENT_FAILURES = 16
 """Trajectories in a row that an agent's errors may end before the run is told."""
@@ -372,7 +371,6 @@ class RolloutManager:
         in_flight.pausing = True
         deadline = time.monotonic() + (STOP_SECONDS if keep else 0.0)
         while in_flight.tasks and time.monotonic() < deadline:
-            # A request that is still on its way to the engine is not known there yet: hence again and again.
             aborts = [asyncio.create_task(engine.client.abort(rid)) for rid, engine in in_flight.requests.items()]
             if aborts:
                 await asyncio.wait(aborts, timeout=ABORT_REPEAT_SECONDS)

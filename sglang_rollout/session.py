@@ -23,6 +23,10 @@ from sglang_rollout.rollout_statistics import RolloutStatistics
 
 MAX_ENGINE_FAILURES = 8
 """Requests of one trajectory that may fail on live engines before the run is told."""
+MAX_EMPTY_ANSWERS = 4
+"""Times in a row that an engine may end a request by itself without a token."""
+ABORT_REPEAT_SECONDS = 0.5
+"""A request that is still on its way to the engine is not known there yet: it is aborted again and again."""
 
 
 class RolloutError(RuntimeError):

@@ -85,11 +85,9 @@ class FakeCommands:
 
     def start(self, command, **_):
         self.commands.append(command)
-        name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "evaluate", "sft"))
+        name = next(part for part in command if part.endswith(".py") or part in ("make-demo", "sft"))
         self.ran.append(Path(name).name)
-        if name == "evaluate":
-            self.log("untrained", 0)
-        elif name == "make-demo":
+        if name == "make-demo":
             (self.run_dir / "data" / "model").mkdir(parents=True)
         elif name == "sft":
             self.checkpoint(self.run_dir / "sft", 1)
@@ -130,7 +128,7 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
         assert exported == str(tmp_path / "e" / "checkpoints" / f"global_step_{total_steps}" / "learner")
         return list(commands.ran)
 
-    assert run(3) == ["evaluate", "sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
+    assert run(3) == ["sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
     assert run(3) == []
     assert run(5) == ["mcore_to_hf.py"]
     assert run(5) == []
@@ -160,7 +158,7 @@ def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
         return commands.ran, trained[0]
 
     first, _ = run("first")
-    assert first == ["make-demo", "evaluate", "sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
+    assert first == ["make-demo", "sft", "mcore_to_hf.py", "hf_to_mcore.py", "mcore_to_hf.py"]
     for _ in range(2):  # once more: what it started from is what it goes on with
         second, config = run("second")
         assert config.model.path == str(tmp_path / "first" / "sft_hf")

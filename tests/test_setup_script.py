@@ -35,13 +35,13 @@ class Checkout:
         file.chmod(0o755)
 
     def setup(self, *arguments: str, code: int = 0) -> list[str]:
-        """What was installed: requirement files and ".", in order."""
+        """What was installed: requirement files and ".", sorted, for several are installed at once."""
         environment = {"PATH": f"{self.path}/bin:{os.defpath}"}
         command = ["bash", "scripts/setup.sh", *arguments]
         done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         calls = [line.split() for line in done.stdout.splitlines() if line.startswith("-m pip install")]
-        return [call[-1].removeprefix("requirements/").removesuffix(".txt") for call in calls]
+        return sorted(call[-1].removeprefix("requirements/").removesuffix(".txt") for call in calls)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-CPU = ["cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "."]
-GPU = ["gpu-torch", "gpu-build", "gpu", "."]
+CPU = sorted(["cpu-torch", "sglang_only", "transformer_engine_only", ".venv/half01", ".venv/half02", "."])
+GPU = sorted(["gpu-torch", "gpu-build", "gpu", "."])
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,31 @@ def test_an_environment_for_gpus_keeps_its_kind_on_a_login_node(checkout: Checko
     with open(checkout.path / "requirements" / "gpu-build.txt", "a") as file:
         file.write("another==1.0\n")
     assert checkout.setup() == GPU
+
+
+def test_packages_are_compiled_at_the_end_on_all_cores(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", 'echo "$@" >>calls')
+    checkout.setup()
+    *installed, compiled = (checkout.path / "calls").read_text().splitlines()
+    assert compiled == "-m compileall -q -q -j 0 .venv"
+    assert all("--no-compile" in call for call in installed if call.startswith("-m pip install"))
+
+
+def test_both_halves_together_are_the_list_and_follow_torch(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", 'echo "${@: -1}" >>calls')
+    checkout.setup()
+    halves = [(checkout.path / ".venv" / f"half0{number}").read_text().splitlines() for number in (1, 2)]
+    assert sorted(sum(halves, [])) == sorted((ROOT / "requirements" / "cpu.txt").read_text().splitlines())
+    assert all("==" in line for half in halves for line in half[2:])
+    calls = (checkout.path / "calls").read_text().split()
+    assert set(calls[:3]) == {f"requirements/{n}.txt" for n in ("cpu-torch", "sglang_only", "transformer_engine_only")}
+    assert set(calls[3:5]) == {".venv/half01", ".venv/half02"}
+
+
+def test_a_list_that_cannot_be_installed_ends_the_setup(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", '[[ "${@: -1}" != *half01 ]]')
+    checkout.setup(code=1)
+    assert not (checkout.path / ".venv" / ".installed").exists()
 
 
 def test_an_unknown_argument_is_refused(checkout: Checkout) -> None:

@@ -14,6 +14,8 @@ from conversion.files.checksums import FileRecord, write_marker
 
 COMPANIONS = "hf"
 """Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
+REPORT_NAME = "conversion.json"
+"""What a conversion to Megatron-Core says of itself, in the checkpoint."""
 
 
 @contextmanager

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
+import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +24,9 @@ from torch import Tensor
 
 from conversion.files.checksums import COMPLETE_NAME, Part
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
-from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, check_tensors
+from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
+from conversion.model.stacked import StackPart, part_of, tensor_of
+from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, WeightMapError, check_tensors
 from megatron_retool.runs.files import write_text
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -57,6 +63,16 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+WITHOUT_PREDICTORS = (
+    "python -c \"from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', '{path}-decoder'; "
+    "m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); m.config.{key} = 0; "
+    'm.save_pretrained(b); AutoTokenizer.from_pretrained(a).save_pretrained(b)"'
+)
+"""Saves a copy of a model without its layers for multi-token prediction, which transformers leaves out."""
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
+"""Keys of config.json that count them (DeepSeek's and MiniMax's). A count alone says not that they are there."""
+
+
 class HFCheckpointError(ValueError):
     """The directory is incomplete or does not fit the model. The message names the file or the tensor."""
 
@@ -76,8 +92,25 @@ class StoredTensor:
         return self.dtype.itemsize * _count(self.shape)
 
 
+@dataclass(frozen=True)
+class Mxfp4Stack(StoredTensor):
+    """Matrices [experts, in, out] that are stored as MXFP4 [experts, out, in]; read as bfloat16.
+
+    ``file`` and ``offset`` are those of the blocks.
+    """
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+
 class HFCheckpoint:
     """The safetensors of a Hugging Face model directory.
+
+    Two tensors ``…_blocks`` and ``…_scales`` of MXFP4 are one tensor to readers, the one that they stand for.
+
+    Attributes:
+        on_disk: its tensors by name, as files have them.
+        tensors: the same as readers get them.
 
     Raises:
         HFCheckpointError: no safetensors, an index that names missing files or tensors, or a damaged file.
@@ -85,15 +118,54 @@ class HFCheckpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.tensors: dict[str, StoredTensor] = {}
+        self.on_disk: dict[str, StoredTensor] = {}
         for file in self._files():
             for tensor in _read_header(self.directory / file, file):
-                if tensor.name in self.tensors:
+                if tensor.name in self.on_disk:
                     raise HFCheckpointError(
-                        f"{self.directory}: tensor {tensor.name} is in {self.tensors[tensor.name].file} and in {file}"
+                        f"{self.directory}: tensor {tensor.name} is in {self.on_disk[tensor.name].file} and in {file}"
                     )
-                self.tensors[tensor.name] = tensor
+                self.on_disk[tensor.name] = tensor
         self._check_index()
+        self.tensors = dict(self.on_disk)
+        for name in [name for name in self.tensors if name.endswith(BLOCKS_SUFFIX)]:
+            self._join_mxfp4(name.removesuffix(BLOCKS_SUFFIX))
+        self._last = threading.local()
+
+    def _join_mxfp4(self, name: str) -> None:
+        blocks = self.tensors.pop(name + BLOCKS_SUFFIX)
+        where = f"{self.directory / blocks.file}: tensor {blocks.name}"
+        scales = self.tensors.pop(name + SCALES_SUFFIX, None)
+        if scales is None or name in self.tensors:
+            other = name if scales is not None else name + SCALES_SUFFIX
+            raise HFCheckpointError(f"{where} is there {'without' if scales is None else 'beside'} {other}")
+        if (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8):
+            raise HFCheckpointError(f"{where} has dtype {blocks.dtype} and {scales.name} {scales.dtype}, not uint8")
+        if len(blocks.shape) != 4 or blocks.shape[-1] != BLOCK_BYTES or scales.shape != blocks.shape[:-1]:
+            raise HFCheckpointError(
+                f"{where} has shape {blocks.shape} and {scales.name} in {scales.file} {scales.shape}: expected "
+                f"[experts, out, in / {BLOCK}, {BLOCK_BYTES}] and the same without the last"
+            )
+        experts, rows, groups, _ = blocks.shape
+        shape = experts, groups * BLOCK, rows
+        self.tensors[name] = Mxfp4Stack(name, blocks.file, shape, torch.bfloat16, blocks.offset, blocks, scales)
+
+    def entry(self, name: str) -> StoredTensor:
+        """A tensor, or a part of one (see ``conversion.model.stacked``), by its name; a part's place is its tensor's.
+
+        Raises:
+            HFCheckpointError: the tensor does not exist.
+        """
+        return self._entry(name, self.tensors)
+
+    def _entry(self, name: str, tensors: MappingABC[str, StoredTensor]) -> StoredTensor:
+        part = part_of(name)
+        stored = tensors.get(name if part is None else part.tensor)
+        if stored is None:
+            raise HFCheckpointError(f"{self.directory} has no tensor {name}")
+        if part is None:
+            return stored
+        return StoredTensor(name, stored.file, part.shape(stored.shape), stored.dtype, stored.offset)
 
     def _files(self) -> list[str]:
         index = self.directory / INDEX_NAME
@@ -118,13 +190,8 @@ class HFCheckpoint:
 
     def _check_index(self) -> None:
         for name, file in (self._index or {}).items():
-            if name not in self.tensors or self.tensors[name].file != file:
+            if name not in self.on_disk or self.on_disk[name].file != file:
                 raise HFCheckpointError(f"{self.directory / INDEX_NAME} places tensor {name} in {file}, which lacks it")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self, weight_map: WeightMap) -> None:
         """Hold every tensor's name, shape and dtype against the model's weight map, without reading data.
@@ -141,13 +208,51 @@ class HFCheckpoint:
         if weight_map.architecture.tie_word_embeddings and weight_map.output_name in extra:
             extra.remove(weight_map.output_name)
             self._check_tied_copy(weight_map.output_name, weight_map.embedding_name)
+        layers, (key, _) = weight_map.architecture.num_layers, self._predictors()
+        if predictors := self._of_predictors(extra, layers):
+            raise HFCheckpointError(
+                f"{self.directory} holds {_some(predictors)}, of layers for multi-token prediction behind the "
+                f"{layers} of the model: they are neither trained nor carried along. Convert it with "
+                "--without-predictors of conversion/hf_to_mcore.py, or save the model without them: "
+                f"{WITHOUT_PREDICTORS.format(path=self.directory, key=key)}"
+            )
         if extra:
             raise HFCheckpointError(
                 f"{self.directory} holds {_some(extra)}, which {self._family(weight_map)} does not have"
             )
+        for name in {
+            tensor_of(name): None for mapping in weight_map if mapping.is_stacked for name in mapping.hf_names
+        }:
+            stack, expected = self.tensors[name], weight_map.hf_shapes[name]
+            if stack.shape != expected:
+                raise WeightMapError(
+                    f"{name} in {self.directory / stack.file} has shape {stack.shape}, but config.json implies "
+                    f"{expected}: config.json and the weights do not belong together"
+                )
         for mapping in weight_map:
-            stored = [self.tensors[name] for name in mapping.hf_names]
-            check_tensors(mapping, [t.shape for t in stored], [t.dtype for t in stored], str(self.directory))
+            entries = [self.entry(name) for name in mapping.hf_names]
+            check_tensors(mapping, [t.shape for t in entries], [t.dtype for t in entries], str(self.directory))
+
+    def leave_out_predictors(self, layers: int) -> str | None:
+        """Forget the layers for multi-token prediction behind the model's ``layers``.
+
+        Returns:
+            The key of config.json that counts them; None: it announces none.
+        """
+        for name in self._of_predictors(list(self.tensors), layers):
+            del self.tensors[name]
+        key, count = self._predictors()
+        return key if count else None
+
+    def _of_predictors(self, names: Sequence[str], layers: int) -> list[str]:
+        behind = range(layers, layers + self._predictors()[1])
+        return [name for name in names if name.startswith("mtp.") or _layer(name) in behind]
+
+    def _predictors(self) -> tuple[str, int]:
+        """Key and number of the layers for multi-token prediction that config.json speaks of."""
+        config = self.directory / "config.json"
+        found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        return next(((key, int(found[key])) for key in PREDICTORS if found.get(key)), (PREDICTORS[0], 0))
 
     def _check_tied_copy(self, head_name: str, embedding_name: str) -> None:
         head, embedding = self.tensors[head_name], self.tensors[embedding_name]
@@ -172,38 +277,65 @@ class HFCheckpoint:
         Raises:
             HFCheckpointError: the tensor does not exist or the file ends before it does.
         """
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise HFCheckpointError(f"{self.directory} has no tensor {name}")
-        shape, start = stored.shape, 0
-        if rows is not None:
-            start, shape = rows[0], (rows[1] - rows[0], *stored.shape[1:])
+        stored, part = self._entry(name, ChainMap(self.on_disk, self.tensors)), part_of(name)
+        start, stop = (0, stored.shape[0] if stored.shape else 1) if rows is None else rows
         if out is None:
-            out = torch.empty(shape, dtype=stored.dtype)
-        offset = stored.offset + start * _count(stored.shape[1:]) * stored.dtype.itemsize
+            out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+        if part is not None:
+            out.copy_(part.of(self._element(part))[start:stop])
+        elif isinstance(stored, Mxfp4Stack):
+            for index in range(start, stop):
+                out[index - start].copy_(self._dequantized(stored, index))
+        else:
+            self._fill(out, stored, start)
+        return out
+
+    def _fill(self, out: Tensor, stored: StoredTensor, row: int) -> None:
+        """Read ``out`` from row ``row`` of a tensor on."""
+        path = self.directory / stored.file
         if out.numel():
             try:
-                read_into(out, self.directory / stored.file, offset)
+                read_into(out, path, stored.offset + row * _count(stored.shape[1:]) * stored.dtype.itemsize)
             except EOFError:
-                path = self.directory / stored.file
-                raise HFCheckpointError(f"{path} ends inside tensor {name}: fetch the file again") from None
-        return out
+                raise HFCheckpointError(f"{path} ends inside tensor {stored.name}: fetch the file again") from None
+
+    def _element(self, part: StackPart) -> Tensor:
+        """The element of a stack that a part is of; each thread keeps the last, of which it asks for parts in turn."""
+        key = part.tensor, part.index
+        if getattr(self._last, "key", None) != key:
+            stored = self.tensors[part.tensor]
+            if isinstance(stored, Mxfp4Stack):
+                element = self._dequantized(stored, part.index)
+            else:
+                element = torch.empty(stored.shape[1:], dtype=stored.dtype)
+                self._fill(element, stored, part.index)
+            self._last.key, self._last.element = key, element
+        element = self._last.element
+        return element
+
+    def _dequantized(self, stored: Mxfp4Stack, index: int) -> Tensor:
+        """bfloat16 [in, out]."""
+        blocks, scales = (torch.empty(each.shape[1:], dtype=torch.uint8) for each in (stored.blocks, stored.scales))
+        self._fill(blocks, stored.blocks, index)
+        self._fill(scales, stored.scales, index)
+        return dequantize_mxfp4(blocks, scales).t()
 
     def row_blocks(self, mapping: Mapping, start: int, stop: int) -> Iterator[Tensor]:
         """``read_rows`` in blocks of whole rows, top to bottom, while the kernel fetches what comes next."""
-        dtype = self.tensors[mapping.hf_names[0]].dtype
+        dtype = self.entry(mapping.hf_names[0]).dtype
         row_bytes = _count(mapping.mcore_shape[1:]) * dtype.itemsize
         (step, ahead), fetched = block_rows(row_bytes), start
         for low in range(start, stop, step):
             while fetched < min(low + step + ahead, stop):
-                self._fetch(mapping, fetched, min(fetched + ahead, stop), row_bytes)
+                self._fetch(mapping, fetched, min(fetched + ahead, stop))
                 fetched += ahead
             yield self.read_rows(mapping, low, min(low + step, stop))
 
-    def _fetch(self, mapping: Mapping, start: int, stop: int, row_bytes: int) -> None:
+    def _fetch(self, mapping: Mapping, start: int, stop: int) -> None:
         for segment in mapping.row_segments(start, stop):
-            if segment.source is not None:
-                stored = self.tensors[mapping.hf_names[segment.source]]
+            if segment.source is not None and not mapping.is_stacked:
+                stored = self.on_disk[mapping.hf_names[segment.source]]
+                row_bytes = _count(stored.shape[1:]) * stored.dtype.itemsize
                 length = (segment.stop - segment.start) * row_bytes
                 fetch(self.directory / stored.file, stored.offset + segment.start * row_bytes, length)
 
@@ -212,7 +344,7 @@ class HFCheckpoint:
 
         Only these rows are read, each run of them straight to its place.
         """
-        dtype = self.tensors[mapping.hf_names[0]].dtype
+        dtype = self.entry(mapping.hf_names[0]).dtype
         part = torch.empty(stop - start, *mapping.mcore_shape[1:], dtype=dtype)
         position = 0
         for segment in mapping.row_segments(start, stop):
@@ -230,6 +362,12 @@ class HFCheckpoint:
         part = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         columns = mapping.shard_columns(tp_size, tp_rank)
         return part if columns is None else part[:, columns[0] : columns[1]].contiguous()
+
+
+def _layer(name: str) -> int:
+    """Number of the layer that a tensor belongs to; -1: of none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:

@@ -9,11 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from conversion.model.family import KEY, Family, find_family, load_family
-from conversion.model.hf_config import ConfigReader, RopeScaling, UnsupportedArchitecture, check_layer_types
+from conversion.model.hf_config import (
+    ConfigReader,
+    DeltaNetSizes,
+    LatentSizes,
+    RopeScaling,
+    UnsupportedArchitecture,
+    check_layer_types,
+)
 from megatron_retool.registry import ExtensionError
 
 
@@ -25,7 +33,7 @@ class Architecture:
     """
 
     family: str
-    """model_type of config.json."""
+    """model_type of config.json; where that is an alias, the family's own."""
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -37,16 +45,54 @@ class Architecture:
     vocab_size: int
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    """Bias on q, k and v (never on the output projection)."""
+    """Bias on q, k and v."""
+    linear_bias: bool = False
+    """Bias on attention's output projection too, on the router, and on the experts' matrices."""
+    attention_sinks: bool = False
+    """Each head's softmax has one more score, a parameter, whose share of the probability goes nowhere."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys before the rotary embedding."""
+    rotary_dim: int | None = None
+    """How many of a head's features positions rotate, the first ones; None: all."""
+    qk_norm_full_width: bool = False
+    """With ``qk_norm``: over all heads together instead."""
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    """Of the MLP's gate."""
+    activation_limit: float | None = None
+    """The gate is clamped from above before its activation, and what it multiplies to +- this; None: neither."""
+    activation_offset: float = 0.0
+    """What the gate multiplies is increased by it."""
+    softmax_scale: float | None = None
+    """What attention scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    embedding_scale: float = 1.0
+    """What the embedding's output is multiplied by."""
+    zero_centered_norm: bool = False
+    """Every norm multiplies by 1 + weight."""
+    pre_norm: bool = True
+    """RMSNorm of the input of attention and of the MLP."""
+    post_norm: bool = False
+    """RMSNorm of the output of attention and of the MLP, before it is added to the residual stream."""
+    latent: LatentSizes | None = None
+    """Queries, keys and values are made of latent vectors; None: they are projections of the hidden states."""
+    attention_gate: bool = False
+    """Attention's output is multiplied by the sigmoid of a linear function of its input, feature by feature."""
+    delta_net: DeltaNetSizes | None = None
+    """Of the layers of ``linear_layers``; None where there are none."""
+    linear_layers: tuple[int, ...] = ()
+    """Layers, by global number, that have a gated delta net in place of attention; ascending."""
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """Base of the positions in layers with a window, which are not stretched; None: as in the others."""
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     sliding_window: int | None = None
     """A query sees the last ``sliding_window`` positions, itself included; None: the whole past."""
+    windowed_layers: tuple[bool, ...] | None = None
+    """Which layers have the window; None: all."""
     num_experts: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture of experts, by global number, that have the dense SwiGLU instead; ascending."""
     num_experts_per_tok: int | None = None
     moe_ffn_hidden_size: int | None = None
     shared_expert_ffn_hidden_size: int | None = None
@@ -55,6 +101,15 @@ class Architecture:
     """The shared expert's output is multiplied by the sigmoid of a linear function of its input."""
     norm_topk_prob: bool = True
     """The chosen experts' probabilities are divided by their sum."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+    router_bias: bool = False
+    """A bias of each expert is added to its score where experts are chosen, and not to its gate."""
+    router_groups: tuple[int, int] | None = None
+    """(n, m): experts lie in n groups, and a token chooses among the m groups with the largest sums of their two best
+    scores; None: among all."""
+    routed_scaling_factor: float = 1.0
+    """Gates are multiplied by it."""
     initializer_range: float = 0.02
     dtype: str | None = None
     """The dtype that config.json declares for the stored weights, such as "bfloat16"; None where it is silent."""
@@ -67,6 +122,29 @@ class Architecture:
     def is_moe(self) -> bool:
         return self.num_experts is not None
 
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers with a router and experts, ascending; none of a dense model."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer with this global number has a router and experts in place of the dense SwiGLU."""
+        return self.is_moe and layer not in self.dense_layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether the layer with this global number has softmax attention, and not a gated delta net."""
+        return layer not in self.linear_layers
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers have softmax attention."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def has_mixed_layers(self) -> bool:
+        """Whether layers differ in their parameters."""
+        return bool(self.dense_layers or self.linear_layers)
+
     @property
     def declaration(self) -> Family:
         """The family's rules and reader, in any process that the architecture was sent to.
@@ -75,6 +153,12 @@ class Architecture:
             UnsupportedArchitecture, ExtensionError: as ``family.find_family``.
         """
         return find_family(self.family)[1] if self.family_target is None else load_family(self.family_target)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        windowed = (True,) * self.num_layers if self.windowed_layers is None else self.windowed_layers
+        return tuple(self.sliding_window if each else None for each in windowed[: self.num_layers])
 
     @property
     def query_size(self) -> int:
@@ -86,9 +170,71 @@ class Architecture:
         """Output features of k_proj, and of v_proj: num_query_groups x head_dim."""
         return self.num_query_groups * self.head_dim
 
+    @property
+    def output_size(self) -> int:
+        """Input features of o_proj: num_attention_heads x features of a head's values."""
+        return self.num_attention_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def query_rank(self) -> int:
+        """Size of the queries' latent; 0: they have none."""
+        return 0 if self.latent is None else self.latent.query_rank or 0
+
+    @property
+    def has_whole_queries(self) -> bool:
+        """Latent attention without a latent of the queries."""
+        return self.latent is not None and self.latent.query_rank is None
+
+    @property
+    def gated_query_size(self) -> int:
+        """Output features of q_proj with the attention's gate."""
+        return self.query_size * (2 if self.attention_gate else 1)
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of one layer's attention matrices."""
+        if self.latent is None:
+            return self.hidden_size * (self.gated_query_size + 2 * self.key_value_size + self.output_size)
+        rank, rotated = self.latent.key_value_rank, self.rotary_dim or 0
+        queries = self.query_rank * (self.hidden_size + self.query_size) or self.hidden_size * self.query_size
+        latents = self.hidden_size * (rank + rotated) + rank * self.latent_key_value_size
+        return queries + latents + self.output_size * self.hidden_size
+
+    @property
+    def delta_net_weights(self) -> int:
+        """Elements of the matrices of one layer's gated delta net."""
+        if self.delta_net is None:
+            return 0
+        sizes = self.delta_net
+        projected = sizes.convolved_size + sizes.value_size + 2 * sizes.value_heads
+        return self.hidden_size * (projected + sizes.value_size)
+
+    @property
+    def all_attention_weights(self) -> int:
+        """Elements of the matrices of attention, and of gated delta nets, in all layers."""
+        return self.attention_layers * self.attention_weights + len(self.linear_layers) * self.delta_net_weights
+
+    @property
+    def latent_key_value_size(self) -> int:
+        """Output features of kv_b_proj: the unrotated features of all keys, and those of all values."""
+        return self.query_size - self.num_attention_heads * (self.rotary_dim or 0) + self.output_size
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers that an engine keeps of each token in each layer: keys and values, or their latents."""
+        if self.latent is None:
+            return 2 * self.key_value_size
+        return self.latent.key_value_rank + (self.rotary_dim or 0)
+
     @classmethod
-    def from_pretrained(cls, directory: str | Path, families: Sequence[str] = ()) -> Architecture:
+    def from_pretrained(
+        cls, directory: str | Path, families: Sequence[str] = (), *, dequantized: bool = False
+    ) -> Architecture:
         """Parse ``directory``/config.json; ``families`` are those of model.families.
+
+        Args:
+            dequantized: by a caller who reads quantised weights in full precision (``files.block_fp8_checkpoint``): the
+                architecture, and its ``hf_config``, are then those of a model without ``quantization_config``.
 
         Raises:
             UnsupportedArchitecture: the file is missing, is not JSON, or see ``from_hf_config``.
@@ -101,6 +247,8 @@ class Architecture:
             raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
         except (ValueError, RecursionError) as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
+        if dequantized and isinstance(loaded, dict):
+            loaded.pop("quantization_config", None)
         try:
             return cls.from_hf_config(loaded, families)
         except UnsupportedArchitecture as error:
@@ -121,17 +269,16 @@ class Architecture:
                 f"it holds a {type(hf_config).__name__}, where a mapping with model_type, hidden_size, … is expected"
             )
         config = ConfigReader(hf_config)
-        model_type = config.text("model_type")
-        target, family = find_family(model_type, families)
+        target, family = find_family(config.text("model_type"), families)
         try:
             architecture = cls(
-                family=model_type,
+                family=family.model_type,
                 family_target=target,
                 dtype=hf_config.get("dtype") or hf_config.get("torch_dtype"),
                 hf_config=dict(hf_config),
                 **family.read(config),
             )
-            check_layer_types(config, architecture.sliding_window)
+            check_layer_types(config, architecture.windows, architecture.linear_layers)
             return architecture
         except UnsupportedArchitecture:
             raise

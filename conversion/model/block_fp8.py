@@ -18,6 +18,7 @@ family declares the one that SGLang's class of the model loads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
 
@@ -95,14 +98,71 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 SCALE_SUFFIXES = tuple(form.suffix for form in FORMS.values())
 
 
+def form_of_source(hf_config: Mapping[str, Any]) -> Form | None:
+    """How the weights beside a config.json are quantised in FP8; None: they are not.
+
+    Raises:
+        UnsupportedArchitecture: in another way than ``FORMS``, naming the key of ``quantization_config``.
+    """
+    found = hf_config.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if method == "fp8":
+        expected: dict[str, tuple[Any, ...]] = {
+            "weight_block_size": ([BLOCK, BLOCK],),
+            "fmt": (None, "e4m3", "float8_e4m3fn"),
+        }
+        groups = [found]
+    elif method == "mxfp4":
+        return None  # tensors of other names: ``files.hf_checkpoint`` knows them
+    elif method == "compressed-tensors" and found.get("format") == "float-quantized":
+        expected = {
+            "num_bits": (8,),
+            "type": ("float",),
+            "strategy": ("block",),
+            "block_structure": ([BLOCK, BLOCK],),
+        }
+        groups = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()] or [{}]
+    else:
+        raise UnsupportedArchitecture(
+            f"quantization_config has quant_method={json.dumps(method)}, which is not read: start from the "
+            f"full-precision weights, or from FP8 in blocks of {BLOCK} x {BLOCK}"
+        )
+    for key, values in expected.items():
+        for group in groups:
+            if group.get(key) not in values:
+                raise UnsupportedArchitecture(
+                    f"quantization_config has {key}={json.dumps(group.get(key))}: of quant_method={method} only "
+                    f"{json.dumps(values[-1])} is read, or start from the full-precision weights"
+                )
+    return FORMS[method]
+
+
+def full_precision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the model that block-FP8 weights are dequantised to.
+
+    Raises:
+        UnsupportedArchitecture: as ``form_of_source``.
+    """
+    form_of_source(hf_config)
+    return {key: value for key, value in hf_config.items() if key != "quantization_config"}
+
+
 def form_of(weight_map: WeightMap) -> Form:
     """The form that the model's family is written in."""
     return FORMS[weight_map.architecture.declaration.block_fp8]
 
 
 def is_linear(mapping: WeightMapping) -> bool:
-    """Whether the parameter is the matrix of a linear layer: not embedding, router, output layer, norm or bias."""
-    return mapping.tp_dim is not None and mapping.layer is not None and len(mapping.mcore_shape) == 2
+    """Whether the parameter is the matrix of a linear layer: not embedding, router, output layer, norm or bias, nor one
+    of several experts in one tensor, which the scheme does not know."""
+    return (
+        not mapping.is_stacked
+        and mapping.tp_dim is not None
+        and mapping.layer is not None
+        and len(mapping.mcore_shape) == 2
+    )
 
 
 def is_quantized(mapping: WeightMapping) -> bool:
@@ -116,16 +176,31 @@ def is_quantized(mapping: WeightMapping) -> bool:
 
 
 def linear_names(weight_map: WeightMap) -> frozenset[str]:
-    """Hugging Face names of the matrices of linear layers, whatever their sizes."""
+    """Hugging Face names of the matrices of linear layers, whatever their sizes.
+
+    Raises:
+        ValueError: experts lie in one tensor.
+    """
+    _refuse_stacks(weight_map)
     return frozenset(name for mapping in weight_map if is_linear(mapping) for name in mapping.hf_names)
+
+
+def _refuse_stacks(weight_map: WeightMap) -> None:
+    stacked = next((mapping for mapping in weight_map if mapping.is_stacked), None)
+    if stacked is not None:
+        raise ValueError(
+            f"{tensor_of(stacked.hf_names[0])} holds all experts of a layer: the experts of a "
+            f"{weight_map.architecture.family} model are neither quantised nor rounded"
+        )
 
 
 def quantized_names(weight_map: WeightMap) -> frozenset[str]:
     """Hugging Face names of the weights that the scheme quantises.
 
     Raises:
-        ValueError: none, because the model's sizes are not multiples of 128.
+        ValueError: none, because the model's sizes are not multiples of 128; or experts lie in one tensor.
     """
+    _refuse_stacks(weight_map)
     names = frozenset(name for mapping in weight_map if is_quantized(mapping) for name in mapping.hf_names)
     if not names:
         architecture = weight_map.architecture
@@ -205,11 +280,15 @@ def quantize_blockwise(weight: Tensor, block: int = BLOCK, *, power_of_two: bool
     return quantized, scale.reciprocal_()
 
 
-def dequantize_blockwise(quantized: Tensor, scale: Tensor, block: int = BLOCK) -> Tensor:
-    """The float32 matrix that ``quantize_blockwise``'s result stands for."""
+def dequantize_blockwise(quantized: Tensor, scale: Tensor, block: int = BLOCK, *, first_row: int = 0) -> Tensor:
+    """The float32 matrix that ``quantize_blockwise``'s result stands for.
+
+    Args:
+        first_row: of a part of its rows: how many rows of their first block lie before them.
+    """
     rows, columns = quantized.shape
-    full = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-    return quantized.float() * full
+    by_row = scale.repeat_interleave(block, 0)[first_row : first_row + rows]
+    return quantized.float() * by_row.repeat_interleave(block, 1)[:, :columns]
 
 
 def round_to_blocks(weight: Tensor, *, power_of_two: bool = False) -> Tensor:

@@ -30,12 +30,14 @@ class Family:
     """Decoders that share a table of weights and a way to read config.json.
 
     Attributes:
-        model_type: of config.json.
+        model_type: of config.json, as transformers has it.
         rules: the table; see ``rules``.
         read: config.json -> the fields of ``Architecture`` that it decides. Raises UnsupportedArchitecture for what the
             learner does not compute.
         engine_classes: name in config.json's ``architectures`` -> SGLang's class as "module:class". Engines on CPU
             start faster with it; SGLang finds classes that it knows without.
+        aliases: other values of model_type, of models whose computation and tensors are the family's. transformers
+            knows them by code from the hub, which nothing here runs.
         block_fp8: the form of block-FP8 weights that SGLang's class of the family takes, see ``block_fp8.FORMS``.
     """
 
@@ -43,7 +45,13 @@ class Family:
     rules: Rules
     read: Callable[[ConfigReader], Mapping[str, Any]] = decoder
     engine_classes: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
     block_fp8: Literal["fp8", "compressed-tensors"] = "fp8"
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Every value of model_type that means the family."""
+        return (self.model_type, *self.aliases)
 
     def __post_init__(self) -> None:
         names = {rule.mcore for rule in self.rules}
@@ -82,7 +90,7 @@ def load_family(target: str) -> Family:
 
 
 def load_families(targets: Sequence[str]) -> dict[str, tuple[str, Family]]:
-    """model_type -> (target, family) of every one of model.families.
+    """model_type, or alias, -> (target, family) of every one of model.families.
 
     Raises:
         ExtensionError: as ``load_family``, or two of them have one model_type.
@@ -90,12 +98,12 @@ def load_families(targets: Sequence[str]) -> dict[str, tuple[str, Family]]:
     loaded: dict[str, tuple[str, Family]] = {}
     for target in targets:
         family = load_family(target)
-        if family.model_type in loaded:
-            raise ExtensionError(
-                f"{KEY}: {loaded[family.model_type][0]} and {target} both declare model_type={family.model_type!r}: "
-                "name one of them"
-            )
-        loaded[family.model_type] = (target, family)
+        for name in family.model_types:
+            if name in loaded:
+                raise ExtensionError(
+                    f"{KEY}: {loaded[name][0]} and {target} both declare model_type={name!r}: name one of them"
+                )
+            loaded[name] = (target, family)
     return loaded
 
 
@@ -109,7 +117,8 @@ def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None,
         UnsupportedArchitecture: none of them has this model_type.
         ExtensionError: as ``load_families``.
     """
-    own, known = load_families(added), built_in_families()
+    own = load_families(added)
+    known = {name: family for family in built_in_families().values() for name in family.model_types}
     if model_type in own:
         target, family = own[model_type]
         return _absolute(target), family
@@ -119,6 +128,18 @@ def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None,
             f"(docs/extending.md) and name that in {KEY}, or with --family for a conversion"
         )
     return None, known[model_type]
+
+
+def known_to_transformers(hf_config: Mapping[str, Any], added: Sequence[str] = ()) -> dict[str, Any]:
+    """config.json with the family's model_type in place of an alias; of a model of no family as it is.
+
+    Raises:
+        ExtensionError: as ``load_families``.
+    """
+    try:
+        return {**hf_config, "model_type": find_family(hf_config.get("model_type", ""), added)[1].model_type}
+    except UnsupportedArchitecture:
+        return dict(hf_config)
 
 
 def engine_class(architecture: str, added: Sequence[str] = ()) -> str | None:

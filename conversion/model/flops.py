@@ -7,6 +7,7 @@ appendix B).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,11 +46,17 @@ def forward_flops(
     lengths = np.asarray(lengths, dtype=np.float64)
     tokens = float(lengths.sum())
     heads = tokens if head_tokens is None else float(head_tokens)
-    return forward_flops_of(architecture, tokens, _causal_pairs(lengths, architecture.sliding_window), heads)
+    windows = Counter(architecture.windows)
+    pairs = sum(layers * _causal_pairs(lengths, window) for window, layers in windows.items()) / windows.total()
+    return forward_flops_of(architecture, tokens, pairs, heads)
 
 
 def forward_flops_of(architecture: Architecture, tokens: float, pairs: float, head_tokens: float) -> float:
-    """FLOPs of one forward pass over so many tokens with so many (query, key) pairs, of which the head reads some."""
+    """FLOPs of one forward pass over so many tokens, of which the head reads some.
+
+    Args:
+        pairs: (query, key) pairs of a layer, on average over the layers.
+    """
     return (
         tokens * architecture.num_layers * token_flops(architecture)
         + architecture.num_layers * pair_flops(architecture) * pairs
@@ -65,24 +72,38 @@ def training_flops(
 
 
 def token_flops(architecture: Architecture) -> float:
-    """Forward FLOPs of one layer for one token, apart from the attention scores."""
-    hidden = architecture.hidden_size
-    attention = hidden * (2 * architecture.query_size + 2 * architecture.key_value_size)
-    if architecture.is_moe:
-        assert architecture.moe_ffn_hidden_size and architecture.num_experts_per_tok and architecture.num_experts
-        mlp = architecture.num_experts_per_tok * 3 * hidden * architecture.moe_ffn_hidden_size
-        mlp += hidden * architecture.num_experts
-        if architecture.shared_expert_ffn_hidden_size is not None:
-            mlp += 3 * hidden * architecture.shared_expert_ffn_hidden_size
-            mlp += hidden if architecture.shared_expert_gate else 0
-    else:
-        mlp = 3 * hidden * architecture.ffn_hidden_size
-    return 2.0 * (attention + mlp)
+    """Forward FLOPs of one layer for one token, apart from the attention scores; the mean where layers differ.
+
+    A gated delta net has, beside its projections, a convolution with 2 x kernel FLOPs for each feature of queries, keys
+    and values, and in each value head a state of d_k x d_v numbers that a key reads, an outer product changes and a
+    query reads: 3 x 2 d_k d_v.  That is the recurrence, whatever a chunked form computes beside it.
+    """
+    a = architecture
+    router = a.hidden_size * ((a.num_experts or 0) + (1 if a.shared_expert_gate else 0))
+    routers = len(a.expert_layers) / a.num_layers
+    mixers = 2.0 * a.all_attention_weights / a.num_layers
+    if a.delta_net is not None:
+        sizes, share = a.delta_net, len(a.linear_layers) / a.num_layers
+        recurrence = 6.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        mixers += share * (2.0 * sizes.kernel * sizes.convolved_size + recurrence)
+    return mixers + 2.0 * router * routers + mlp_flops(a)
+
+
+def mlp_flops(architecture: Architecture) -> float:
+    """Forward FLOPs for one token of one layer's MLP: dense, or its chosen experts and shared one; the mean where
+    layers differ."""
+    a, width = architecture, 0
+    if a.is_moe:
+        width = (a.num_experts_per_tok or 0) * (a.moe_ffn_hidden_size or 0) + (a.shared_expert_ffn_hidden_size or 0)
+    share = len(a.expert_layers) / a.num_layers
+    return 6.0 * a.hidden_size * (share * width + (1 - share) * a.ffn_hidden_size)
 
 
 def pair_flops(architecture: Architecture) -> float:
-    """Forward FLOPs of one layer for one (query, key) pair: its score, and its part of the weighted sum of values."""
-    return 4.0 * architecture.query_size
+    """Forward FLOPs of one layer for one (query, key) pair: its score, and its part of the weighted sum of values; the
+    mean where some layers have no pairs."""
+    share = architecture.attention_layers / architecture.num_layers
+    return share * 2.0 * (architecture.query_size + architecture.output_size)
 
 
 def quadratic_cost(architecture: Architecture) -> float:

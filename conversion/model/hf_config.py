@@ -7,7 +7,8 @@ A family's reader is made of these parts (see ``family.Family``). Each returns v
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,73 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling (``rope_type: llama3``) or linear position interpolation (``linear``)."""
+    """Llama 3's frequency scaling (``rope_type: llama3``), linear position interpolation (``linear``), or YaRN."""
 
     kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    """Of yarn: rotations over the original positions from which a frequency stays as it is."""
+    beta_slow: float = 1.0
+    """Of yarn: rotations below which a frequency is divided by ``factor``."""
+    truncate: bool = True
+    """Of yarn: the dimensions between which it goes from one to the other are whole numbers."""
+    attention_factor: float = 1.0
+    """Of yarn: what rotated queries and keys are multiplied by."""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    A head's queries and keys have ``Architecture.head_dim`` features, of which positions rotate ``rotary_dim``: in a
+    checkpoint the last ones. The rotated features of a key are the same for all heads.
+    """
+
+    query_rank: int | None
+    """Size of the queries' latent; None: they have none."""
+    key_value_rank: int
+    """Size of the latent of keys and values."""
+    value_dim: int
+    """Features of a head's values."""
+    interleaved: bool = True
+    """Features that are rotated together lie side by side, not half a head apart."""
+    norm_eps: float = 1e-6
+    """Of the latents' RMSNorms."""
+
+
+@dataclass(frozen=True)
+class DeltaNetSizes:
+    """Of a gated delta net (Gated Delta Networks, arXiv:2412.06464, section 3.3).
+
+    value_heads is a multiple of key_heads: so many value heads in turn share the query and the key of a key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Features of a head's queries, and of its keys."""
+    value_dim: int
+    """Features of a head's values."""
+    kernel: int
+    """Tokens that the causal convolution of queries, keys and values sees, the present one included."""
+
+    @property
+    def query_size(self) -> int:
+        """Features of all heads' queries, and of their keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Features of all heads' values, and of the output's gate."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved_size(self) -> int:
+        """Features of queries, keys and values."""
+        return 2 * self.query_size + self.value_size
 
 
 class ConfigReader:
@@ -61,12 +122,25 @@ class ConfigReader:
             raise UnsupportedArchitecture(f"{key}={value!r} is not a positive number")
         return float(value)
 
+    def with_defaults(self, **values: Any) -> ConfigReader:
+        """The same with values for keys that are absent."""
+        return ConfigReader({**self.mapping, **{k: v for k, v in values.items() if self.mapping.get(k) is None}})
+
     def refuse(self, *keys: str) -> None:
         """Raises UnsupportedArchitecture where one of ``keys`` is set: the learner does not compute what it asks."""
         for key in keys:
             if self.mapping.get(key):
                 value = json.dumps(self.mapping[key])
                 raise UnsupportedArchitecture(f"{key}={value} is not supported for {self.text('model_type')}")
+
+    def require(self, **expected: Any) -> None:
+        """Raises UnsupportedArchitecture where a key has a value that the learner does not compute."""
+        for key, value in expected.items():
+            if self.mapping.get(key) not in (None, value):
+                found, only = json.dumps(self.mapping[key]), json.dumps(value)
+                raise UnsupportedArchitecture(
+                    f"{key}={found} is not supported for {self.text('model_type')}: only {only} is"
+                )
 
 
 def decoder(config: ConfigReader) -> dict[str, Any]:
@@ -89,9 +163,12 @@ def decoder(config: ConfigReader) -> dict[str, Any]:
         raise UnsupportedArchitecture(f"hidden_act={activation!r} is not supported: only silu is")
     config.refuse("mlp_bias")
     if config.mapping.get("quantization_config"):
-        raise UnsupportedArchitecture("quantization_config is set: start from the full-precision weights")
-    theta, scaling = _rope(config)
+        raise UnsupportedArchitecture(
+            "quantization_config is set: start from the full-precision weights, which conversion/hf_to_mcore.py and "
+            "mcore_to_hf.py make of block FP8 and MXFP4"
+        )
     return {
+        **_rope(config),
         "num_layers": config.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -100,8 +177,6 @@ def decoder(config: ConfigReader) -> dict[str, Any]:
         "ffn_hidden_size": config.integer("intermediate_size"),
         "vocab_size": config.integer("vocab_size"),
         "tie_word_embeddings": config.flag("tie_word_embeddings"),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "rms_norm_eps": config.number("rms_norm_eps", 1e-6),
         "max_position_embeddings": config.integer("max_position_embeddings", 32768),
         "initializer_range": config.number("initializer_range", 0.02),
@@ -119,7 +194,7 @@ def unbiased_decoder(config: ConfigReader) -> dict[str, Any]:
 
 
 def experts(config: ConfigReader) -> dict[str, Any]:
-    """Fields of a mixture of experts in every layer.
+    """Fields of a mixture of experts.
 
     Raises:
         UnsupportedArchitecture: as ``decoder``.
@@ -131,6 +206,134 @@ def experts(config: ConfigReader) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.integer("moe_intermediate_size"),
         "norm_topk_prob": config.flag("norm_topk_prob"),
     }
+
+
+def sigmoid_gates(config: ConfigReader) -> dict[str, Any]:
+    """Fields of a router with sigmoid scores, a bias for the choice of experts, and gates that are the chosen experts'
+    scores over their sum.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, gates are not normalised, or scores are of another kind.
+    """
+    for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if config.mapping.get(key) not in (None, expected):
+            value = json.dumps(config.mapping[key])
+            raise UnsupportedArchitecture(f"{key}={value}: a router with sigmoid scores and {key}={value} is missing")
+    chosen = config.integer("num_experts_per_tok")
+    if chosen == 1:
+        raise UnsupportedArchitecture("num_experts_per_tok=1: a normalised gate of a single sigmoid score is missing")
+    return {"num_experts_per_tok": chosen, "router_scores": "sigmoid", "router_bias": True}
+
+
+def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
+    """Fields of DeepSeek-V3's experts: sigmoid scores with a bias for the choice, normalised gates, groups, shared
+    experts, dense layers first.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder`` and ``sigmoid_gates``, or groups are chosen by another number of scores
+            than two.
+    """
+    gates = sigmoid_gates(config)
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
+    chosen, width = gates["num_experts_per_tok"], config.integer("moe_intermediate_size")
+    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if groups > 1 and chosen != 2 * limit:
+        raise UnsupportedArchitecture(
+            f"topk_group={limit} with num_experts_per_tok={chosen}: a choice of groups by their two best scores is "
+            "there for num_experts_per_tok = 2 topk_group alone"
+        )
+    return {
+        **gates,
+        "num_experts": config.integer("n_routed_experts"),
+        "moe_ffn_hidden_size": width,
+        "shared_expert_ffn_hidden_size": width * config.integer("n_shared_experts", 1),
+        "router_groups": (groups, limit) if groups > 1 else None,
+        "routed_scaling_factor": config.number("routed_scaling_factor", 1.0),
+        **first_dense_layers(config),
+    }
+
+
+def latent_attention(config: ConfigReader) -> dict[str, Any]:
+    """Fields of multi-head latent attention, in place of those of ``decoder``'s attention.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``; there are fewer key heads than query heads, or norms of latents would
+            be computed in two ways.
+    """
+    heads = config.integer("num_attention_heads")
+    if config.integer("num_key_value_heads", heads) != heads:
+        raise UnsupportedArchitecture("num_key_value_heads differs from num_attention_heads: latents are for all heads")
+    if config.number("rms_norm_eps", 1e-6) != 1e-6:
+        raise UnsupportedArchitecture(
+            f"rms_norm_eps={config.mapping['rms_norm_eps']}: transformers normalises latents with 1e-06 whatever it "
+            "says, and engines with rms_norm_eps: the two agree at 1e-06 alone"
+        )
+    rotated, rank = config.integer("qk_rope_head_dim"), config.mapping.get("q_lora_rank")
+    size = config.integer("qk_nope_head_dim") + rotated
+    return {
+        "head_dim": size,
+        "rotary_dim": rotated,
+        "latent": LatentSizes(
+            query_rank=None if rank is None else config.integer("q_lora_rank"),
+            key_value_rank=config.integer("kv_lora_rank"),
+            value_dim=config.integer("v_head_dim"),
+            interleaved=config.flag("rope_interleave", True),
+        ),
+        "softmax_scale": _latent_softmax_scale(config, size),
+    }
+
+
+def _latent_softmax_scale(config: ConfigReader, size: int) -> float:
+    parameters = config.mapping.get("rope_parameters") or config.mapping.get("rope_scaling") or {}
+    scaling = ConfigReader(parameters)
+    share, other = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+        return size**-0.5
+    if not share or share != other or parameters.get("attention_factor") is not None:
+        raise UnsupportedArchitecture(
+            f"mscale={share} with mscale_all_dim={other}: a factor on rotated features alone is missing"
+        )
+    factor = scaling.number("factor")
+    magnitude = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float(magnitude**2 * size**-0.5)
+
+
+def first_dense_layers(config: ConfigReader) -> dict[str, Any]:
+    """``dense_layers`` of a mixture of experts: the first_k_dense_replace first ones.
+
+    Raises:
+        UnsupportedArchitecture: it is no number of layers, or no layer with experts is left.
+    """
+    first, layers = config.mapping.get("first_k_dense_replace") or 0, config.integer("num_hidden_layers")
+    if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first <= layers:
+        raise UnsupportedArchitecture(f"first_k_dense_replace={first!r} is no number of layers up to {layers}")
+    return _dense_layers(config, list(range(first)))
+
+
+def partial_rotary(config: ConfigReader, default: float = 1.0) -> dict[str, Any]:
+    """``rotary_dim`` of a model whose positions rotate a part of each head; nothing where they rotate all of it.
+
+    Args:
+        default: of partial_rotary_factor, where config.json is silent.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, or the part is no even number of features.
+    """
+    rope = config.mapping.get("rope_parameters") or {}
+    share = ConfigReader(rope if isinstance(rope, Mapping) else {}).number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", default)
+    )
+    fields = decoder(config)
+    head, scaling = fields["head_dim"], fields["rope_scaling"]
+    size = int(head * share)
+    if size < head and scaling is not None and scaling.kind == "yarn":
+        raise UnsupportedArchitecture(
+            f"yarn positions with partial_rotary_factor={share}: a factor on rotated features alone is missing"
+        )
+    if share > 1 or size < 2 or size % 2:
+        raise UnsupportedArchitecture(f"partial_rotary_factor={share}: {size} of a head's {head} features are no pairs")
+    return {} if size == head else {"rotary_dim": size}
 
 
 def shared_expert(config: ConfigReader) -> dict[str, Any]:
@@ -145,12 +348,53 @@ def shared_expert(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def check_experts_everywhere(config: ConfigReader) -> None:
-    """Raise UnsupportedArchitecture where some layers of a mixture of experts are dense."""
-    if config.integer("decoder_sparse_step", 1) != 1 or config.mapping.get("mlp_only_layers"):
+def listed_dense_layers(config: ConfigReader) -> dict[str, Any]:
+    """``dense_layers`` of a mixture of experts: those of mlp_only_layers, and all but each decoder_sparse_step-th.
+
+    Raises:
+        UnsupportedArchitecture: mlp_only_layers is no list of numbers of layers, or no layer with experts is left.
+    """
+    layers, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
+    listed = config.mapping.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(n, int) and 0 <= n < layers for n in listed):
+        raise UnsupportedArchitecture(f"mlp_only_layers={listed!r} is no list of numbers below {layers}")
+    return _dense_layers(config, [n for n in range(layers) if n in listed or (n + 1) % step])
+
+
+def _dense_layers(config: ConfigReader, dense: list[int]) -> dict[str, Any]:
+    if len(dense) == config.integer("num_hidden_layers"):
+        raise UnsupportedArchitecture(f"none of the layers of this {config.text('model_type')} model has experts")
+    return {"dense_layers": tuple(dense)}
+
+
+def gated_delta_net(config: ConfigReader, full_every: int) -> dict[str, Any]:
+    """Fields of gated delta nets in the layers that ``layer_types`` names; without it, in all but every so manyth.
+
+    Args:
+        full_every: where config.json has no full_attention_interval.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, value heads are no multiple of key heads, or layer_types names a kind
+            of attention that is neither full nor linear.
+    """
+    sizes = DeltaNetSizes(
+        key_heads=config.integer("linear_num_key_heads"),
+        value_heads=config.integer("linear_num_value_heads"),
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim"),
+    )
+    if sizes.value_heads % sizes.key_heads:
         raise UnsupportedArchitecture(
-            "a mix of dense and expert layers (decoder_sparse_step, mlp_only_layers) is not supported"
+            f"linear_num_value_heads={sizes.value_heads} is no multiple of linear_num_key_heads={sizes.key_heads}"
         )
+    types = layer_types(config, (_FULL, _LINEAR))
+    if types is None:
+        interval = config.integer("full_attention_interval", full_every)
+        layers = range(config.integer("num_hidden_layers"))
+        types = [_LINEAR if (number + 1) % interval else _FULL for number in layers]
+    linear = tuple(number for number, kind in enumerate(types) if kind == _LINEAR)
+    return {"delta_net": sizes, "linear_layers": linear} if linear else {}
 
 
 def set_sliding_window(config: ConfigReader) -> dict[str, Any]:
@@ -174,30 +418,46 @@ def optional_sliding_window(config: ConfigReader) -> dict[str, Any]:
     ``max_window_layers`` names.
 
     Raises:
-        UnsupportedArchitecture: some layers have a window and others have none, or layers are to have one that is not
-            set.
+        UnsupportedArchitecture: layers are to have a window that is not set.
     """
     window = _window(config) if config.flag("use_sliding_window") else None
     layers, types = config.integer("num_hidden_layers"), layer_types(config)
     full = int(config.mapping.get("max_window_layers", _MAX_WINDOW_LAYERS))
     if types is None:
-        named, windowed = f"max_window_layers={full}", 0 if window is None else max(layers - full, 0)
+        windowed = [window is not None and number >= full for number in range(layers)]
     else:
-        named, windowed = "layer_types", types.count(_SLIDING)
-    if windowed == 0:
-        return {}
-    if window is None:
+        windowed = [kind == _SLIDING for kind in types]
+    if any(windowed) and window is None:
         raise UnsupportedArchitecture(
             f"layer_types asks for {_SLIDING}, but sliding_window is not set or use_sliding_window is false"
         )
-    if windowed < layers:
-        raise UnsupportedArchitecture(f"{named}: sliding-window attention in some of {layers} layers is not supported")
-    return {"sliding_window": window}
+    return _windows(window, windowed)
+
+
+def windows_by_layer(config: ConfigReader, full_every: int) -> dict[str, Any]:
+    """The fields of a window in the layers that ``layer_types`` names; without it, in all but every so manyth.
+
+    Raises:
+        UnsupportedArchitecture: layers are to have a window, but sliding_window is not set.
+    """
+    types, window = layer_types(config), _window(config)
+    if types is None:
+        layers = range(config.integer("num_hidden_layers"))
+        types = [_SLIDING if (number + 1) % full_every else _FULL for number in layers]
+    if _SLIDING in types and window is None:
+        raise UnsupportedArchitecture(f"layers are to have {_SLIDING}, but sliding_window is not set")
+    return _windows(window, [kind == _SLIDING for kind in types])
+
+
+def _windows(window: int | None, windowed: list[bool]) -> dict[str, Any]:
+    if not any(windowed):
+        return {}
+    return {"sliding_window": window, **({} if all(windowed) else {"windowed_layers": tuple(windowed)})}
 
 
 # What transformers takes for keys that are absent.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _window(config: ConfigReader) -> int | None:
@@ -206,8 +466,8 @@ def _window(config: ConfigReader) -> int | None:
     return config.integer("sliding_window", _WINDOW)
 
 
-def layer_types(config: ConfigReader) -> list[str] | None:
-    """The attention of each layer, "full_attention" or "sliding_attention"; None where config.json does not say.
+def layer_types(config: ConfigReader, known: Sequence[str] = (_FULL, _SLIDING)) -> list[str] | None:
+    """The attention of each layer, one of ``known``; None where config.json does not say.
 
     Raises:
         UnsupportedArchitecture: another kind is among them, or there are not as many as layers.
@@ -220,34 +480,52 @@ def layer_types(config: ConfigReader) -> list[str] | None:
         raise UnsupportedArchitecture(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
     types = [_FULL if kind == "attention" else kind for kind in types]  # its earlier name
     for number, kind in enumerate(types):
-        if kind not in (_FULL, _SLIDING):
-            raise UnsupportedArchitecture(f"layer_types[{number}]={kind!r} is not one of {_FULL}, {_SLIDING}")
+        if kind not in known:
+            raise UnsupportedArchitecture(f"layer_types[{number}]={kind!r} is not one of {', '.join(known)}")
     return types
 
 
-def check_layer_types(config: ConfigReader, window: int | None) -> None:
-    """Make sure that a model whose layers all have the same ``window`` is the one that ``layer_types`` describes.
+def check_layer_types(config: ConfigReader, windows: Sequence[int | None], linear: Sequence[int] = ()) -> None:
+    """Make sure that a model whose layers have these ``windows`` is the one that ``layer_types`` describes.
+
+    Args:
+        linear: numbers of the layers without attention, see ``gated_delta_net``.
 
     Raises:
         UnsupportedArchitecture: it is not, and the learner would compute something else.
     """
-    types, wanted = layer_types(config), _FULL if window is None else _SLIDING
-    for number, kind in enumerate(types or []):
-        if kind != wanted:
+    known = (_FULL, _SLIDING, _LINEAR) if linear else (_FULL, _SLIDING)
+    for number, (kind, window) in enumerate(zip(layer_types(config, known) or [], windows, strict=False)):
+        if kind != (_LINEAR if number in linear else _FULL if window is None else _SLIDING):
             raise UnsupportedArchitecture(
                 f"layer_types[{number}]={kind!r}, but sliding_window={window} holds for every layer of a "
                 f"{config.text('model_type')} model: make the two agree"
             )
 
 
-def _rope(config: ConfigReader) -> tuple[float, RopeScaling | None]:
+def _rope(config: ConfigReader) -> dict[str, Any]:
     # transformers 5 keeps theta and scaling together in rope_parameters; 4 has rope_theta and rope_scaling apart.
     key = "rope_parameters" if config.mapping.get("rope_parameters") else "rope_scaling"
     parameters = config.mapping.get(key) or {}
     if not isinstance(parameters, Mapping):
         raise UnsupportedArchitecture(f'{key}={parameters!r} is no mapping, such as {{"rope_theta": 10000.0}}')
+    theta = config.number("rope_theta", 10000.0)
+    if _FULL not in parameters and _SLIDING not in parameters:
+        theta, scaling = _positions(parameters, theta)
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    local, stretched = _positions(parameters.get(_SLIDING) or {}, config.number("rope_local_base_freq", theta))
+    theta, scaling = _positions(parameters.get(_FULL) or {}, theta)
+    if stretched is not None:
+        raise UnsupportedArchitecture(
+            f"{key}.{_SLIDING}={json.dumps(parameters[_SLIDING])}: stretched positions under a window are missing"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
+
+
+def _positions(parameters: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+    """Base (where it is absent, ``theta``), and how positions are stretched."""
     inner = ConfigReader(parameters)
-    theta = inner.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = inner.number("rope_theta", theta)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in (None, "default"):
         return theta, None
@@ -261,4 +539,28 @@ def _rope(config: ConfigReader) -> tuple[float, RopeScaling | None]:
             high_freq_factor=inner.number("high_freq_factor"),
             original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
         )
-    raise UnsupportedArchitecture(f"rope type {kind!r} is not one of default, linear, llama3")
+    if kind == "yarn":
+        return theta, _yarn(inner)
+    raise UnsupportedArchitecture(
+        f"rope type {kind!r} is not one of default, linear, llama3, yarn: {kind} positions are missing"
+    )
+
+
+def _yarn(parameters: ConfigReader) -> RopeScaling:
+    """arXiv:2309.00071, with what DeepSeek's (mscale) and gpt-oss's (truncate) configurations add."""
+    factor = parameters.number("factor")
+
+    def magnitude(share: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
+
+    share, other = parameters.mapping.get("mscale"), parameters.mapping.get("mscale_all_dim")
+    found = magnitude(share) / magnitude(other) if share and other else magnitude(1.0)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=parameters.integer("original_max_position_embeddings"),
+        beta_fast=parameters.number("beta_fast", 32.0),
+        beta_slow=parameters.number("beta_slow", 1.0),
+        truncate=parameters.flag("truncate", True),
+        attention_factor=parameters.number("attention_factor", found),
+    )

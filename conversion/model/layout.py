@@ -105,6 +105,17 @@ class ParallelLayout:
             raise LayoutError(
                 "a mixture-of-experts model with tensor_model_parallel_size > 1 needs learner.sequence_parallel=true"
             )
+        if architecture.linear_bias and layout.expert_tensor > 1:
+            raise LayoutError(
+                f"learner.expert_tensor_parallel_size={layout.expert_tensor} would add the bias of an expert as many "
+                f"times: this {architecture.family} model has biased experts, set it to 1"
+            )
+        if architecture.linear_layers and self.context > 1:
+            raise LayoutError(
+                f"learner.context_parallel_size={self.context}: this {architecture.family} model has gated delta nets, "
+                "whose state goes from each token of a sequence to the next, and context parallelism for them is "
+                "missing: set it to 1"
+            )
         unit = self.sequence_multiple * self.tensor
         if max_tokens_per_micro_batch < unit:
             raise LayoutError(
@@ -125,6 +136,12 @@ class ParallelLayout:
         if cut.may_repeat:
             return f"{setting} neither divides {size} nor is a multiple of it"
         return f"{setting} does not divide {size}"
+
+    def layers(self, architecture: Architecture, stage: int, chunk: int = 0) -> range:
+        """Global numbers of the layers in a model chunk of a pipeline stage; ``chunk``: its virtual stage."""
+        count = architecture.num_layers // (self.pipeline * (self.virtual_pipeline or 1))
+        first = (chunk * self.pipeline + stage) * count
+        return range(first, first + count)
 
     @property
     def sequence_multiple(self) -> int:
@@ -190,11 +207,13 @@ def cuts(
     """Every size of the model that has to divide by a size of the layout."""
     yield Cut("tensor", tensor, "num_attention_heads", architecture.num_attention_heads)
     yield Cut("tensor", tensor, "num_key_value_heads", architecture.num_query_groups, may_repeat=True)
-    if not architecture.is_moe:
+    if len(architecture.expert_layers) < architecture.num_layers:
         yield Cut("tensor", tensor, "intermediate_size", architecture.ffn_hidden_size)
     if architecture.shared_expert_ffn_hidden_size is not None:
         width = architecture.shared_expert_ffn_hidden_size
         yield Cut("tensor", tensor, "shared_expert_intermediate_size", width)
+    if architecture.delta_net is not None:
+        yield Cut("tensor", tensor, "linear_num_key_heads", architecture.delta_net.key_heads)
     yield Cut("tensor", tensor, "hidden_size", architecture.hidden_size)
     yield Cut("pipeline", pipeline, "num_hidden_layers", architecture.num_layers)
     yield Cut("virtual_pipeline", pipeline * virtual_pipeline, "num_hidden_layers", architecture.num_layers)

@@ -3,7 +3,7 @@
     rules = decoder_rules(*ATTENTION, *QKV_BIAS, *SWIGLU)
 
 Names are those of Megatron-Core's local layer spec. ``{layer}`` and ``{expert}`` stand for global numbers; sizes are
-named, see ``SIZES``.
+named, see ``SIZES``.  A Hugging Face name with brackets is a part of a tensor, see ``stacked``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,27 @@ class Arrangement(Enum):
     """One tensor, followed by zero rows up to the padded vocabulary size."""
     QUERY_GROUPS = "query_groups"
     """q, k, v interleaved: for each query group its R = heads / groups query heads, its key head, its value head."""
+    GATED_QUERY_GROUPS = "gated_query_groups"
+    """The same of attention with a gate, whose q has each head's queries over its gate: for each query group its R
+    heads' queries, their gates, its key head, its value head."""
+    KEY_HEADS = "key_heads"
+    """Interleaved: for each key head of a gated delta net its part of every tensor (or section), in turn."""
     GATE_UP = "gate_up"
     """gate over up; tensor parallelism splits each half by itself."""
+
+
+class Layers(Enum):
+    """Which layers have a parameter."""
+
+    ALL = "all"
+    DENSE = "dense"
+    """Those with a dense MLP: all layers of a dense model, ``Architecture.dense_layers`` of a mixture of experts."""
+    EXPERTS = "experts"
+    """Those with a router and experts."""
+    ATTENTION = "attention"
+    """Those with softmax attention: all, but for ``Architecture.linear_layers``."""
+    LINEAR = "linear"
+    """``Architecture.linear_layers``."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,12 @@ class Rule:
     """Of one tensor that fuses several: their rows, as names of ``SIZES``, arranged as if each were one by itself."""
     tp_dim: int | None = None
     """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
+    layers: Layers = Layers.ALL
+    """Of a parameter of layers: which of them have it."""
+    only_with: str = ""
+    """A field of ``Architecture``: a model where it is not set lacks the parameter."""
+    is_buffer: bool = False
+    """A buffer of Megatron-Core's module in float32: no gradient is taken of it, and no cast changes it."""
 
 
 Rules = tuple[Rule, ...]
@@ -56,6 +81,21 @@ SIZES = (
     "experts",
     "expert_ffn",
     "shared_ffn",
+    "query_rank",
+    "key_value_rank",
+    "key_value_rank_and_rotated",
+    "latent_key_value",
+    "output",
+    "heads",
+    "gated_query",
+    "linear_query",
+    "linear_value",
+    "linear_value_heads",
+    "linear_value_dim",
+    "linear_convolved",
+    "linear_projected",
+    "linear_rates",
+    "linear_kernel",
 )
 """Names of sizes; ``WeightMap`` has their values for one model."""
 
@@ -69,8 +109,8 @@ def norm(mcore: str, hf: str, size: str = "hidden") -> Rule:
     return Rule(mcore, (hf,), ((size,),))
 
 
-def swiglu(mcore: str, hf: str, width: str) -> Rules:
-    """A SwiGLU of ``width`` columns: gate_proj over up_proj, and down_proj; both arguments are prefixes."""
+def swiglu(mcore: str, hf: str, width: str, layers: Layers = Layers.ALL) -> Rules:
+    """A SwiGLU of ``width`` columns: gate_proj over up_proj, and down_proj; ``mcore`` and ``hf`` are prefixes."""
     return (
         Rule(
             mcore + "linear_fc1.weight",
@@ -78,8 +118,9 @@ def swiglu(mcore: str, hf: str, width: str) -> Rules:
             ((width, "hidden"), (width, "hidden")),
             Arrangement.GATE_UP,
             tp_dim=0,
+            layers=layers,
         ),
-        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1),
+        Rule(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), (("hidden", width),), tp_dim=1, layers=layers),
     )
 
 
@@ -110,6 +151,15 @@ ATTENTION: Rules = (
 )
 """Grouped-query attention, and the norms before it and before the MLP."""
 
+PROJECTIONS: Rules = ATTENTION[1:-1]
+"""``ATTENTION`` without norms."""
+
+POST_NORMS: Rules = (
+    norm(MCORE_LAYER + "self_attention.linear_proj.post_norm.weight", HF_LAYER + "post_attention_layernorm.weight"),
+    norm(MCORE_LAYER + "mlp.linear_fc2.post_norm.weight", HF_LAYER + "post_feedforward_layernorm.weight"),
+)
+"""With ``Architecture.post_norm``."""
+
 FUSED_ATTENTION: Rules = tuple(
     Rule(
         rule.mcore,
@@ -125,6 +175,50 @@ FUSED_ATTENTION: Rules = tuple(
 )
 """``ATTENTION`` whose q, k and v are one tensor on disk, q over k over v."""
 
+_LATENT, _HF_LATENT = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."
+
+LATENT_ATTENTION: Rules = (
+    ATTENTION[0],
+    Rule(
+        _LATENT + "linear_q_proj.weight",
+        (_HF_LATENT + "q_proj.weight",),
+        (("query", "hidden"),),
+        tp_dim=0,
+        only_with="has_whole_queries",
+    ),
+    Rule(
+        _LATENT + "linear_q_down_proj.weight",
+        (_HF_LATENT + "q_a_proj.weight",),
+        (("query_rank", "hidden"),),
+        only_with="query_rank",
+    ),
+    replace(
+        norm(_LATENT + "q_layernorm.weight", _HF_LATENT + "q_a_layernorm.weight", "query_rank"), only_with="query_rank"
+    ),
+    Rule(
+        _LATENT + "linear_q_up_proj.weight",
+        (_HF_LATENT + "q_b_proj.weight",),
+        (("query", "query_rank"),),
+        tp_dim=0,
+        only_with="query_rank",
+    ),
+    Rule(
+        _LATENT + "linear_kv_down_proj.weight",
+        (_HF_LATENT + "kv_a_proj_with_mqa.weight",),
+        (("key_value_rank_and_rotated", "hidden"),),
+    ),
+    norm(_LATENT + "kv_layernorm.weight", _HF_LATENT + "kv_a_layernorm.weight", "key_value_rank"),
+    Rule(
+        _LATENT + "linear_kv_up_proj.weight",
+        (_HF_LATENT + "kv_b_proj.weight",),
+        (("latent_key_value", "key_value_rank"),),
+        tp_dim=0,
+    ),
+    Rule(_LATENT + "linear_proj.weight", (_HF_LATENT + "o_proj.weight",), (("hidden", "output"),), tp_dim=1),
+    ATTENTION[-1],
+)
+"""With ``Architecture.latent``, in place of ``ATTENTION``."""
+
 QKV_BIAS: Rules = (
     Rule(
         MCORE_LAYER + "self_attention.linear_qkv.bias",
@@ -136,13 +230,79 @@ QKV_BIAS: Rules = (
 )
 """With ``Architecture.attention_bias``."""
 
+OUTPUT_BIAS: Rules = (
+    Rule(MCORE_LAYER + "self_attention.linear_proj.bias", (HF_LAYER + "self_attn.o_proj.bias",), (("hidden",),)),
+)
+"""With ``Architecture.linear_bias``."""
+
+SINKS: Rules = (
+    Rule(
+        MCORE_LAYER + "self_attention.core_attention.softmax_offset",
+        (HF_LAYER + "self_attn.sinks",),
+        (("heads",),),
+        tp_dim=0,
+    ),
+)
+"""With ``Architecture.attention_sinks``."""
+
 QK_NORM: Rules = (
     norm(MCORE_LAYER + "self_attention.q_layernorm.weight", HF_LAYER + "self_attn.q_norm.weight", "head_dim"),
     norm(MCORE_LAYER + "self_attention.k_layernorm.weight", HF_LAYER + "self_attn.k_norm.weight", "head_dim"),
 )
 """With ``Architecture.qk_norm``."""
 
-SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn")
+FULL_WIDTH_QK_NORM: Rules = (
+    replace(QK_NORM[0], shapes=(("query",),)),
+    replace(QK_NORM[1], shapes=(("key_value",),)),
+)
+"""With ``Architecture.qk_norm_full_width``."""
+
+_GATED_QKV = replace(
+    ATTENTION[1],
+    shapes=(("gated_query", "hidden"), *ATTENTION[1].shapes[1:]),
+    arrangement=Arrangement.GATED_QUERY_GROUPS,
+)
+
+GATED_ATTENTION: Rules = (
+    ATTENTION[0],
+    *(replace(rule, layers=Layers.ATTENTION) for rule in (_GATED_QKV, ATTENTION[2], *QK_NORM)),
+    ATTENTION[-1],
+)
+"""With ``Architecture.attention_gate`` and ``Architecture.qk_norm``, in place of ``ATTENTION`` and ``QK_NORM``; beside
+``GATED_DELTA_NET``."""
+
+_DELTA, _HF_DELTA = MCORE_LAYER + "self_attention.", HF_LAYER + "linear_attn."
+
+GATED_DELTA_NET: Rules = tuple(
+    replace(rule, layers=Layers.LINEAR)
+    for rule in (
+        Rule(
+            _DELTA + "in_proj.weight",
+            (_HF_DELTA + "in_proj_qkvz.weight", _HF_DELTA + "in_proj_ba.weight"),
+            (("linear_projected", "hidden"), ("linear_rates", "hidden")),
+            Arrangement.KEY_HEADS,
+            tp_dim=0,
+        ),
+        Rule(
+            _DELTA + "conv1d.weight",
+            (_HF_DELTA + "conv1d.weight",),
+            (("linear_convolved", "one", "linear_kernel"),),
+            Arrangement.KEY_HEADS,
+            ("linear_query", "linear_query", "linear_value"),
+            tp_dim=0,
+        ),
+        Rule(_DELTA + "dt_bias", (_HF_DELTA + "dt_bias",), (("linear_value_heads",),), tp_dim=0),
+        Rule(_DELTA + "A_log", (_HF_DELTA + "A_log",), (("linear_value_heads",),), tp_dim=0),
+        norm(_DELTA + "out_norm.weight", _HF_DELTA + "norm.weight", "linear_value_dim"),
+        Rule(_DELTA + "out_proj.weight", (_HF_DELTA + "out_proj.weight",), (("hidden", "linear_value"),), tp_dim=1),
+    )
+)
+"""With ``Architecture.delta_net``: what ``Architecture.linear_layers`` have in place of attention. On disk the
+projections are interleaved by key head already; here the convolution is too, so that a tensor-parallel rank has a run
+of rows of every parameter."""
+
+SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn", Layers.DENSE)
+"""The MLP of dense layers; beside ``EXPERTS`` where ``Architecture.dense_layers`` may name some."""
 
 FUSED_SWIGLU: Rules = (
     Rule(
@@ -152,18 +312,79 @@ FUSED_SWIGLU: Rules = (
         Arrangement.GATE_UP,
         ("ffn", "ffn"),
         tp_dim=0,
+        layers=Layers.DENSE,
     ),
     *SWIGLU[1:],
 )
 """``SWIGLU`` whose gate and up are one tensor on disk."""
 
 EXPERTS: Rules = (
-    Rule(MCORE_LAYER + "mlp.router.weight", (HF_LAYER + "mlp.gate.weight",), (("experts", "hidden"),)),
-    *swiglu(MCORE_LAYER + "mlp.experts.local_experts.{expert}.", HF_LAYER + "mlp.experts.{expert}.", "expert_ffn"),
+    Rule(
+        MCORE_LAYER + "mlp.router.weight",
+        (HF_LAYER + "mlp.gate.weight",),
+        (("experts", "hidden"),),
+        layers=Layers.EXPERTS,
+    ),
+    *swiglu(
+        MCORE_LAYER + "mlp.experts.local_experts.{expert}.",
+        HF_LAYER + "mlp.experts.{expert}.",
+        "expert_ffn",
+        Layers.EXPERTS,
+    ),
 )
 """A router and its SwiGLU experts, in place of ``SWIGLU``."""
 
-SHARED_EXPERT: Rules = swiglu(MCORE_LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_expert.", "shared_ffn")
+_STACKED, _LOCAL = HF_LAYER + "mlp.experts.", MCORE_LAYER + "mlp.experts.local_experts.{expert}."
+
+STACKED_EXPERTS: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.router.weight",
+        (HF_LAYER + "mlp.router.weight",),
+        (("experts", "hidden"),),
+        layers=Layers.EXPERTS,
+    ),
+    Rule(MCORE_LAYER + "mlp.router.bias", (HF_LAYER + "mlp.router.bias",), (("experts",),), layers=Layers.EXPERTS),
+    Rule(
+        _LOCAL + "linear_fc1.weight",
+        (_STACKED + "gate_up_proj[{expert}, 0::2]", _STACKED + "gate_up_proj[{expert}, 1::2]"),
+        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
+        Arrangement.GATE_UP,
+        tp_dim=0,
+        layers=Layers.EXPERTS,
+    ),
+    Rule(
+        _LOCAL + "linear_fc1.bias",
+        (_STACKED + "gate_up_proj_bias[{expert}, 0::2]", _STACKED + "gate_up_proj_bias[{expert}, 1::2]"),
+        (("expert_ffn",), ("expert_ffn",)),
+        Arrangement.GATE_UP,
+        tp_dim=0,
+        layers=Layers.EXPERTS,
+    ),
+    Rule(
+        _LOCAL + "linear_fc2.weight",
+        (_STACKED + "down_proj[{expert}]",),
+        (("hidden", "expert_ffn"),),
+        tp_dim=1,
+        layers=Layers.EXPERTS,
+    ),
+    Rule(_LOCAL + "linear_fc2.bias", (_STACKED + "down_proj_bias[{expert}]",), (("hidden",),), layers=Layers.EXPERTS),
+)
+"""In place of ``EXPERTS``, with ``Architecture.linear_bias``: all experts of a layer in one tensor, see ``stacked``."""
+
+ROUTER_BIAS: Rules = (
+    Rule(
+        MCORE_LAYER + "mlp.router.expert_bias",
+        (HF_LAYER + "mlp.gate.e_score_correction_bias",),
+        (("experts",),),
+        layers=Layers.EXPERTS,
+        is_buffer=True,
+    ),
+)
+"""With ``Architecture.router_bias``."""
+
+SHARED_EXPERT: Rules = swiglu(
+    MCORE_LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_expert.", "shared_ffn", Layers.EXPERTS
+)
 """Beside ``EXPERTS``: a SwiGLU for every token, with ``Architecture.shared_expert_ffn_hidden_size``."""
 
 SHARED_EXPERT_GATE: Rules = (
@@ -171,14 +392,27 @@ SHARED_EXPERT_GATE: Rules = (
         MCORE_LAYER + "mlp.shared_experts.gate_weight",
         (HF_LAYER + "mlp.shared_expert_gate.weight",),
         (("one", "hidden"),),
+        layers=Layers.EXPERTS,
     ),
 )
 """With ``Architecture.shared_expert_gate``."""
 
 
+BUFFER_SUFFIXES = (".e_score_correction_bias",)
+"""How Hugging Face names of buffers end, which engines hold in float32 too."""
+
+MCORE_BUFFER_SUFFIXES = (".router.expert_bias",)
+"""How Megatron-Core's names of the same buffers end."""
+
+
 def decoder_rules(*layer: Rule) -> Rules:
     """A whole table: embedding, these rules of every layer, final norm, output layer."""
     return (EMBEDDING, *layer, FINAL_NORM, OUTPUT)
+
+
+def optional(rules: Iterable[Rule], field: str) -> Rules:
+    """``rules`` of models alone that set a field of ``Architecture``, such as "qk_norm"."""
+    return tuple(replace(rule, only_with=field) for rule in rules)
 
 
 def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Rules:

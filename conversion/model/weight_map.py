@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Rule
+from conversion.model.hf_config import DeltaNetSizes
+from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
+from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 
 
 class WeightMapError(ValueError):
@@ -66,14 +68,26 @@ class Mapping:
     tied: bool = False
     """The output layer of a tied model: read from the embedding, never written back."""
     query_groups: int = 1
+    """Of an arrangement by key heads: those of the gated delta net."""
+    heads_per_group: int = 1
+    """Query heads of a query group."""
     padding_rows: int = 0
     sections: tuple[int, ...] = ()
     """Rows of what one Hugging Face tensor fuses, see ``rules.Rule``; empty: nothing is fused."""
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether the Hugging Face tensors are parts of larger ones, see ``stacked``."""
+        return part_of(self.hf_names[0]) is not None
+
+    @property
     def mcore_shape(self) -> tuple[int, ...]:
         """Shape of the full parameter, vocabulary padding included."""
         return (sum(shape[0] for shape in self.hf_shapes) + self.padding_rows, *self.hf_shapes[0][1:])
+
+    def cast_to(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """What a conversion to ``dtype`` makes of the parameter; None: it stays as it is."""
+        return None if self.rule.is_buffer else dtype
 
     @cached_property
     def _blocks(self) -> tuple[Segment, ...]:
@@ -86,7 +100,9 @@ class Mapping:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The rows of the full Megatron-Core tensor, top to bottom."""
-        if self.arrangement is Arrangement.QUERY_GROUPS:
+        if self.arrangement is Arrangement.GATED_QUERY_GROUPS:
+            return tuple(self._gated_segments())
+        if self.arrangement in (Arrangement.QUERY_GROUPS, Arrangement.KEY_HEADS):
             return tuple(
                 Segment(block.source, block.start + group * rows, block.start + (group + 1) * rows)
                 for group in range(self.query_groups)
@@ -97,6 +113,20 @@ class Mapping:
         if self.padding_rows:
             segments.append(Segment(None, 0, self.padding_rows))
         return tuple(segments)
+
+    def _gated_segments(self) -> Iterator[Segment]:
+        query, *others = self._blocks
+        heads = self.query_groups * self.heads_per_group
+        rows = (query.stop - query.start) // (2 * heads)
+        for group in range(self.query_groups):
+            first = group * self.heads_per_group
+            for gate in (0, 1):
+                for head in range(first, first + self.heads_per_group):
+                    start = query.start + (2 * head + gate) * rows
+                    yield Segment(query.source, start, start + rows)
+            for block in others:
+                size = (block.stop - block.start) // self.query_groups
+                yield Segment(block.source, block.start + group * size, block.start + (group + 1) * size)
 
     def shard_rows(self, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
         """Row ranges of the full tensor that a rank owns, in the order in which it keeps them.
@@ -267,7 +297,8 @@ class WeightMap:
 
     def __init__(self, architecture: Architecture, padded_vocab_size: int | None = None) -> None:
         self.architecture = architecture
-        self._rules = architecture.declaration.rules
+        rules = architecture.declaration.rules
+        self._rules = tuple(r for r in rules if not r.only_with or getattr(architecture, r.only_with))
         self._sizes = _sizes(architecture)
         self.padded_vocab_size = architecture.vocab_size if padded_vocab_size is None else padded_vocab_size
         if self.padded_vocab_size < architecture.vocab_size:
@@ -301,7 +332,14 @@ class WeightMap:
     @cached_property
     def hf_names(self) -> frozenset[str]:
         """Every tensor that a Hugging Face checkpoint of the model must hold."""
-        return frozenset(name for mapping in self for name in mapping.hf_names)
+        return frozenset(self.hf_shapes)
+
+    @cached_property
+    def hf_shapes(self) -> MappingABC[str, tuple[int, ...]]:
+        """Shape of each of these tensors by its name, in the order of the mappings."""
+        return stacked_shapes(
+            (name, shape) for mapping in self for name, shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+        )
 
     @property
     def embedding_name(self) -> str:
@@ -320,16 +358,27 @@ class WeightMap:
         """The mappings that are written to Hugging Face: all but the tied output layer."""
         return (mapping for mapping in self if not mapping.tied)
 
+    def exported_groups(self) -> list[tuple[tuple[str, ...], tuple[Mapping, ...]]]:
+        """``exported``, as (names of tensors, all mappings that have parts of them): one mapping, but for stacks."""
+        groups: dict[tuple[str, ...], list[Mapping]] = {}
+        for mapping in self.exported():
+            groups.setdefault(tuple(dict.fromkeys(map(tensor_of, mapping.hf_names))), []).append(mapping)
+        return [(names, tuple(mappings)) for names, mappings in groups.items()]
+
     def _expand(self) -> Iterator[Mapping]:
         for in_layers, group in itertools.groupby(self._rules, lambda rule: "{layer}" in rule.mcore):
             rules = tuple(group)
             if not in_layers:
                 yield from (self._mapping(rule) for rule in rules)
                 continue
-            per_layer = [rule for rule in rules if "{expert}" not in rule.mcore]
-            per_expert = [rule for rule in rules if "{expert}" in rule.mcore]
             for layer in range(self.architecture.num_layers):
-                yield from (self._mapping(rule, layer) for rule in per_layer)
+                absent = (
+                    Layers.DENSE if self.architecture.has_experts(layer) else Layers.EXPERTS,
+                    Layers.LINEAR if self.architecture.has_attention(layer) else Layers.ATTENTION,
+                )
+                present = [rule for rule in rules if rule.layers not in absent]
+                per_expert = [rule for rule in present if "{expert}" in rule.mcore]
+                yield from (self._mapping(rule, layer) for rule in present if "{expert}" not in rule.mcore)
                 for expert in range(self.architecture.num_experts or 0):
                     yield from (self._mapping(rule, layer, expert) for rule in per_expert)
 
@@ -337,6 +386,10 @@ class WeightMap:
         tied = rule.mcore == OUTPUT_NAME and self.architecture.tie_word_embeddings
         hf_names = (self.embedding_name,) if tied else rule.hf
         padding = self.padded_vocab_size - self.architecture.vocab_size
+        groups = self.architecture.num_query_groups
+        if rule.arrangement is Arrangement.KEY_HEADS:
+            assert self.architecture.delta_net is not None
+            groups = self.architecture.delta_net.key_heads
         return Mapping(
             mcore_name=rule.mcore.format(layer=layer, expert=expert),
             hf_names=tuple(name.format(layer=layer, expert=expert) for name in hf_names),
@@ -347,13 +400,15 @@ class WeightMap:
             layer=layer,
             expert=expert,
             tied=tied,
-            query_groups=self.architecture.num_query_groups,
+            query_groups=groups,
+            heads_per_group=self.architecture.num_attention_heads // self.architecture.num_query_groups,
             padding_rows=padding if rule.arrangement is Arrangement.VOCABULARY else 0,
             sections=tuple(self._sizes[size] for size in rule.sections),
         )
 
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:
+    delta = architecture.delta_net or DeltaNetSizes(0, 0, 0, 0, 0)
     values = (
         1,
         architecture.vocab_size,
@@ -367,6 +422,21 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         architecture.num_experts or 0,
         architecture.moe_ffn_hidden_size or 0,
         architecture.shared_expert_ffn_hidden_size or 0,
+        architecture.query_rank,
+        architecture.latent.key_value_rank if architecture.latent else 0,
+        architecture.cached_size,
+        architecture.latent_key_value_size,
+        architecture.output_size,
+        architecture.num_attention_heads,
+        architecture.gated_query_size,
+        delta.query_size,
+        delta.value_size,
+        delta.value_heads,
+        delta.value_dim,
+        delta.convolved_size,
+        delta.convolved_size + delta.value_size,
+        2 * delta.value_heads,
+        delta.kernel,
     )
     return dict(zip(SIZES, values, strict=True))
 
@@ -400,6 +470,8 @@ class CheckpointPlace:
 def checkpoint_place(mapping: Mapping, architecture: Architecture) -> CheckpointPlace:
     """The key that Megatron-Core's ``sharded_state_dict`` gives the parameter, with stacked layers and experts.
 
+    Where layers differ in their parameters, they are not stacked: keys have the layer's number.
+
     Both layer specs write these keys, with one exception that the learner's checkpoint room evens out: the local spec
     stores the norm before a mixture of experts as if it were fused into a linear layer that does not exist.
     """
@@ -408,11 +480,18 @@ def checkpoint_place(mapping: Mapping, architecture: Architecture) -> Checkpoint
         return CheckpointPlace(EMBEDDING_NAME if mapping.tied else name)
     name = name.removeprefix(MCORE_LAYER.format(layer=mapping.layer))
     for fused, plain in _FUSED_NORMS.items():
-        if name == plain and not (architecture.is_moe and fused.startswith("mlp.")):
+        has_experts = architecture.has_experts(mapping.layer)
+        has_qkv = architecture.latent is None and architecture.has_attention(mapping.layer)
+        of_several = has_experts if fused.startswith("mlp.") else not has_qkv
+        if name == plain and not of_several:  # what several modules read is fused into none
             name = fused
+    index: tuple[int, ...] = (mapping.layer,)
+    axes: tuple[int, ...] = (architecture.num_layers,)
+    prefix = "decoder.layers."
+    if architecture.has_mixed_layers:
+        index, axes, prefix = (), (), MCORE_LAYER.format(layer=mapping.layer)
     if mapping.expert is None:
-        return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer,), (architecture.num_layers,))
+        return CheckpointPlace(prefix + name, index, axes)
     name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
     assert architecture.num_experts is not None
-    axes = (architecture.num_layers, architecture.num_experts)
-    return CheckpointPlace(f"decoder.layers.{name}", (mapping.layer, mapping.expert), axes)
+    return CheckpointPlace(prefix + name, (*index, mapping.expert), (*axes, architecture.num_experts))

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from conversion.model.block_fp8 import full_precision
+from conversion.model.family import known_to_transformers
 from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.admission import parity, single_checks
 from megatron_retool.admission.layouts import FEW, NAMED, Case, cases, process_groups
@@ -20,6 +22,7 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model, stored_weights
 from megatron_retool.planning.models import MODELS, model_of_each_family
+from sglang_rollout.engine.served_models import LOST_KEYS, unserved
 from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
 
 _WHOLE = ("qwen3", "qwen3_moe")
@@ -27,7 +30,7 @@ _WHOLE = ("qwen3", "qwen3_moe")
 _SAVER, _LOADER = "tp2 sp", "pp2"
 _START_SECONDS, _TASK_SECONDS = 300.0, 60.0
 """After which a group of processes is given up, on a machine that others use too."""
-_RESHARDING = "saved by tp2 sp, loaded by pp2"
+_SAVING, _RESHARDING = "saved by tp2 sp", "saved by tp2 sp, loaded by pp2"
 
 
 class NotAdmissible(ValueError):
@@ -109,7 +112,7 @@ def examine(
 
 
 def _shrunk(request: Request) -> dict[str, Any]:
-    return shrunk(request.hf_config, request.layers)
+    return known_to_transformers(shrunk(full_precision(request.hf_config), request.layers), request.families)
 
 
 def _architecture(request: Request) -> Architecture:
@@ -119,7 +122,7 @@ def _architecture(request: Request) -> Architecture:
         NotAdmissible: naming the missing part.
     """
     try:
-        Architecture.from_hf_config(request.hf_config, request.families)
+        Architecture.from_hf_config(full_precision(request.hf_config), request.families)
         return Architecture.from_hf_config(_shrunk(request), request.families)
     except UnsupportedArchitecture as error:
         raise NotAdmissible(f"{request.name}: {error}{_advice(request)}") from None
@@ -168,17 +171,27 @@ def _guarded(kind: str, name: str, check: Callable[..., Check], *arguments: Any)
 # --- processes of a layout --------------------------------------------------------------------------------------------
 
 _Task = tuple[int, str]
-"""Number of a job, and name of one of its cases or ``_RESHARDING``."""
+"""Number of a job, and name of one of its cases, ``_SAVING`` or ``_RESHARDING``."""
 
 
 def _layouts(jobs: Sequence[_Job], directory: Path, on_progress: Callable[[str], None]) -> list[list[Check]]:
-    tasks: dict[int, list[_Task]] = {}
-    applicable = [(n, case) for n, job in enumerate(jobs) for case in job.cases if not case.inapplicable]
-    for number, case in sorted(applicable, key=lambda each: process_groups(each[1])):
-        tasks.setdefault(case.world, []).append((number, case.name))
+    wanted: list[tuple[Case, int, str]] = []
+    loaders = set()
     for number, job in enumerate(jobs):
-        if {_SAVER, _LOADER} <= {case.name for case in job.cases if not case.inapplicable}:
-            tasks.setdefault(2, []).append((number, _RESHARDING))
+        applicable = {case.name: case for case in job.cases if not case.inapplicable}
+        wanted += [(case, number, name) for name, case in applicable.items()]
+        if {_SAVER, _LOADER} <= applicable.keys():
+            wanted += [(applicable[_SAVER], number, _SAVING), (applicable[_LOADER], number, _RESHARDING)]
+            loaders.add(process_groups(applicable[_LOADER]))
+    tasks: dict[int, list[_Task]] = {}
+
+    def place(task: tuple[Case, int, str]) -> tuple[bool, str]:
+        """Process groups one after another; last those that load, when all is saved."""
+        groups = process_groups(task[0])
+        return groups in loaders, groups
+
+    for case, number, name in sorted(wanted, key=place):
+        tasks.setdefault(case.world, []).append((number, name))
     answers: dict[_Task, Any] = {}
     for world, todo in sorted(tasks.items()):
         on_progress(f"layouts of {world} process{'es' if world > 1 else ''}")
@@ -213,8 +226,10 @@ def _in_rank(jobs: list[_Job], tasks: list[_Task]) -> dict[_Task, Any]:
         job = jobs[number]
         by_name = {case.name: case for case in job.cases}
         try:
-            if name == _RESHARDING:
-                found = parity.reshard(by_name[_SAVER], by_name[_LOADER], job.directory, job.request.families)
+            if name == _SAVING:
+                found = parity.save_checkpoint(by_name[_SAVER], job.directory, job.request.families)
+            elif name == _RESHARDING:
+                found = parity.load_checkpoint(by_name[_LOADER], job.directory, job.request.families)
             else:
                 found = parity.compare(by_name[name], job.directory, job.request.families)
             answers[number, name] = found
@@ -238,7 +253,8 @@ def _verdicts(number: int, job: _Job, answers: Mapping[_Task, Any]) -> list[Chec
     ]
     kind, name = "checkpoint", _RESHARDING
     if (number, name) in answers:
-        checks.append(_verdict(kind, name, answers[number, name]))
+        saved = answers[number, _SAVING]
+        checks.append(_verdict(kind, name, answers[number, name] if isinstance(saved, dict) else saved))
     else:
         checks.append(Check(kind, name, Verdict.NOT_APPLICABLE, "these layouts were not asked for"))
     if job.architecture.is_moe:
@@ -274,17 +290,33 @@ def _engines(
     on_progress("SGLang's classes")
     place = directory / "engine"
     place.mkdir()
-    loads = []
-    for number, job in enumerate(jobs):
-        loads.append(Load(str(number), str(job.directory), str(job.directory / "model.safetensors")))
+    refused = [unserved(job.architecture, _class_names(job.directory)) for job in jobs]
+    loads = [
+        Load(
+            str(number),
+            str(job.directory),
+            str(job.directory / "model.safetensors"),
+            {key: job.request.hf_config[key] for key in LOST_KEYS if key in job.request.hf_config},
+        )
+        for number, job in enumerate(jobs)
+        if not refused[number]
+    ]
     try:
-        said = load_into_engine_classes(loads, place)
+        said = load_into_engine_classes(loads, place) if loads else {}
     except (RuntimeError, OSError) as error:
         said = {load.name: str(error) for load in loads}
     return [
-        [Check("engine", name, Verdict.FAIL if said[str(number)] else Verdict.PASS, said[str(number)])]
-        for number in range(len(jobs))
+        [
+            Check("engine", name, Verdict.NOT_APPLICABLE, reason)
+            if reason
+            else Check("engine", name, Verdict.FAIL if said[str(number)] else Verdict.PASS, said[str(number)])
+        ]
+        for number, reason in enumerate(refused)
     ]
+
+
+def _class_names(directory: Path) -> list[str]:
+    return read_config(str(directory))[0].get("architectures") or []
 
 
 def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:

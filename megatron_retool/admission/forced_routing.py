@@ -21,6 +21,7 @@ from megatron_retool.admission.tiny_model import Copies, hf_log_probs, stored_gr
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.routed_experts import RoutedExperts, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
+from sglang_rollout.backends.transformers_routing import forced_gates
 
 Rows = np.ndarray[Any, Any]
 
@@ -53,9 +54,9 @@ def _by_sequence(batch: TrajectoryBatch, along: Rows) -> list[Rows]:
 
 
 @contextlib.contextmanager
-def forced(model: Any, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
-    """Routers of a transformers model take the experts of ``rows``, with their own gates; where rows are missing (or
-    None) they choose for themselves.
+def forced(model: Any, architecture: Architecture, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
+    """Routers of a transformers model take the experts of ``rows``, with gates of their own scores; where rows are
+    missing (or None) they choose for themselves.
 
     Yields:
         What each layer would have chosen, call by call: int64 [t, k].
@@ -63,28 +64,24 @@ def forced(model: Any, rows: Rows | None) -> Iterator[list[list[Tensor]]]:
     own: list[list[Tensor]] = []
 
     def force(router: Any, layer: int) -> None:
-        seen = 0
+        seen, plain = 0, router.forward
 
-        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(hidden: Tensor, *bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             nonlocal seen
-            hidden = hidden.reshape(-1, router.hidden_dim)
-            logits = torch.nn.functional.linear(hidden, router.weight)
-            probabilities = logits.float().softmax(-1)
-            chosen = probabilities.topk(router.top_k, dim=-1).indices
+            logits, gates, chosen = plain(hidden, *bias)  # MiniMax's takes its bias as an argument
             own[layer].append(chosen)
             if rows is not None:
-                mine = rows[seen : seen + len(hidden)]
-                seen += len(hidden)
+                mine = rows[seen : seen + len(chosen)]
+                seen += len(chosen)
                 known = torch.from_numpy(~is_missing(mine))[:, None]
                 chosen = torch.where(known, torch.from_numpy(mine[:, layer].astype(np.int64)), chosen)
-            gates = probabilities.gather(1, chosen)
-            if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises
-                gates = gates / gates.sum(-1, keepdim=True)
-            return logits, gates.to(logits.dtype), chosen
+                gates = forced_gates(architecture, logits, chosen).to(gates.dtype)
+            return logits, gates, chosen
 
         router.forward = forward
 
-    routers = [layer.mlp.gate for layer in model.model.layers]
+    found = (getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers)
+    routers = [router for router in found if router is not None]
     for layer, router in enumerate(routers):
         own.append([])
         force(router, layer)
@@ -100,13 +97,13 @@ def expectations(
 ) -> dict[str, dict[str, Any]]:
     """``expectation`` for rows of all tokens, rows with gaps, and the routers' own choice; ``compare`` reads it."""
     assert architecture.num_experts is not None and architecture.num_experts_per_tok is not None
-    sizes = architecture.num_layers, architecture.num_experts, architecture.num_experts_per_tok
+    sizes = len(architecture.expert_layers), architecture.num_experts, architecture.num_experts_per_tok
     rows = {
         "all_rows": random_rows(batch, *sizes, missing=0.0, copies=copies),
         "gaps": random_rows(batch, *sizes, missing=0.25, copies=copies),
         "own": None,
     }
-    return {kind: expectation(model, batch, each, temperature, loss) for kind, each in rows.items()}
+    return {kind: expectation(model, architecture, batch, each, temperature, loss) for kind, each in rows.items()}
 
 
 def own_rows(own: list[list[Tensor]]) -> Rows:
@@ -114,10 +111,12 @@ def own_rows(own: list[list[Tensor]]) -> Rows:
     return torch.stack([torch.cat(calls) for calls in own], 1).numpy()
 
 
-def expectation(model: Any, batch: TrajectoryBatch, rows: Rows | None, temperature: float, loss: Any) -> dict[str, Any]:
+def expectation(
+    model: Any, architecture: Architecture, batch: TrajectoryBatch, rows: Rows | None, temperature: float, loss: Any
+) -> dict[str, Any]:
     """Log-probs, gradients and how often routers would have chosen otherwise."""
     model.zero_grad()
-    with forced(model, rows) as own:
+    with forced(model, architecture, rows) as own:
         log_probs, entropy = hf_log_probs(model, batch, temperature)
     mask = torch.from_numpy(batch.loss_mask)
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}

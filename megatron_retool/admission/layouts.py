@@ -57,6 +57,7 @@ _NAMED = (
     Case("dp2, plain optimizer", 2, {"use_distributed_optimizer": False}),
     Case("ep2", 2, {EP: 2}),
     Case("ep2 tp2", 2, {EP: 2, TP: 2, SP: True, ETP: 1}),
+    Case("tp2 sp etp1", 2, {TP: 2, SP: True, ETP: 1}),
     Case("tp2 sp, shared prefixes", 2, {TP: 2, SP: True, SHARE: True}),
     Case("pp2, shared prefixes", 2, {PP: 2, SHARE: True}),
     Case("dp2, shared prefixes", 2, {SHARE: True}),
@@ -101,10 +102,16 @@ def learner_config(case: Case) -> LearnerConfig:
 
 def _judged(case: Case, architecture: Architecture) -> Case:
     reason = ""
+    if architecture.linear_bias and TP in case.settings:
+        case = replace(case, settings={ETP: 1, **case.settings})
     if {EP, ETP} & case.settings.keys() and not architecture.is_moe:
         reason = "no experts"
+    elif SHARE in case.settings and architecture.attention_sinks:
+        reason = "prefixes are not shared under attention sinks"
     elif SHARE in case.settings and architecture.sliding_window is not None:
         reason = "prefixes are not shared under a sliding window"
+    elif SHARE in case.settings and architecture.linear_layers:
+        reason = "prefixes are not shared in gated delta nets"
     else:
         try:
             learner_config(case).layout(architecture)

@@ -8,6 +8,7 @@ from typing import Any
 
 from conversion.model import rules
 from conversion.model.family import built_in_families
+from conversion.model.stacked import tensor_of
 
 _BY_KEY: tuple[tuple[str, str], ...] = (
     ("final_logit_softcapping", "soft-capped logits"),
@@ -33,11 +34,10 @@ _BY_KEY: tuple[tuple[str, str], ...] = (
 
 _BY_NAME: tuple[tuple[str, str], ...] = (
     (r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj", "multi-head latent attention"),
-    (r"self_attn\.sinks", "attention sinks"),
-    (r"A_log|conv1d|dt_bias|\bssm|mixer\.|linear_attn", "linear attention or a state space"),
+    (r"A_log|conv1d|dt_bias|\bssm|mixer\.|linear_attn", "linear attention of another kind, or a state space"),
     (r"e_score_correction_bias", "a router with a bias for the choice of experts"),
-    (r"pre_feedforward_layernorm|post_feedforward_layernorm", "norms after attention and MLP"),
-    (r"o_proj\.bias|dense\.bias", "a bias on the attention's output projection"),
+    (r"post_self_attn_layernorm|post_mlp_layernorm", "norms after attention and MLP under other names"),
+    (r"dense\.bias", "a bias on the attention's output projection"),
     (r"(gate|up|down)_proj\.bias|fc[12]\.bias", "biases in the MLP"),
     (r"norm\.bias|layernorm\.bias|ln_\d?\w*\.bias", "LayerNorm with a bias"),
     (r"experts\..*(bias|_blocks|_scales)$", "biased or quantised experts"),
@@ -65,9 +65,14 @@ def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[st
         missing[f"the activation {activation}"] = None
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
-    if kind not in (None, "default", "linear", "llama3"):
+    if kind not in (None, "default", "linear", "llama3", "yarn"):
         missing[f"{kind} positions"] = None
-    known = {_numberless(name) for family in built_in_families().values() for rule in family.rules for name in rule.hf}
+    known = {
+        _numberless(tensor_of(name))
+        for family in built_in_families().values()
+        for rule in family.rules
+        for name in rule.hf
+    }
     for name in sorted({_numberless(name) for name in names} - known):
         missing[_part(name)] = None
     return list(missing)
@@ -77,12 +82,13 @@ def known_parts(names: Iterable[str]) -> list[str]:
     """The parts of ``conversion.model.rules`` that make up a checkpoint with tensors of these names."""
     present = {_numberless(name) for name in names}
     parts = {name: part for name, part in vars(rules).items() if name.isupper() and isinstance(part, tuple)}
-    return [
-        name
+    tensors = {
+        name: {_numberless(tensor_of(tensor)) for rule in part for tensor in rule.hf}
         for name, part in parts.items()
         if part and all(isinstance(rule, rules.Rule) for rule in part)
-        if {_numberless(tensor) for rule in part for tensor in rule.hf} <= present
-    ]
+    }
+    found = {name: own for name, own in tensors.items() if own <= present}
+    return [name for name, own in found.items() if not any(own < other for other in found.values())]
 
 
 def _numberless(name: str) -> str:

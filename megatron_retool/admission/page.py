@@ -49,16 +49,49 @@ the converted checkpoint is loaded. **routing replay**: routers forced to given 
 learner recorded it. **parameters, FLOPs**: the planner's counts against the built model's and torch's.
 **SGLang's class** loads the weights under the names of the weight sync, and nothing of it stays unwritten. GPUs,
 bfloat16 and Transformer Engine's layers are not part of it.
+
+In every family positions may be stretched as `linear`, `llama3` and `yarn` do. Some layers alone may have a window
+(`layer_types`, `max_window_layers`); common prefixes are not shared where any layer has one.
+
+Mixtures of experts may have dense layers (`mlp_only_layers`, `decoder_sparse_step`). SGLang's classes of Qwen2-MoE and
+Qwen3-MoE have experts in every layer all the same: such a model is refused with them, and sampled from with
+`rollout.engine.backend=transformers`. Routers' biases for the choice of experts (GLM-4.5) stay as they are pretrained,
+in float32, unless `learner.moe_router_bias_update_rate` moves them. Layers for multi-token prediction, behind the
+model's own, are refused by name, or left out by the conversion (`--without-predictors`); that MiniMax-M2's
+configuration announces some (`num_mtp_modules`) does not matter, since its checkpoints hold none.
+
+SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does not ask for (`use_qk_norm`,
+`use_routing_bias`) and reads `rotary_dim` alone: a configuration without them, as transformers writes its defaults, is
+refused with it.
+
+Multi-head latent attention (DeepSeek-V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
+Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
+refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family; what is converted says `deepseek_v3`, which SGLang
+and transformers know without code from the hub. Kimi K2 Thinking is refused: its `rms_norm_eps` is not 1e-6, and its
+weights are INT4. Published weights in block FP8 are [made bfloat16 first](cluster.md#2-models-and-data), by the
+conversion.
+
+gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
+Megatron-Core's local layers on a CPU, is refused with CUDA or Transformer Engine, and with
+`learner.expert_tensor_parallel_size` above 1; common prefixes are not shared. Its published experts are MXFP4, which
+`conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model directory. SGLang's
+attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so are
+`weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of tool
+calls (harmony) is not read.
+
+Gated delta nets, the linear attention of Qwen3-Next, train in Megatron-Core's local layers too, in torch alone:
+sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value heads.
+Transformer Engine's layers, context parallelism, shared prefixes and SGLang on a CPU are refused by name. The reference
+of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the model is,
+and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A tiny
+model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
 """
 
 _MISSING = """\
 ## What has no family yet
 
-Refused by name, each for a part that the learner lacks: multi-head latent attention (DeepSeek-V2 and V3, Kimi K2),
-dense layers among layers of experts, a router with a bias for the choice of experts, positions on a part of each head
-(GLM-4.5), norms after attention and MLP (OLMo 2 and 3, Gemma 3), attention sinks (gpt-oss), linear attention
-(Qwen3-Next), windows in some of the layers, yarn and longrope positions. A family like Llama takes one file:
-[extending.md](extending.md).
+Refused by name, each for a part that the learner lacks: groups of experts chosen by their best one (DeepSeek-V2),
+longrope positions (Phi-3.5). A family like Llama takes one file: [extending.md](extending.md).
 """
 
 

@@ -12,6 +12,7 @@ import torch
 from conversion.model.architecture import Architecture
 from megatron_retool.admission import forced_routing
 from megatron_retool.admission.layouts import Case, learner_config
+from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.admission.tiny_model import (
     hf_log_probs,
     random_batch,
@@ -29,6 +30,7 @@ COPIES = ((6, 3, 25), (7, 3, 18), (0, 2, 20), (4, 6, 4))
 """(row, other, tokens): the row begins with so many tokens of the other, beyond the prompt of one of them."""
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17), (3, 28), (11, 12)]
 TEMPERATURE = 0.7
+_CHECKPOINT, _WEIGHTS = "checkpoint", "checkpoint.pt"
 ALGORITHM = AlgorithmConfig(entropy_coefficient=0.01, kl_in_loss=0.05)
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=0.5, betas=[0.9, 0.95], eps=1e-6)
 TOLERANCE = 1e-5
@@ -61,8 +63,14 @@ def mini_batch() -> TrajectoryBatch:
 def write_reference(model: Any, architecture: Architecture, directory: Path) -> None:
     """What transformers and torch.optim make of the model; of a mixture of experts also with forced experts.
 
-    Changes the model's weights. ``compare`` reads the files.
+    In float64, but for what transformers itself takes to float32 (norms, softmax, positions), so that most of what
+    ``compare``, which reads the files, finds is the learner's own rounding. Changes the model's weights and their type.
     """
+    with recurrent(model):
+        _write_reference(model.double(), architecture, directory)
+
+
+def _write_reference(model: Any, architecture: Architecture, directory: Path) -> None:
     batch = mini_batch()
     if architecture.is_moe:
         expected = forced_routing.expectations(model, architecture, batch, COPIES, TEMPERATURE, ALGORITHM.objective)
@@ -133,7 +141,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     found: Found = {}
     if (
         learner.config.learner.share_prefixes
-        and sum(learner.packer.num_tokens(batch)) >= batch.total_lengths.sum() - 40
+        and sum(learner.packer.plan(batch).num_tokens) >= batch.total_lengths.sum() - 40
     ):
         raise ValueError("no prefixes were shared")
     if learner.routing_replay is not None:
@@ -182,32 +190,38 @@ def _missed_parameters(learner: Any) -> float:
     return float(abs(own - rank_parameters(learner.architecture, learner.layout, stage)))
 
 
-def reshard(saver: Case, loader: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
-    """A checkpoint of one layout, saved after an update, in another: weights, and the update after it.
+def save_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
+    """Save after an update, for ``load_checkpoint``: the checkpoint, its weights and those after one more update."""
+    learner = build(case, hf_dir, families)
+    learner.update(mini_batch(), temperature=TEMPERATURE)
+    learner.save(hf_dir / _CHECKPOINT)
+    saved = _exported(learner)
+    learner.update(mini_batch(), temperature=TEMPERATURE)
+    after = _exported(learner)
+    if saved:
+        torch.save((saved, after), hf_dir / _WEIGHTS)
+    return {}
+
+
+def load_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
+    """What ``save_checkpoint`` saved in another layout: weights, and the update after it.
 
     Also what conversion made of ``hf_dir`` in ``hf_dir``/mcore, which the learner loads like a checkpoint.
     """
     from megatron_retool.learner.checkpoint.load import load_model_weights
+    from megatron_retool.learner.weights import global_tensors
 
-    checkpoint = hf_dir / f"checkpoint {saver.name}"
-    batch = mini_batch()
-    learner = build(saver, hf_dir, families)
-    learner.update(batch, temperature=TEMPERATURE)
-    learner.save(checkpoint)
-    saved = _exported(learner)
-    learner.update(batch, temperature=TEMPERATURE)
-    after = _exported(learner)
-    learner = build(loader, hf_dir, families)
+    learner = build(case, hf_dir, families)
     before = _exported(learner)
+    saved, after = torch.load(hf_dir / _WEIGHTS) if before else ({}, {})  # one rank has the weights
     with torch.no_grad():
-        for chunk in learner.model_chunks:
-            for parameter in chunk.parameters():
-                parameter.zero_()
+        for _, tensor in global_tensors(learner.model_chunks):
+            tensor.zero_()
     load_model_weights(learner.model_chunks, learner.architecture, hf_dir / "mcore")
     found = {"converted weight": _largest(_exported(learner), before)}
-    learner.load(checkpoint)
+    learner.load(hf_dir / _CHECKPOINT)
     found["weight after a load"] = _largest(_exported(learner), saved)
-    learner.update(batch, temperature=TEMPERATURE)
+    learner.update(mini_batch(), temperature=TEMPERATURE)
     return found | {"weight after the next update": _largest(_exported(learner), after)}
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import multiprocessing
 import tempfile
-import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 
-from megatron_retool.doctor.ranks import set_rank_environment
+from megatron_retool.doctor.ranks import answer_of_ranks
 
 
 def run_ranks(
@@ -31,35 +28,11 @@ def run_ranks(
         start_method: multiprocessing's, where the usual one (see ``_context``) does not do.
 
     Raises:
-        RuntimeError: with the traceback of a rank that failed.
+        RankFailed: with the traceback of the rank that failed first.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context: Any = multiprocessing.get_context(start_method) if start_method else _context()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, directory, args))
-        for rank in range(world_size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    for rank in range(world_size):
-        failure = directory / f"failure_{rank}.txt"
-        if failure.exists():
-            raise RuntimeError(f"rank {rank} failed:\n{failure.read_text()}")
-    answer = directory / "answer.pt"
-    if not answer.exists():
-        raise RuntimeError(f"no answer within {timeout} s; exit codes {[p.exitcode for p in processes]}")
-    return torch.load(answer, weights_only=False)
+    return answer_of_ranks(context, function, world_size, args, directory, timeout=timeout)
 
 
 def _context() -> Any:
@@ -77,19 +50,3 @@ def _context() -> Any:
     finally:
         tempfile.tempdir = scratch
     return context
-
-
-def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, directory: Path, args: tuple[Any, ...]
-) -> None:
-    set_rank_environment(rank, world_size, port)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    try:
-        answer = function(*args)
-        if rank == 0:
-            torch.save(answer, directory / "answer.pt")
-    except BaseException:
-        (directory / f"failure_{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)  # the other ranks wait in a collective: leave without goodbye
-    os._exit(0)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+LIMIT = 0.5
+"""Of a clamped SwiGLU: some of a tiny model's activations reach it."""
 VOCAB_SIZE = 101
 """No multiple of anything: the learner has to pad it."""
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN = 32, 48, 24, 40
@@ -20,6 +22,15 @@ _SIZES: dict[str, int] = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_key_heads": HEADS,
+    "linear_num_value_heads": 2 * HEADS,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": POSITIONS,
 }
@@ -40,10 +51,16 @@ def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if hf_config.get("head_dim") is not None and heads:
         usual = hf_config["head_dim"] * heads == hf_config.get("hidden_size")
         small["head_dim"] = HIDDEN // HEADS if usual else 2 * HIDDEN // HEADS
+        if hf_config.get("rotary_dim"):
+            small["rotary_dim"] = small["head_dim"] * hf_config["rotary_dim"] // hf_config["head_dim"]
     if hf_config.get("num_experts_per_tok") is not None:
         small["num_experts_per_tok"] = min(hf_config["num_experts_per_tok"], CHOSEN)
+    if (hf_config.get("n_group") or 1) > 1:  # a choice of groups that the choice of experts alone does not decide
+        small |= {"n_group": 2, "topk_group": CHOSEN // 2, "n_routed_experts": 2 * EXPERTS}
     if hf_config.get("sliding_window") is not None:
         small["sliding_window"] = WINDOW
+    if hf_config.get("swiglu_limit") is not None:
+        small["swiglu_limit"] = LIMIT
     for key in ("rope_parameters", "rope_scaling"):
         small |= {key: _small_rope(hf_config[key])} if isinstance(hf_config.get(key), Mapping) else {}
     small |= _layers(hf_config, layers)
@@ -60,6 +77,8 @@ def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     types = hf_config.get("layer_types")
     if isinstance(types, Sequence) and not isinstance(types, str) and types:
         small["layer_types"] = _every_kind(types, layers)
+    if hf_config.get("sliding_window_pattern"):
+        small["sliding_window_pattern"] = min(hf_config["sliding_window_pattern"], layers // 2)
     full = hf_config.get("max_window_layers")
     if full is not None:
         small["max_window_layers"] = layers if full >= before else math.ceil(layers * full / before)

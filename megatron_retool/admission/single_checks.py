@@ -16,6 +16,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, pair_flops
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.outcome import Check, Verdict, judged
+from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.planning.memory import parameter_count
 from sglang_rollout.agent.tool_call_formats import HermesFormat
 
@@ -26,11 +27,7 @@ FLOPS_TOKENS = 24
 def tensor_names(architecture: Architecture, directory: Path) -> Check:
     """Names and shapes that the family's table gives, against what transformers has written."""
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(directory / "model.safetensors").items()}
-    found = {
-        name: shape
-        for mapping in WeightMap(architecture).exported()
-        for name, shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True)
-    }
+    found = WeightMap(architecture).hf_shapes
     wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if wrong:
         said = f"{wrong[0]}: the table says {found.get(wrong[0])}, transformers {expected.get(wrong[0])}"
@@ -72,7 +69,7 @@ def planned_flops(architecture: Architecture, model: Any) -> Check:
     """The planner's FLOPs of a forward pass, against torch's count of transformers'."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), recurrent(model), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, FLOPS_TOKENS, dtype=torch.long), use_cache=False)
     expected = counter.get_total_flops()
     # torch counts all pairs of eager attention; a causal model, with its windows, needs a part of them.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.admission.shrink import VOCAB_SIZE
+from megatron_retool.doctor import model as doctor_model
 from megatron_retool.doctor.model import sequences
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -37,10 +38,12 @@ def random_model(config: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 tensor.normal_(0.0, 0.3)
-            elif "norm" in name and name.endswith("weight"):
-                tensor.normal_(1.0, 0.2)
+            elif "norm" in name and name.endswith("weight"):  # around 1, or around 0 where 1 is added to it
+                tensor.add_(torch.empty_like(tensor).normal_(0.0, 0.2))
+            elif name.endswith("A_log"):  # of decays: memories of many tokens, where transformers' begin with a few
+                tensor.sub_(3.0)
     return model
 
 
@@ -60,7 +63,8 @@ def stored_gradients(model: Any) -> dict[str, Tensor]:
 
 def stored_weights(model: Any) -> dict[str, Tensor]:
     """Weights under the names that a checkpoint on disk has."""
-    return stored(model, {name: parameter.detach() for name, parameter in model.named_parameters()})
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return stored(model, {name: tensor.detach() for name, tensor in (*model.named_parameters(), *kept.items())})
 
 
 def save_model(model: Any, directory: Path, hf_config: Mapping[str, Any] | None = None) -> Path:
@@ -77,20 +81,9 @@ def random_batch(lengths: list[tuple[int, int]], seed: int = 0, vocab_size: int 
     rng = np.random.default_rng(seed)
     prompts, responses = (np.array(x, np.int32) for x in zip(*lengths, strict=True))
     total = int(responses.sum())
-    loss_mask = rng.random(total) < 0.8
-    return TrajectoryBatch(
-        prompt_ids=rng.integers(0, vocab_size, int(prompts.sum())).astype(np.int32),
-        prompt_lengths=prompts,
-        response_ids=rng.integers(0, vocab_size, total).astype(np.int32),
-        response_lengths=responses,
-        loss_mask=loss_mask,
-        rollout_log_probs=np.where(loss_mask, -rng.random(total), 0).astype(np.float32),
-        turn_ids=np.where(loss_mask, 0, -1).astype(np.int16),
-        weight_versions=np.zeros(total, np.int32),
-        group_ids=np.zeros(len(lengths), np.int32),
-        indices=np.arange(len(lengths), dtype=np.int32),
-        rewards=np.zeros(len(lengths), np.float32),
-    )
+    mask = rng.random(total) < 0.8
+    batch = doctor_model.random_batch(rng, prompts, responses, vocab_size, mask)
+    return dataclasses.replace(batch, rollout_log_probs=np.where(mask, -rng.random(total), 0).astype(np.float32))
 
 
 def with_copies(batch: TrajectoryBatch, copies: Copies) -> TrajectoryBatch:

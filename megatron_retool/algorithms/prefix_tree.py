@@ -10,7 +10,7 @@ Plain arithmetic on token ids: no tensor, no communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 LEAST_SHARED_TOKENS = 16
-"""Shorter common prefixes stay with each sequence: one more call of attention costs more than their arithmetic."""
+"""Common prefixes that spare fewer tokens stay with each sequence: one more call of attention costs more than their
+arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def prefix_tree(sequences: Sequence[npt.NDArray[Any]], least_shared: int = LEAST
 
     Sorted, sequences with a common prefix are neighbours, and the tree grows along its right edge (O(t + S log S)
     comparisons).  Invariants: ``places`` of a sequence names its own tokens, in order; equal sequences end in one node;
-    a node with something below it has at least ``least_shared`` tokens of its own; siblings are in descending order of
-    their own length, so that attention finds similar ones together.
+    a node with something below it spares at least ``least_shared`` tokens that would otherwise stand in each of what
+    is below it and ends in it; siblings are in descending order of their own length, so that attention finds similar
+    ones together.
     """
     order = lexicographic_order(sequences)
     root = _Node(0, 0, -1)
@@ -127,11 +129,13 @@ def _flatten(root: _Node, count: int, least_shared: int) -> PrefixTree:
         waiting = node.children[::-1]
         while waiting:
             child = waiting.pop()
-            if child.children and child.end - child.start < least_shared:
+            copies = len(child.children) + bool(child.sequences)
+            if child.children and (child.end - child.start) * (copies - 1) < least_shared:
                 for below in child.children:
                     below.start = child.start
                 waiting.extend(child.children[::-1])
-                waiting.extend(_Node(child.start, child.end, row, [], [row]) for row in child.sequences)
+                if child.sequences:
+                    waiting.append(_Node(child.start, child.end, child.sequences[0], [], child.sequences))
             else:
                 kept.append(child)
         return sorted(kept, key=lambda child: (child.start - child.end, child.source))
@@ -154,6 +158,32 @@ def _flatten(root: _Node, count: int, least_shared: int) -> PrefixTree:
             subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[number])
     sources = np.array([node.source for node, _ in found], np.int64)
     return PrefixTree(ends - lengths, ends, subtree_ends, depths, sources, last, parents)
+
+
+def side_by_side(trees: Sequence[PrefixTree], rows: Sequence[npt.NDArray[np.int64]]) -> PrefixTree:
+    """Several trees as one, one after the other, without sharing anything.
+
+    Args:
+        trees: not empty.
+        rows: for each tree, which numbers its sequences have in the whole.
+    """
+    first_tokens = np.cumsum([tree.num_tokens for tree in trees]) - [tree.num_tokens for tree in trees]
+    first_nodes = np.cumsum([len(tree.starts) for tree in trees]) - [len(tree.starts) for tree in trees]
+    last_nodes = np.empty(sum(map(len, rows)), np.int64)
+    for tree, numbers, node in zip(trees, rows, first_nodes, strict=True):
+        last_nodes[numbers] = tree.last_nodes + node
+    moved = list(zip(trees, first_tokens, strict=True))
+    return PrefixTree(
+        starts=np.concatenate([tree.starts + tokens for tree, tokens in moved]),
+        ends=np.concatenate([tree.ends + tokens for tree, tokens in moved]),
+        subtree_ends=np.concatenate([tree.subtree_ends + tokens for tree, tokens in moved]),
+        depths=np.concatenate([tree.depths for tree in trees]),
+        sources=np.concatenate([numbers[tree.sources] for tree, numbers in zip(trees, rows, strict=True)]),
+        last_nodes=last_nodes,
+        parents=np.concatenate(
+            [np.where(tree.parents < 0, -1, tree.parents + node) for tree, node in zip(trees, first_nodes, strict=True)]
+        ),
+    )
 
 
 def lexicographic_order(sequences: Sequence[npt.NDArray[Any]]) -> list[int]:
@@ -205,14 +235,29 @@ def families(
         members.setdefault(family.of(unit), {}).setdefault(unit, []).append(row)
     parts: list[Int64Array] = []
     for units in members.values():
-        rows: list[int] = []
-        for unit_rows in units.values():
-            if rows and prefix_tree([sequences[row] for row in rows + unit_rows]).num_tokens > max_tokens:
-                parts.append(np.sort(np.array(rows, np.int64)))
-                rows = []
-            rows = rows + unit_rows
-        parts.append(np.sort(np.array(rows, np.int64)))
+        parts += _cut_family(sequences, list(units.values()), max_tokens)
     return sorted(parts, key=lambda part: int(part[0]))
+
+
+def _cut_family(sequences: Sequence[npt.NDArray[Any]], units: list[list[int]], max_tokens: int) -> Iterator[Int64Array]:
+    """Rows of a family's parts: the whole where it fits, else as many of its units as do, in their order."""
+
+    def fits(rows: list[int]) -> bool:
+        # A tree costs a walk over all tokens, and has no more of them than its sequences.
+        found = [sequences[row] for row in rows]
+        return sum(map(len, found)) <= max_tokens or prefix_tree(found).num_tokens <= max_tokens
+
+    whole = [row for rows in units for row in rows]
+    if len(units) == 1 or fits(whole):
+        yield np.sort(np.array(whole, np.int64))
+        return
+    part: list[int] = []
+    for rows in units:
+        if part and not fits(part + rows):
+            yield np.sort(np.array(part, np.int64))
+            part = []
+        part = part + rows
+    yield np.sort(np.array(part, np.int64))
 
 
 class _Sets:

@@ -170,7 +170,8 @@ class Refill:
     @property
     def batch(self) -> list[int]:
         """The groups to train on, in order: ``wanted`` of them once it is certain, or as many as had a signal."""
-        return [group_id for group_id in self.examined if self._informative[group_id]]
+        # Where a group counts at once, several that are complete together may be more than are wanted.
+        return [group_id for group_id in self.examined if self._informative[group_id]][: self.wanted]
 
     @property
     def surplus(self) -> list[int]:
@@ -185,7 +186,8 @@ class Refill:
 
     def keep_rate_after(self) -> KeepRate:
         """The estimate for the next step. What lies beyond the batch does not count: it depends on who was fast."""
-        return (self._keep_rate or KeepRate()).with_groups(len(self.batch), len(self.examined)).faded()
+        kept = sum(self._informative[group_id] for group_id in self.examined)
+        return (self._keep_rate or KeepRate()).with_groups(kept, len(self.examined)).faded()
 
     def _is_under_way(self, group_id: int) -> bool:
         return group_id not in self._informative and group_id not in self._given_up

@@ -134,6 +134,9 @@ class LearnerConfig:
     """Sort tokens by expert in Transformer Engine's kernels, in place of several of torch's."""
     moe_router_fusion: bool = False
     """Choose experts in Transformer Engine's kernel. It takes no choice from elsewhere: needs routing_replay=none."""
+    moe_router_bias_update_rate: float = not_negative(0.0, maximum=1)
+    """How far each step moves a router's bias for the choice of experts towards even load, where the model has one
+    (GLM-4.5, DeepSeek-V3, MiniMax-M2). 0: the biases stay as they were pretrained."""
     cpu_offloading_num_layers: int = not_negative(0, maximum=10_000)
     """Layers whose activations wait for the backward pass in the host's memory: for links to the host that are faster
     than computing again. Needs Transformer Engine, one pipeline stage and no recompute."""

@@ -240,9 +240,9 @@ SETTINGS_OF_ARGUMENTS = {
 class PartialRolloutConfig:
     enable: bool = False
     """Responses that are not finished when a step has its groups are paused, and go on in the next step."""
-    over_sampling_factor: float = number(1.0, minimum=1, maximum=1000)
-    """Groups started for each group needed."""
-    max_age: int = not_negative(1)
+    over_sampling_factor: float = number(1.25, minimum=1, maximum=1000)
+    """Groups started for each group needed. Without dynamic sampling 1 leaves nothing to pause."""
+    max_age: int = not_negative(2)
     """Steps that a paused trajectory may wait before it is dropped."""
     mask_older_tokens: bool = False
     """True: tokens of older weight versions give no loss. False: the rollout correction weighs them."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +16,87 @@ from megatron_retool.doctor.session import Nodes, Session
 from megatron_retool.ports import free_port
 
 LOOPBACK = "127.0.0.1"
+FAILED = 1
+"""Exit code of a rank that leaves its error as its answer."""
+
+
+class RankFailed(RuntimeError):
+    """A process of a group ended with an error, or without an answer; the message has its traceback.
+
+    Attributes:
+        summary: in one line.
+    """
+
+    def __init__(self, message: str, summary: str) -> None:
+        super().__init__(message)
+        self.summary = summary
 
 
 def run_ranks(
     session: Session, function: Callable[..., Any], world_size: int, *arguments: Any, nodes: Nodes | None = None
 ) -> Any:
-    """Call ``function(*arguments)`` in ``world_size`` processes that are set up as torchrun does; the first's answer.
+    """``answer_of_ranks`` for a step, whose process group they belong to and end with.
 
-    With ``nodes`` each of them starts as many, and all are one group.
-
-    Where there is no GPU they are forked from the step's process, which may not have used torch's threads before. They
-    belong to the step's process group, and end with it.
+    Where there is no GPU they are forked from the step's process, which may not have used torch's threads before.
 
     Raises:
         StepFailed: with the error of a rank that failed.
     """
     context: Any = multiprocessing.get_context("spawn" if session.gpus else "fork")
+    try:
+        return answer_of_ranks(context, function, world_size, arguments, session.directory, nodes=nodes)
+    except RankFailed as error:
+        raise StepFailed(error.summary) from error
+
+
+def answer_of_ranks(
+    context: Any,
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: tuple[Any, ...],
+    directory: Path,
+    *,
+    nodes: Nodes | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Call ``function(*arguments)`` in ``world_size`` processes that are set up as torchrun does; the first's answer.
+
+    Args:
+        context: multiprocessing's, which starts them.
+        directory: for their answers.
+        nodes: each of which starts as many, and all are one group.
+        timeout: seconds, after which those that still run are killed; None: wait for as long as it takes.
+
+    Raises:
+        RankFailed: with the error of the rank that failed first: the others may fail for want of it.
+    """
     port = free_port(LOOPBACK) if nodes is None else nodes.port
-    answers = [session.directory / f"rank_{os.getpid()}_{port}_{rank}.pickle" for rank in range(world_size)]
+    answers = [directory / f"rank_{os.getpid()}_{port}_{rank}.pickle" for rank in range(world_size)]
     processes = [
         context.Process(target=_rank, args=(function, rank, world_size, port, answers[rank], arguments, nodes))
         for rank in range(world_size)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    failures = []
-    for rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
-        if not answer.exists():
-            failures.append(f"rank {rank} ended with exit code {process.exitcode} and without an answer")
-        elif isinstance(found := pickle.loads(answer.read_bytes()), _Failure):
-            failures.insert(0, f"rank {rank}: {found.message}")
-    if failures:
-        raise StepFailed(failures[0])
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failed = [rank for rank in range(world_size) if processes[rank].exitcode == FAILED and answers[rank].exists()]
+    if failed:
+        rank = min(failed, key=lambda rank: answers[rank].stat().st_mtime_ns)
+        failure: _Failure = pickle.loads(answers[rank].read_bytes())
+        raise RankFailed(f"rank {rank} failed:\n{failure.traceback}", f"rank {rank}: {failure.message}")
+    codes = [process.exitcode for process in processes]
+    for rank, code in enumerate(codes):
+        if code != 0:
+            within = "" if timeout is None else f", given {timeout:g} s"
+            summary = f"rank {rank} ended with exit code {code} and without an answer"
+            raise RankFailed(f"{summary}{within}; exit codes {codes}", summary)
     return pickle.loads(answers[0].read_bytes())
 
 
@@ -67,9 +115,10 @@ def set_rank_environment(rank: int, world_size: int, port: int, nodes: Nodes | N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
 
 
+@dataclass(frozen=True)
 class _Failure:
-    def __init__(self, message: str) -> None:
-        self.message = message
+    message: str
+    traceback: str
 
 
 def _rank(
@@ -82,6 +131,7 @@ def _rank(
     nodes: Nodes | None,
 ) -> None:
     set_rank_environment(rank, world_size, port, nodes)
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
@@ -90,6 +140,6 @@ def _rank(
         answer.write_bytes(pickle.dumps(found if rank == 0 else None))
     except BaseException as error:
         traceback.print_exc()
-        answer.write_bytes(pickle.dumps(_Failure(f"{type(error).__name__}: {error}")))
-        os._exit(1)  # the others wait in a collective: leave without goodbye
+        answer.write_bytes(pickle.dumps(_Failure(f"{type(error).__name__}: {error}", traceback.format_exc())))
+        os._exit(FAILED)  # the others wait in a collective: leave without goodbye
     os._exit(0)

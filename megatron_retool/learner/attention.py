@@ -16,14 +16,24 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
+from megatron_retool.learner.sinks import sink_attention
 from megatron_retool.learner.tree_attention import tree_attention
 
 
@@ -32,26 +42,39 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        if self.zero_centered:
+            torch.nn.init.zeros_(self.weight)
         # Each TP rank sees its part of the sequence; finalize_model_grads adds the gradients up.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.zero_centered:
+            if x.dtype != torch.float32:  # in which 1 + weight would lose digits
+                return F.rms_norm(x.float(), self.normalized_shape, 1.0 + weight.float(), self.eps).to(x.dtype)
+            weight = 1.0 + weight
         if x.is_cuda or x.dtype != torch.float32:
-            return super().forward(x)
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         # On the host torch's own is a dozen passes over memory.
-        return _HostRMSNorm.apply(x, self.weight, self.eps)
+        return _HostRMSNorm.apply(x, weight, self.eps)
 
 
 class SwiGLUMLP(MLP):
     """Megatron's MLP with the gated activation in one autograd node, where no fused kernel exists."""
 
+    output_layer: type[Any] = RowParallelLinear
+
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=self.output_layer)
         super().__init__(config, layers, tp_group=parallel_state.get_tensor_model_parallel_group())
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
         gate_and_up, _bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(_SwiGLU.apply(gate_and_up))
+        if self.config.activation_func is F.silu:
+            return self.linear_fc2(_SwiGLU.apply(gate_and_up))
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return self.linear_fc2(self.config.activation_func(gate) * up)
 
 
 class _HostRMSNorm(torch.autograd.Function):
@@ -103,13 +126,16 @@ class LocalPackedSequences(PackedSeqParams):
     Attributes:
         buckets: see ``packing.MicroBatch``.
         tree: see ``packing.MicroBatch``; instead of buckets.
-        cos, sin: [t, 1, head_dim] at each token's position; see ``RotaryTable``.
+        cos, sin: [t, 1, r] at each token's position, r <= head_dim; see ``RotaryTable``.
+        local_cos, local_sin: the same for layers with a window; None: as in the others.
     """
 
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
     tree: SharedPrefixes | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    local_cos: Tensor | None = None
+    local_sin: Tensor | None = None
 
 
 class RotaryTable:
@@ -120,7 +146,7 @@ class RotaryTable:
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, max_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two tensors [t, 1, head_dim] at ``positions`` (int64 [t], below ``max_length``)."""
+        """Two tensors [t, 1, r] for r / 2 frequencies at ``positions`` (int64 [t], below ``max_length``)."""
         tables = self._tables.get(dtype)
         if tables is None or tables[0].size(0) < max_length:
             length = max(max_length, 2 * tables[0].size(0) if tables else 256)
@@ -154,9 +180,32 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed and config.window_size else None
         group = getattr(pg_collection, "cp", None)
         self.context_group = group if group is not None else parallel_state.get_context_parallel_group()
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            # Of this rank's heads.
+            heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            torch.nn.init.normal_(self.softmax_offset, std=config.init_method_std)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """The sinks, where there are some, split by heads."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -171,8 +220,11 @@ class PackedAttention(MegatronModule):
         """[t, 1, heads, head_dim] queries, [t, 1, groups, head_dim] keys and values -> [t, 1, heads x head_dim]."""
         packed = packed_seq_params
         assert isinstance(packed, LocalPackedSequences), "micro-batches are always packed"
-        query = _Rotary.apply(query.squeeze(1), packed.cos, packed.sin)
-        key = _Rotary.apply(key.squeeze(1), packed.cos, packed.sin)
+        cos, sin = packed.cos, packed.sin
+        if self.window is not None and packed.local_cos is not None:
+            cos, sin = packed.local_cos, packed.local_sin
+        query = _Rotary.apply(query.squeeze(1), cos, sin)
+        key = _Rotary.apply(key.squeeze(1), cos, sin)
         value = value.squeeze(1)
         if packed.tree is not None:
             out = tree_attention(query, key, value, packed.tree, self.scale)
@@ -188,12 +240,12 @@ class PackedAttention(MegatronModule):
         parts = zip(*(x.split(sizes) for x in (query, key, value)), buckets, strict=True)
         outputs = []
         for q, k, v, bucket in parts:
-            q, k, v = (_to_grid(x, bucket) for x in (q, k, v))
+            q, k, v = (to_grid(x, bucket) for x in (q, k, v))
             mask = None
             if self.window is not None and bucket.length > self.window:
                 positions = torch.arange(bucket.length, device=q.device)
                 mask = self._mask(positions, positions)
-            outputs.append(_from_grid(self._attend(q, k, v, mask), bucket))
+            outputs.append(from_grid(self._attend(q, k, v, mask), bucket))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
@@ -205,7 +257,7 @@ class PackedAttention(MegatronModule):
             k, v = both.index_select(0, bucket.key_pad).view(shape).chunk(2, dim=-1)
             keys = torch.arange(bucket.key_length, device=q.device)
             mask = self._mask(bucket.query_positions, keys).unsqueeze(1)
-            outputs.append(_from_grid(self._attend(_to_grid(q, bucket.queries), k, v, mask), bucket.queries))
+            outputs.append(from_grid(self._attend(to_grid(q, bucket.queries), k, v, mask), bucket.queries))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -216,6 +268,8 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[B, L, heads, d] -> [B, L, heads, d]."""
+        if self.softmax_offset is not None:
+            return sink_attention(query, key, value, self.softmax_offset, mask, self.scale)
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -228,14 +282,14 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)
 
 
-def _to_grid(x: Tensor, bucket: Bucket) -> Tensor:
+def to_grid(x: Tensor, bucket: Bucket) -> Tensor:
     """[tokens, ...] -> [B, L, ...]."""
     if bucket.pad is not None:
         x = _Pad.apply(x, bucket.pad, bucket.cells)
     return x.reshape(bucket.batch, bucket.length, *x.shape[1:])
 
 
-def _from_grid(x: Tensor, bucket: Bucket) -> Tensor:
+def from_grid(x: Tensor, bucket: Bucket) -> Tensor:
     """[B, L, ...] -> [tokens, ...]."""
     x = x.reshape(bucket.batch * bucket.length, *x.shape[2:])
     return x if bucket.cells is None else _Unpad.apply(x, bucket.cells)
@@ -273,7 +327,8 @@ class _Unpad(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     """Rotary position embedding, halves convention: (a, b) -> (a cos - b sin, b cos + a sin).
 
-    With s = (-sin, sin) that is x cos + swap(x) s, and its transpose is g cos - swap(g) s.
+    With s = (-sin, sin) that is x cos + swap(x) s, and its transpose is g cos - swap(g) s. Of each head the first
+    features are rotated, as many as cos and sin have; the others pass.
     """
 
     @staticmethod
@@ -288,6 +343,9 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    if cos.size(-1) < x.size(-1):
+        first, rest = x.split([cos.size(-1), x.size(-1) - cos.size(-1)], -1)
+        return torch.cat([_rotate(first, cos, sin, direction), rest], -1)
     swapped = x.roll(x.size(-1) // 2, -1).mul_(sin)
     if direction < 0:
         swapped.neg_()

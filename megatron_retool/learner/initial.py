@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from conversion.model.architecture import Architecture
 from megatron_retool.learner.model import CriticModel, PackedModel, build_model_chunks
 from megatron_retool.learner.precision import Acceleration
-from megatron_retool.learner.weights import load_hf_weights
+from megatron_retool.learner.weights import global_tensors, load_hf_weights
 
 
 def initial_chunks(
@@ -55,6 +55,6 @@ def frozen_copy(
     copies = build_model_chunks(architecture, config, acceleration, share_prefixes=share_prefixes)
     for copy, chunk in zip(copies, chunks, strict=True):
         copy.requires_grad_(False).eval()
-        for frozen, parameter in zip(copy.parameters(), chunk.parameters(), strict=True):
-            frozen.data.copy_(parameter.data)
+        for (_, frozen), (_, tensor) in zip(global_tensors([copy]), global_tensors([chunk]), strict=True):
+            frozen.data.copy_(tensor.data)
     return copies

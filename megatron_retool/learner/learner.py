@@ -42,7 +42,7 @@ from megatron_retool.learner.losses import (
 from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
-from megatron_retool.learner.packing import MicroBatch, Packer
+from megatron_retool.learner.packing import MicroBatch, Packer, Plan
 from megatron_retool.learner.performance import check_performance
 from megatron_retool.learner.pipeline import forward_backward, reduce_over_ranks, sum_gradients
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
@@ -220,8 +220,7 @@ class Learner:
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
         if routing and routing.counts:
-            flips = batch.of_responses(routing.flips())
-            answer["routing_flips"] = np.where(flips < 0, np.nan, flips).astype(np.float32)
+            answer["routing_flips"] = _routing_flips(routing, batch)
         return answer
 
     def values(self, batch: TrajectoryBatch) -> FloatArray:
@@ -285,7 +284,7 @@ class Learner:
         """
         loss = policy_update_loss(mini_batch, self._objective(kl_in_loss), self.layout)
         options = _head_options(temperature, sampling)
-        return self._learn("actor", mini_batch, "loss_mask", options, loss, replays=True)
+        return self._learn("actor", mini_batch, "loss_mask", options, loss, routing=self._replayed(mini_batch))
 
     def update_fused(
         self,
@@ -306,6 +305,10 @@ class Learner:
             step_without_loss: make the optimizer step also where the correction rejects every token: other mini-batches
                 of the step have some.
 
+        Returns:
+            log_probs, entropy, routing_flips: as ``log_probs`` before the update.
+            metrics: as ``update``; routing_replay/* alone where every token was rejected and nothing was learned.
+
         Raises:
             ValueError: as ``update``.
         """
@@ -316,19 +319,19 @@ class Learner:
             self.layout,
             self.device,
         )
+        options, routing = _head_options(temperature, sampling), self._replayed(mini_batch, count=True)
         metrics = self._learn(
-            "actor",
-            mini_batch,
-            "loss_mask",
-            _head_options(temperature, sampling),
-            loss,
-            replays=True,
-            counts_routing=True,
-            step_without_loss=step_without_loss,
+            "actor", mini_batch, "loss_mask", options, loss, routing=routing, step_without_loss=step_without_loss
         )
         # Context-parallel ranks have whole sequences each.
         found = parallel.sum_over_data_parallel(loss.found).cpu().numpy()
-        return {"log_probs": found[0], "entropy": found[1], "metrics": metrics}
+        answer: FusedUpdate = {"log_probs": found[0], "entropy": found[1], "metrics": metrics}
+        if routing and routing.counts:
+            answer["routing_flips"] = _routing_flips(routing, mini_batch)
+        return answer
+
+    def _replayed(self, mini_batch: TrajectoryBatch, count: bool = False) -> RoutingPass | None:
+        return self.routing_replay.learning(mini_batch, count) if self.routing_replay else None
 
     def _objective(self, kl_in_loss: float | None) -> PolicyObjective:
         objective = self.config.algorithm.objective
@@ -359,18 +362,16 @@ class Learner:
         head_options: dict[str, Any],
         loss: MicroBatchLoss,
         sum_over_context: bool = False,
-        replays: bool = False,
-        counts_routing: bool = False,
+        routing: RoutingPass | None = None,
         step_without_loss: bool = True,
     ) -> dict[str, float]:
         start = self._update_start = time.perf_counter()
-        micro_batches = self.packer.micro_batches(batch, head_on)
+        plan = self.packer.plan(batch)
+        micro_batches = self.packer.micro_batches(batch, head_on, plan)
         for chunk in self.model_chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        replay = self.routing_replay if replays else None
-        routing = replay.learning(batch, count=counts_routing) if replay else None
         options = {**head_options, **self._head_settings, "routing": routing}
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
@@ -385,8 +386,8 @@ class Learner:
             metrics[f"{room}/nonfinite_grad"] = 1.0
             logger.warning("the gradient norm is %s: this update was left out", metrics[f"{room}/grad_norm"])
         if room != "sft":
-            metrics |= self.packer.balance_metrics(batch)
-            metrics |= self._mfu(room, batch, time.perf_counter() - start)
+            metrics |= self.packer.balance_metrics(batch, plan)
+            metrics |= self._mfu(room, batch, plan, time.perf_counter() - start)
         return metrics
 
     def _step(self) -> tuple[bool, float]:
@@ -408,11 +409,11 @@ class Learner:
 
         return timed
 
-    def _mfu(self, room: str, batch: TrajectoryBatch, seconds: float) -> dict[str, float]:
+    def _mfu(self, room: str, batch: TrajectoryBatch, plan: Plan, seconds: float) -> dict[str, float]:
         peak = flops.peak_flops(self.acceleration.gpu_name)
         if peak is None:
             return {}
-        achieved = self.model_flops(batch) / seconds / self.layout.world_size
+        achieved = self.model_flops(batch, plan) / seconds / self.layout.world_size
         return {f"perf/mfu/{room}": achieved / peak}
 
     # --- state ----------------------------------------------------------------------------------------------------
@@ -422,9 +423,9 @@ class Learner:
         """What the next update is going to use."""
         return float(next(group["lr"] for group in self.optimizer.param_groups if group["params"]))
 
-    def model_flops(self, batch: TrajectoryBatch) -> float:
-        """FLOPs of a forward and backward pass over the batch, over all ranks together."""
-        return self.packer.training_flops(self.architecture, batch)
+    def model_flops(self, batch: TrajectoryBatch, plan: Plan | None = None) -> float:
+        """FLOPs of a forward and backward pass over the batch, over all ranks together; ``plan``: see ``Packer``."""
+        return self.packer.training_flops(self.architecture, batch, plan)
 
     def export_weights(
         self, bucket_bytes: int = 512 * 2**20, receivers: Sequence[int] = (0,)
@@ -488,6 +489,12 @@ class Learner:
         config = self.transformer_config
         config.no_sync_func = config.finalize_model_grads_func = config.grad_scale_func = None
         parallel.shutdown()
+
+
+def _routing_flips(routing: RoutingPass, batch: TrajectoryBatch) -> FloatArray:
+    """Of the response tokens; see ``Learner.log_probs``."""
+    flips = batch.of_responses(routing.flips())
+    return np.where(flips < 0, np.nan, flips).astype(np.float32)
 
 
 def _head_options(temperature: float, sampling: SamplingSettings | None) -> dict[str, Any]:

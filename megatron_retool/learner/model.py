@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -23,13 +25,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn import Parameter
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
+from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.attention import (
@@ -39,32 +44,24 @@ from megatron_retool.learner.attention import (
     RotaryTable,
     SwiGLUMLP,
 )
+from megatron_retool.learner.biased_experts import place_biased_experts
+from megatron_retool.learner.gated_attention import GatedSelfAttention
+from megatron_retool.learner.gated_delta_net import GatedDeltaNet
+from megatron_retool.learner.latent_attention import LatentAttention
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
+from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.performance import layer_options, pipeline_options
+from megatron_retool.learner.positions import inverse_frequencies, place_positions, softmax_scale
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.transformer_engine import choose_block_scales, repair_experts
 
-
-def rope_inverse_frequencies(architecture: Architecture) -> Tensor:
-    """float32 [head_dim / 2]: theta^(-2i/d), stretched as the model's rope scaling says.
-
-    llama3 keeps wavelengths below original / high_freq_factor, divides the frequency of those above
-    original / low_freq_factor by ``factor``, and interpolates between.
-    """
-    exponents = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
-    frequencies = 1.0 / (architecture.rope_theta**exponents)
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    wavelengths = 2 * math.pi / frequencies
-    original = scaling.original_max_position_embeddings
-    smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 def build_transformer_config(
@@ -87,9 +84,13 @@ def build_transformer_config(
         "layernorm_epsilon": architecture.rms_norm_eps,
         "qk_layernorm": architecture.qk_norm,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
+        "activation_func": ACTIVATIONS[architecture.activation],
+        "layernorm_zero_centered_gamma": architecture.zero_centered_norm,
+        "activation_func_clamp_value": architecture.activation_limit,
+        "glu_linear_offset": architecture.activation_offset,
+        "add_bias_linear": architecture.linear_bias,
         "add_qkv_bias": architecture.attention_bias,
+        "attention_output_gate": architecture.attention_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": architecture.initializer_range,
@@ -109,19 +110,28 @@ def build_transformer_config(
         "cuda_graph_scope": [],
         # Losses arrive already normalised over the global mini-batch: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
+        "softmax_scale": softmax_scale(architecture),
+        "softmax_type": "learnable" if architecture.attention_sinks else "vanilla",
         # On gloo, sends may still be reading an output that Megatron would free: silently wrong numbers.
         "deallocate_pipeline_outputs": acceleration.cuda,
         "deterministic_mode": deterministic,
     }
     if architecture.sliding_window is not None:
         options["window_size"] = (architecture.sliding_window - 1, 0)
+        options["window_attn_skip_freq"] = [int(window is not None) for window in architecture.windows]
     if architecture.is_moe:
         options |= {
             "num_moe_experts": architecture.num_experts,
             "moe_router_topk": architecture.num_experts_per_tok,
             "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
             # Softmax over the chosen experts' logits equals the softmax over all, divided by the chosen ones' sum.
-            "moe_router_pre_softmax": not architecture.norm_topk_prob or architecture.num_experts_per_tok == 1,
+            "moe_router_pre_softmax": architecture.router_scores == "sigmoid"
+            or not architecture.norm_topk_prob
+            or architecture.num_experts_per_tok == 1,
+            "moe_router_score_function": architecture.router_scores,
+            "moe_router_enable_expert_bias": architecture.router_bias,
+            "moe_router_bias_update_rate": learner.moe_router_bias_update_rate,
+            "moe_router_topk_scaling_factor": architecture.routed_scaling_factor,
             "moe_shared_expert_intermediate_size": architecture.shared_expert_ffn_hidden_size,
             "moe_shared_expert_gate": architecture.shared_expert_gate,
             "moe_router_load_balancing_type": "none",
@@ -129,27 +139,68 @@ def build_transformer_config(
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": acceleration.transformer_engine is not None,
         }
+    if architecture.router_groups is not None:
+        options["moe_router_num_groups"], options["moe_router_group_topk"] = architecture.router_groups
+    if architecture.dense_layers:
+        # A list also gives every layer's tensors keys of their own in checkpoints, see weight_map.checkpoint_place.
+        options["moe_layer_freq"] = [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)]
+    if architecture.linear_layers:
+        # For those keys alone: without a variant of attention Megatron reads it nowhere else.
+        options["linear_attention_freq"] = [
+            int(n in architecture.linear_layers) for n in range(architecture.num_layers)
+        ]
     options |= transformer_options(learner, acceleration)
+    if architecture.activation != "silu":
+        options["bias_activation_fusion"] = False  # which Megatron has of silu and of the exact gelu
     options |= layer_options(learner, acceleration) | pipeline_options(learner, acceleration)
     return TransformerConfig(**options)
 
 
-def layer_spec(
-    config: TransformerConfig, acceleration: Acceleration, vp_stage: int | None, share_prefixes: bool = False
-) -> Any:
-    """The transformer block's layers for this machine."""
-    if acceleration.transformer_engine is not None:
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        if share_prefixes:  # which Transformer Engine's attention knows nothing of
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
-        return spec
+def block_spec(
+    architecture: Architecture,
+    config: TransformerConfig,
+    acceleration: Acceleration,
+    vp_stage: int | None,
+    share_prefixes: bool = False,
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage for this machine."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    kinds = [
+        (architecture.has_experts(layer), architecture.has_attention(layer)) for layer in range(first, first + count)
+    ]
+    engine = acceleration.transformer_engine is not None
+    specs = {
+        (experts, attention): _engine_layer(config, experts, share_prefixes)
+        if engine
+        else _local_layer(architecture, config, experts, attention)
+        for experts, attention in set(kinds)
+    }
+    for spec in specs.values():
+        place_norms(spec.submodules, architecture, engine)
+        place_positions(spec.submodules, architecture)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if engine else RMSNorm
+    )
+
+
+def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool) -> ModuleSpec:
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and experts,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if share_prefixes:  # which Transformer Engine's attention knows nothing of
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def _local_layer(
+    architecture: Architecture, config: TransformerConfig, experts: bool, has_attention: bool
+) -> ModuleSpec:
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
+            num_experts=config.num_moe_experts if experts else None,
             moe_grouped_gemm=False,
             qk_layernorm=config.qk_layernorm,
             normalization="RMSNorm",
@@ -161,10 +212,21 @@ def layer_spec(
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts is None:
+    if architecture.attention_gate:
+        spec.submodules.self_attention.module = GatedSelfAttention
+    if architecture.latent is not None:
+        sizes = {"sizes": architecture.latent, "rotated": architecture.rotary_dim}
+        spec.submodules.self_attention = ModuleSpec(LatentAttention, params=sizes)
+    if not has_attention:
+        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"sizes": architecture.delta_net})
+    if architecture.latent is not None or not has_attention:
+        # There is no linear_qkv that the norm could be a part of.
+        del spec.submodules.sharded_state_dict_keys_map["input_layernorm."]
+    if experts and architecture.linear_bias:
+        place_biased_experts(spec.submodules)
+    if not experts:
         spec.submodules.mlp = SwiGLUMLP
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+    return spec
 
 
 @contextlib.contextmanager
@@ -201,7 +263,7 @@ class PackedModel(GPTModel):
         with unfused_output_layer() if uses_engine else contextlib.nullcontext():
             super().__init__(
                 config,
-                layer_spec(config, acceleration, vp_stage, share_prefixes),
+                block_spec(architecture, config, acceleration, vp_stage, share_prefixes),
                 vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
                 max_sequence_length=architecture.max_position_embeddings,
                 pre_process=pre_process,
@@ -214,9 +276,14 @@ class PackedModel(GPTModel):
             )
         self.architecture = architecture
         self.uses_transformer_engine = uses_engine
-        frequencies = rope_inverse_frequencies(architecture)
+        frequencies = inverse_frequencies(architecture)
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
-        self._rotary_table = RotaryTable(frequencies)
+        self._rotary_table, self._local_rotary_table = RotaryTable(frequencies), None
+        if architecture.local_rope_theta is not None:
+            frequencies = inverse_frequencies(architecture, local=True)
+            self._local_rotary_table = RotaryTable(frequencies)
+            self._local_rotary_pos_emb = copy.copy(self.rotary_pos_emb)
+            self._local_rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         self.layer_replays: list[LayerReplay] = []
         # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
         # gradient is added.
@@ -233,6 +300,9 @@ class PackedModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids)
+            if self.architecture.embedding_scale != 1.0:
+                # transformers rounds the scale to the weights' dtype, too.
+                embedded = embedded * embedded.new_tensor(self.architecture.embedding_scale)
         rotary, packed = self._sequence_parameters(micro_batch)
         with contextlib.nullcontext() if routing is None else routing.through(self.layer_replays, micro_batch):
             hidden = self.decoder(
@@ -241,7 +311,7 @@ class PackedModel(GPTModel):
         return self._head(hidden, micro_batch, **head_options) if self.post_process else hidden
 
     def _sequence_parameters(self, micro_batch: MicroBatch) -> tuple[Tensor | None, PackedSeqParams]:
-        lengths = {
+        lengths: dict[str, Any] = {
             "cu_seqlens_q": micro_batch.cu_seqlens,
             "cu_seqlens_kv": micro_batch.cu_seqlens,
             "max_seqlen_q": micro_batch.max_seqlen,
@@ -254,13 +324,17 @@ class PackedModel(GPTModel):
                 cu_seqlens_kv_padded=micro_batch.cu_seqlens,
                 **lengths,
             )
-            return self.rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True), packed
-        cos, sin = self._rotary_table.at(
-            micro_batch.position_ids.squeeze(0), micro_batch.max_seqlen, self.config.params_dtype
-        )
-        return None, LocalPackedSequences(
-            buckets=micro_batch.buckets, tree=micro_batch.tree, cos=cos, sin=sin, **lengths
-        )
+            angles = self.rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True)
+            if self._local_rotary_table is not None:
+                local = self._local_rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True)
+                angles = torch.stack([angles, local])
+            return angles, packed
+        place = micro_batch.position_ids.squeeze(0), micro_batch.max_seqlen, self.config.params_dtype
+        cos, sin = self._rotary_table.at(*place)
+        packed = LocalPackedSequences(buckets=micro_batch.buckets, tree=micro_batch.tree, cos=cos, sin=sin, **lengths)
+        if self._local_rotary_table is not None:
+            packed.local_cos, packed.local_sin = self._local_rotary_table.at(*place)
+        return None, packed
 
     def own_head_weight(self) -> Parameter | None:
         """The weight that ``_head`` uses without calling the module that holds it; None where there is none."""
@@ -356,6 +430,17 @@ class CriticModel(PackedModel):
         return values if micro_batch.copies is None else values.index_select(0, micro_batch.copies)
 
 
+def mark_experts(model: torch.nn.Module) -> None:
+    """Have gradients of experts added up over the ranks that hold the same experts, and not over those of dense layers.
+
+    Megatron marks them so with expert parallelism alone. Without it, tensor-parallel ranks that hold whole experts each
+    would keep the gradients of their own tokens.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
 def build_model_chunks(
     architecture: Architecture,
     config: TransformerConfig,
@@ -389,6 +474,11 @@ def build_model_chunks(
         if acceleration.cuda:
             chunk.cuda(torch.cuda.current_device())
         chunk = chunk.to(config.params_dtype)
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(MCORE_BUFFER_SUFFIXES):  # before weights are read: 16 bits would round them
+                buffer.data = buffer.data.float()
+        if architecture.is_moe and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            mark_experts(chunk)
         repair_experts(chunk)
         chunks.append(chunk)
     return chunks

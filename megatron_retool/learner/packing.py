@@ -20,6 +20,7 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
+from megatron_retool.algorithms.prefix_tree import PrefixTree
 from megatron_retool.algorithms.sequence_balance import (
     balanced_partition,
     cut_rollouts,
@@ -77,6 +78,41 @@ class MicroBatch:
         return torch.from_numpy(values[self.response_positions]).to(self.targets.device)
 
 
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """What one micro-batch is to be.
+
+    Attributes:
+        rows: row numbers of the batch, ascending.
+        num_tokens: that the model computes, without padding.
+        tree: of the rows' sequences, where common prefixes stand once.
+    """
+
+    rows: Int64Array
+    num_tokens: int
+    tree: PrefixTree | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows of a batch each data-parallel rank computes together; the same on every rank.
+
+    Attributes:
+        stream: the batch's sequences.
+        units: int64 [N], of ``Packer.units``.
+        shares: [data_rank][micro_batch], equally many for each rank.
+    """
+
+    stream: Stream
+    units: Int64Array
+    shares: list[list[PlannedMicroBatch]]
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """That the model computes for each data-parallel rank's share, without padding."""
+        return [sum(planned.num_tokens for planned in share) for share in self.shares]
+
+
 class Packer:
     """Plans and cuts micro-batches for one rank of a layout.
 
@@ -121,23 +157,36 @@ class Packer:
         ranks = self.layout.context * (self.layout.tensor if self.layout.sequence_parallel else 1)
         return int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * ranks))
 
-    def plan(
+    def plan(self, batch: TrajectoryBatch) -> Plan:
+        """The micro-batches of every data-parallel rank.
+
+        All ranks get equally many, under VPP a multiple of the pipeline size; ranks that have too few sequences get
+        empty ones.
+
+        Raises:
+            ValueError: a sequence alone exceeds the token budget; the message names its row.
+        """
+        stream, units = Stream(batch), self.units(batch)
+        return Plan(stream, units, self._shares(stream, units))
+
+    def _shares(self, stream: Stream, units: Int64Array) -> list[list[PlannedMicroBatch]]:
+        lengths = stream.lengths
+        return [
+            [PlannedMicroBatch(rows, int(lengths[rows].sum())) for rows in share]
+            for share in self.rows_of_ranks(lengths, units)
+        ]
+
+    def rows_of_ranks(
         self, lengths: Sequence[int] | npt.NDArray[Any], units: Int64Array | None = None
     ) -> list[list[Int64Array]]:
-        """Rows of every micro-batch of every data-parallel rank.
-
-        All ranks get equally many micro-batches, under VPP a multiple of the pipeline size; ranks that have too few
-        sequences get empty ones.
+        """``plan`` for sequences of so many tokens: [data_rank][micro_batch], row numbers.
 
         Args:
             lengths: tokens of each sequence.
             units: [N], of ``units``; rows of one share a micro-batch. None: each row is one.
 
-        Returns:
-            plan[data_rank][micro_batch] = row numbers.
-
         Raises:
-            ValueError: a sequence alone exceeds the token budget; the message names its row.
+            ValueError: as ``plan``.
         """
         padded = self._padded(np.asarray(lengths, dtype=np.int64))
         self._check_budget(padded, lengths)
@@ -149,7 +198,7 @@ class Packer:
     def _share_out(
         self, units: Int64Array, padded: Int64Array, costs: npt.NDArray[np.float64]
     ) -> list[list[Int64Array]]:
-        """``plan`` for units of so many padded tokens and such costs."""
+        """``rows_of_ranks`` for units of so many padded tokens and such costs."""
         if self.layout.data == 1:
             shares = [np.arange(len(padded))]
         else:
@@ -178,31 +227,26 @@ class Packer:
         units: Int64Array = np.cumsum(begins, dtype=np.int64) - 1
         return units
 
-    def micro_batches(self, batch: TrajectoryBatch, head_on: str = "loss_mask") -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: TrajectoryBatch, head_on: str = "loss_mask", plan: Plan | None = None
+    ) -> list[MicroBatch]:
         """This rank's micro-batches.
 
         Args:
             batch: the whole mini-batch, the same on every rank.
             head_on: "loss_mask": the head reads what predicts tokens of the loss mask; "response": what predicts any
                 response token (a critic's values).
+            plan: the batch's, where it is known.
         """
-        stream, units = Stream(batch), self.units(batch)
-        plan = self._plan(stream, units)[self.data_rank]
-        return [self._cut(batch, stream, units, rows, head_on) for rows in plan]
+        plan = plan or self.plan(batch)
+        share = plan.shares[self.data_rank]
+        return [self._cut(batch, plan.stream, plan.units, planned, head_on) for planned in share]
 
-    def num_tokens(self, batch: TrajectoryBatch) -> list[int]:
-        """That the model computes for each data-parallel rank's share, without padding."""
-        stream = Stream(batch)
-        return [
-            sum(self._tokens(stream, rows) for rows in share if len(rows))
-            for share in self._plan(stream, self.units(batch))
-        ]
-
-    def balance_metrics(self, batch: TrajectoryBatch) -> dict[str, float]:
+    def balance_metrics(self, batch: TrajectoryBatch, plan: Plan) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
         lengths = batch.total_lengths.astype(np.int64)
         in_order = [int(part.sum()) for part in np.array_split(lengths, self.layout.data)]
-        planned = self.num_tokens(batch)
+        planned = plan.num_tokens
         return {
             "global_seqlen/mean": float(np.mean(in_order)),
             "global_seqlen/min": float(min(in_order)),
@@ -212,8 +256,8 @@ class Packer:
             "global_seqlen/balanced_max": float(max(planned)),
         }
 
-    def training_flops(self, architecture: Architecture, batch: TrajectoryBatch) -> float:
-        """FLOPs of a forward and a backward pass over the batch, over all ranks together."""
+    def training_flops(self, architecture: Architecture, batch: TrajectoryBatch, plan: Plan | None = None) -> float:
+        """FLOPs of a forward and a backward pass over the batch, over all ranks together; ``plan`` as above."""
         return flops.training_flops(architecture, batch.total_lengths, int(batch.loss_mask.sum()))
 
     def _check_budget(self, padded: Int64Array, lengths: Sequence[int] | npt.NDArray[Any]) -> None:
@@ -224,20 +268,14 @@ class Packer:
                 f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
             )
 
-    def _plan(self, stream: Stream, units: Int64Array) -> list[list[Int64Array]]:
-        return self.plan(stream.lengths, units)
-
-    def _tokens(self, stream: Stream, rows: Int64Array) -> int:
-        return int(stream.lengths[rows].sum())
-
     def _padded(self, lengths: Int64Array) -> Int64Array:
         padded: Int64Array = self.layout.padded(lengths)
         return padded
 
     def _cut(
-        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, rows: Int64Array, head_on: str
+        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, planned: PlannedMicroBatch, head_on: str
     ) -> MicroBatch:
-        cp = self.layout.context
+        cp, rows = self.layout.context, planned.rows
         # Long sequences first: neighbours are of similar length, which is what attention's buckets want.
         rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
         lengths = stream.lengths[rows] if len(rows) else np.zeros(1, np.int64)

@@ -5,6 +5,7 @@ Ranks are laid out TP fastest, then CP, EP, DP, PP (Megatron-Core's default orde
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from typing import Any
@@ -115,7 +116,8 @@ def _process_groups() -> list[Any]:
 
 
 def _leave_layout() -> None:
-    """Megatron forgets its groups, torch does not: each would keep its threads and buffers, a GPU's too."""
+    """Megatron forgets its groups, torch does not: each would keep its threads and buffers, a GPU's too. So it does
+    while anything refers to it, as a model of that layout does, which refers to itself, until Python collects it."""
     global _active
     _active = None
     if parallel_state.model_parallel_is_initialized():
@@ -123,7 +125,9 @@ def _leave_layout() -> None:
     for group in _process_groups():
         if group in _of_layout:
             torch.distributed.destroy_process_group(group)
-    _of_layout.clear()
+    if _of_layout:
+        _of_layout.clear()
+        gc.collect()
 
 
 def _connect(device: torch.device) -> None:

@@ -34,6 +34,28 @@ def check_performance(
     """
     _check_experts(learner, architecture, layout, acceleration)
     _check_offloading(learner, architecture, acceleration)
+    if architecture.latent is not None and acceleration.transformer_engine:
+        raise ConfigError(
+            f"this {architecture.family} model has multi-head latent attention, which nobody has tried in Transformer "
+            "Engine's layers: train it where Transformer Engine is not installed"
+        )
+    if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
+        raise ConfigError(
+            f"this {architecture.family} model has attention sinks and biased experts, which are there in "
+            "Megatron-Core's local layers on a CPU alone: train it on a host without CUDA and Transformer Engine"
+        )
+    if learner.share_prefixes and architecture.attention_sinks:
+        raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")
+    if (architecture.linear_layers or architecture.attention_gate) and acceleration.transformer_engine:
+        raise ConfigError(
+            f"this {architecture.family} model has gated delta nets and gated attention, which nobody has tried beside "
+            "Transformer Engine's layers: train it where Transformer Engine is not installed"
+        )
+    if learner.share_prefixes and architecture.linear_layers:
+        raise ConfigError(
+            "learner.share_prefixes=true does not go with this model's gated delta nets, whose state would have to "
+            "branch where a common prefix ends: set it to false"
+        )
     if learner.share_prefixes and architecture.sliding_window is not None:
         raise ConfigError(
             f"learner.share_prefixes=true does not go with this model's sliding window of "

@@ -31,15 +31,12 @@ class LogProbs(TypedDict):
 
 
 class FusedUpdate(TypedDict):
-    """What ``Learner.update_fused`` finds: log_probs and entropy before the update, as ``LogProbs``.
-
-    ``metrics`` are those of ``Learner.update``; routing_replay/* alone where every token was rejected and nothing was
-    learned.
-    """
+    """What ``Learner.update_fused`` finds."""
 
     log_probs: FloatArray
     entropy: FloatArray
     metrics: dict[str, float]
+    routing_flips: NotRequired[FloatArray]
 
 
 @torch.no_grad()

@@ -60,6 +60,7 @@ class LayerReplay:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
+        """Its place among the layers that choose experts."""
         self.recorded: Tensor | None = None
         """int64 [t, k]: the router's own choice in the forward pass that was recorded last."""
         self._choice: _Choice | None = None
@@ -123,8 +124,11 @@ class LayerReplay:
             experts = torch.where(choice.known, choice.experts.to(torch.int64), own)
         taken = scores.gather(1, experts)
         if self._choice is not None and choice.differing is not None:
-            # The smallest score tells the sets apart: no other k experts have that of the k best, but for exact ties.
-            choice.differing.add_(taken.detach().amin(1) != own_scores.amin(1))
+            if group_topk:
+                different = (experts.sort(1).values != own.sort(1).values).any(1)
+            else:  # The smallest score tells the sets apart: no other k experts have that of the k best, but for ties.
+                different = taken.detach().amin(1) != own_scores.amin(1)
+            choice.differing.add_(different)
         return taken, experts
 
     def _take_choice(self) -> _Choice:
@@ -331,7 +335,8 @@ class RoutingReplay:
         self.mode = run.learner.routing_replay
         check_routers(self.mode, architecture, config)
         self.bypass = run.algorithm.rollout_correction.bypass_old_log_probs
-        self.num_layers = architecture.num_layers
+        self.num_layers = len(architecture.expert_layers)
+        """That choose experts; a dense layer has no rows."""
         self.num_experts = int(architecture.num_experts or 0)
         self.experts_per_token = int(architecture.num_experts_per_tok or 0)
         self.device = device
@@ -339,7 +344,7 @@ class RoutingReplay:
         self.pipeline = config.pipeline_model_parallel_size
         self._layers: list[LayerReplay] = []
         for model in models:
-            model.layer_replays = _stand_in(model)
+            model.layer_replays = _stand_in(model, architecture)
             self._layers += model.layer_replays
 
     @property
@@ -405,12 +410,12 @@ class RoutingReplay:
         return column
 
 
-def _stand_in(model: torch.nn.Module) -> list[LayerReplay]:
+def _stand_in(model: torch.nn.Module, architecture: Architecture) -> list[LayerReplay]:
     """Take the place of the top-k of a model chunk's routers; its layers, in their order."""
     layers = []
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            layers.append(LayerReplay(module.layer_number - 1))
+            layers.append(LayerReplay(architecture.expert_layers.index(module.layer_number - 1)))
             module.router_replay = layers[-1]
     return layers
 

@@ -13,16 +13,25 @@ import torch
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from megatron_retool.algorithms.prefix_tree import PrefixTree, families, prefix_tree
+from megatron_retool.algorithms.prefix_tree import PrefixTree, families, prefix_tree, side_by_side
 from megatron_retool.learner.attention_pieces import SharedPrefixes
-from megatron_retool.learner.packing import Int64Array, MicroBatch, Packer, Responses, Stream, numbered
+from megatron_retool.learner.packing import (
+    Int64Array,
+    MicroBatch,
+    Packer,
+    Plan,
+    PlannedMicroBatch,
+    Responses,
+    Stream,
+    numbered,
+)
 from megatron_retool.trajectory import TrajectoryBatch
 
 
 class SharedPrefixPacker(Packer):
     """A ``Packer`` whose units are families of sequences. Context parallelism would cut a node: it must be 1."""
 
-    def _plan(self, stream: Stream, units: Int64Array) -> list[list[Int64Array]]:
+    def _shares(self, stream: Stream, units: Int64Array) -> list[list[PlannedMicroBatch]]:
         self._check_budget(stream.lengths, stream.lengths)
         # A family larger than a rank's share would leave other ranks with nothing to do.
         share = -(-int(stream.lengths.sum()) // self.layout.data)
@@ -34,27 +43,38 @@ class SharedPrefixPacker(Packer):
         tokens = np.array([tree.num_tokens for tree in trees], np.int64)
         # ``quadratic_cost`` is for n^2 pairs, of which a causal model has half.
         costs = tokens + 2 * self.quadratic_cost * np.array([tree.num_pairs for tree in trees])
-        return self._share_out(family, tokens, costs)
 
-    def _tokens(self, stream: Stream, rows: Int64Array) -> int:
-        return self._tree(stream, rows).num_tokens
+        def planned(rows: Int64Array) -> PlannedMicroBatch:
+            numbers = np.unique(family[rows])
+            tree = self._joined(stream, rows, [trees[number] for number in numbers], [parts[n] for n in numbers])
+            return PlannedMicroBatch(rows, tree.num_tokens, tree)
 
-    def training_flops(self, architecture: Architecture, batch: TrajectoryBatch) -> float:
-        stream = Stream(batch)
-        plan = self._plan(stream, self.units(batch))
-        trees = [self._tree(stream, rows) for share in plan for rows in share if len(rows)]
-        tokens = float(sum(tree.num_tokens for tree in trees))
-        return 3.0 * flops.forward_flops_of(
-            architecture, tokens, sum(tree.num_pairs for tree in trees), float(batch.loss_mask.sum())
-        )
+        return [[planned(rows) for rows in share] for share in self._share_out(family, tokens, costs)]
+
+    def _joined(self, stream: Stream, rows: Int64Array, trees: list[PrefixTree], parts: list[Int64Array]) -> PrefixTree:
+        """The tree of a micro-batch's rows, which are some families: as one, where that has fewer tokens (families may
+        have a system prompt in common), else theirs side by side, which never have more than was planned."""
+        if len(trees) == 1:
+            return trees[0]
+        whole = self._tree(stream, rows)
+        if whole.num_tokens <= sum(tree.num_tokens for tree in trees):
+            return whole
+        return side_by_side(trees, [np.searchsorted(rows, part) for part in parts])
+
+    def training_flops(self, architecture: Architecture, batch: TrajectoryBatch, plan: Plan | None = None) -> float:
+        plan = plan or self.plan(batch)
+        trees = [planned.tree for share in plan.shares for planned in share if planned.tree]
+        pairs = sum(tree.num_pairs for tree in trees)
+        return 3.0 * flops.forward_flops_of(architecture, sum(plan.num_tokens), pairs, float(batch.loss_mask.sum()))
 
     def _tree(self, stream: Stream, rows: Int64Array) -> PrefixTree:
         return prefix_tree([stream.sequences[row] for row in rows])
 
     def _cut(
-        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, rows: Int64Array, head_on: str
+        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, planned: PlannedMicroBatch, head_on: str
     ) -> MicroBatch:
-        tree = self._tree(stream, rows)
+        rows, tree = planned.rows, planned.tree
+        assert tree is not None
         real = tree.num_tokens
         total = max(real, 1)
         total += -total % self.stream_multiple

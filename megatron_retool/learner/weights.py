@@ -23,7 +23,8 @@ from torch import Tensor
 
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
-from conversion.model.rules import Arrangement
+from conversion.model.rules import MCORE_BUFFER_SUFFIXES, Arrangement
+from conversion.model.stacked import Stacker
 from conversion.model.weight_map import (
     Mapping,
     WeightMap,
@@ -52,6 +53,16 @@ def global_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple
         model = unwrap(chunk)
         for name, parameter in model.named_parameters():
             yield _global_name(model, name), parameter
+
+
+def global_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """``global_parameters``, and the buffers that checkpoints have beside them: routers' biases."""
+    yield from global_parameters(model_chunks)
+    for chunk in model_chunks:
+        model = unwrap(chunk)
+        for name, buffer in model.named_buffers():
+            if name.endswith(MCORE_BUFFER_SUFFIXES):
+                yield _global_name(model, name), buffer
 
 
 def _global_name(model: Any, name: str) -> str:
@@ -127,7 +138,7 @@ def load_hf_weights(
     weight_map = local_weight_map(model_chunks, architecture)
     checkpoint.check(weight_map)
     place = TensorParallelPlace.current()
-    for name, parameter in global_parameters(model_chunks):
+    for name, parameter in global_tensors(model_chunks):
         if name in except_names:
             continue
         mapping = weight_map[name]
@@ -152,9 +163,10 @@ def export_hf_weights(
     Every rank must drain the iterator, in step: each bucket is one exchange. ``receivers``, global ranks and the same
     on every rank, get the tensors, in the parameters' dtype and on their device; the others get empty lists. They may
     be views of the live parameters: use or copy them before the next update. A tensor is yielded once; a tied output
-    layer is not yielded. A parameter larger than ``bucket_bytes`` makes a bucket of its own.
+    layer is not yielded. A parameter larger than ``bucket_bytes`` makes a bucket of its own; experts that lie in one
+    tensor are put together beside the buckets, and come with the last of them.
     """
-    yield from _gather(model_chunks, architecture, bucket_bytes, _weight, receivers)
+    yield from _gather(model_chunks, architecture, bucket_bytes, _weight, receivers, buffers=True)
 
 
 @torch.no_grad()
@@ -169,17 +181,17 @@ def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: 
         _all_gather_gradient_shards(chunk)
     return {
         name: tensor.clone()  # the buffers are clipped and cleared in place
-        for bucket in _gather(model_chunks, architecture, 2**30, _gradient, receivers=(0,))
+        for bucket in _gather(model_chunks, architecture, 2**30, _gradient, receivers=(0,), buffers=False)
         for name, tensor in bucket
     }
 
 
-def _weight(parameter: torch.nn.Parameter) -> Tensor:
+def _weight(parameter: Tensor) -> Tensor:
     # Transformer Engine's FP8 parameters are exported in the dtype that they stand for.
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     gradient = getattr(parameter, "main_grad", None)
     if gradient is None:
         gradient = parameter.grad
@@ -226,10 +238,11 @@ def _gather(
     model_chunks: Sequence[torch.nn.Module],
     architecture: Architecture,
     bucket_bytes: int,
-    value: Callable[[torch.nn.Parameter], Tensor],
+    value: Callable[[Tensor], Tensor],
     receivers: Sequence[int],
+    buffers: bool,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    own = dict(global_parameters(model_chunks))
+    own: dict[str, Tensor] = dict((global_tensors if buffers else global_parameters)(model_chunks))
     contents = _RankContents(
         _node(),
         TensorParallelPlace.current(),
@@ -240,16 +253,20 @@ def _gather(
     dist.all_gather_object(world, contents)
     weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
     device = next(iter(own.values())).device
-    for bucket in _buckets(_plan(weight_map, world, receivers), bucket_bytes):
-        yield _exchange(bucket, own, value, device)
+    mappings = [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
+    stacker = Stacker(weight_map.hf_shapes)
+    for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
+        yield list(stacker.add_all(_exchange(bucket, own, value, device)))
 
 
 def _node() -> str:
     return platform.node()
 
 
-def _plan(weight_map: WeightMap, world: Sequence[_RankContents], receivers: Sequence[int]) -> Iterator[list[_Part]]:
-    """Every exported mapping's parts and the ranks that send them. A function of ``world``: same on all ranks."""
+def _plan(
+    mappings: Sequence[Mapping], world: Sequence[_RankContents], receivers: Sequence[int]
+) -> Iterator[list[_Part]]:
+    """Every mapping's parts and the ranks that send them. A function of ``world``: same on all ranks."""
 
     def source(receiver: int, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda rank: (rank != receiver, world[rank].node != world[receiver].node, rank))
@@ -258,7 +275,7 @@ def _plan(weight_map: WeightMap, world: Sequence[_RankContents], receivers: Sequ
     for rank, contents in enumerate(world):
         for name in contents.dtypes:
             holders[name].append(rank)
-    for mapping in weight_map.exported():
+    for mapping in mappings:
         ranks = holders.get(mapping.mcore_name)
         if not ranks:
             raise WeightMapError(f"no rank holds {mapping.mcore_name}: the model was built for another architecture")
@@ -294,8 +311,8 @@ def _buckets(plan: Iterator[list[_Part]], bucket_bytes: int) -> Iterator[list[li
 
 def _exchange(
     bucket: list[list[_Part]],
-    own: dict[str, torch.nn.Parameter],
-    value: Callable[[torch.nn.Parameter], Tensor],
+    own: dict[str, Tensor],
+    value: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> list[tuple[str, Tensor]]:
     """One message (for each dtype) from every sending rank to each receiver, which puts the full tensors together."""

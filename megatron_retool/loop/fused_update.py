@@ -68,14 +68,14 @@ async def learn_fused(
     first, *others = mini_batch_rows(config, batch, step)
     rest = np.sort(np.concatenate(others)) if others else np.zeros(0, np.int64)
     batch = await add_ref_log_probs(run, batch, timer)
-    found = {name: np.zeros(batch.num_response_tokens, np.float32) for name in ("old_log_probs", "entropy")}
+    found: dict[str, npt.NDArray[np.float32]] = {}
     rest_has_loss = False
     if not len(rest):
         with timer.phase(Phase.OLD_LOG_PROB):  # of no length, so that every step has the same metrics
             pass
     else:
         part, _ = await add_old_log_probs(run, batch.select(rest), timer)
-        _put(found, batch, rest, part)
+        _put(found, batch, rest, {name: new for name, new in part.columns.items() if name not in batch.columns})
         with timer.phase(Phase.ADVANTAGE):
             corrected, _, _ = correct_rollout(config, part, [kept[row] for row in rest], step - 1)
             rest_has_loss = has_loss(corrected)
@@ -88,7 +88,9 @@ async def learn_fused(
             mini_batch, sampling=config.rollout.train, kl_in_loss=kl_in_loss, step_without_loss=rest_has_loss
         )
     columns = {"old_log_probs": update["log_probs"], "entropy": update["entropy"]}
-    _put(found, batch, first, mini_batch.with_columns(**columns))
+    if "routing_flips" in update:
+        columns["routing_flips"] = update["routing_flips"]
+    _put(found, batch, first, columns)
     with timer.phase(Phase.ADVANTAGE):
         batch, correction_metrics, _ = correct_rollout(config, batch.with_columns(**found), kept, step - 1)
     fused_tokens = int(mini_batch.loss_mask.sum()) / max(int(batch.loss_mask.sum()), 1)
@@ -101,8 +103,13 @@ async def learn_fused(
     return FusedStep(batch, metrics, updates)
 
 
-def _put(found: dict[str, npt.NDArray[np.float32]], batch: TrajectoryBatch, rows: Rows, part: TrajectoryBatch) -> None:
-    """Write the columns of ``part``, the batch's ``rows``, to their places in columns of the batch."""
+def _put(
+    found: dict[str, npt.NDArray[np.float32]],
+    batch: TrajectoryBatch,
+    rows: Rows,
+    columns: dict[str, npt.NDArray[np.float32]],
+) -> None:
+    """Write the columns of the batch's ``rows`` to their places in columns of the batch."""
     places = np.flatnonzero(np.isin(batch.sequence_ids, rows))
-    for name, column in found.items():
-        column[places] = part.columns[name]
+    for name, column in columns.items():
+        found.setdefault(name, np.zeros(batch.num_response_tokens, np.float32))[places] = column

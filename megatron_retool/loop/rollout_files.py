@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.parquet_files import read_parquet, write_row_groups
+from megatron_retool.parquet_files import check_lists, read_parquet, write_row_groups
 from megatron_retool.routed_experts import row_groups
 from megatron_retool.runs.files import atomic_write, write_text
 from megatron_retool.trajectory import (
@@ -107,7 +107,9 @@ def read_estimates(path: str | Path) -> dict[RowKey, dict[str, npt.NDArray[np.fl
         UnreadableFile: the file is missing or damaged.
     """
     table = read_parquet(path)
-    columns = {name: table[name].combine_chunks() for name in table.column_names if name not in KEY_COLUMNS}
+    names = [name for name in table.column_names if name not in KEY_COLUMNS]
+    check_lists(path, table, names)
+    columns = {name: table[name].combine_chunks() for name in names}
     return {
         key: {name: column[row].values.to_numpy(zero_copy_only=False) for name, column in columns.items()}
         for row, key in enumerate(keys_of(table, path))

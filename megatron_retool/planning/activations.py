@@ -7,29 +7,45 @@ micro-batch on one context-parallel rank = max_tokens_per_micro_batch / CP.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from megatron_retool.config import LearnerConfig, RecomputeConfig
 
 PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DELTA_CHUNK = 64
+"""Tokens of a chunk of ``learner.delta_rule``."""
 
 
 def layer_activations(
-    architecture: Architecture, layout: ParallelLayout, tokens: float, width: int = 2, fused: bool = True
+    architecture: Architecture,
+    layout: ParallelLayout,
+    tokens: float,
+    width: int = 2,
+    fused: bool = True,
+    dense: bool = False,
+    linear: bool = False,
 ) -> dict[str, float]:
     """Bytes that one layer keeps for its backward pass, tensor by tensor, without recomputation.
 
     After Korthikanti et al. (arXiv:2205.05198), section 4, with flash attention (no score matrix), grouped queries,
     RMSNorm and SwiGLU.  q and k v are the sizes of all query heads and of all key (= value) heads, s = TP with sequence
-    parallelism and 1 without, f the SwiGLU width, e = chosen experts per token, w = ``width``.
+    parallelism and 1 without, f the SwiGLU width, e = chosen experts per token, w = ``width``, n = norms of the layer:
+    2 before attention and MLP, 2 after them, or both.
 
                      Transformer Engine (fused)               local layer spec           what it is
-        norms        4 t h w / s                              2 t h (8 + w) / s          inputs, outputs (local: inputs
-                                                                                         in fp32, raw and normalised)
+        norms        (n + 2) t h w / s                        t h (8 n + 2 w) / s        inputs (local: in fp32, raw and
+                                                                                         normalised) and linear layers'
         attention    t (3 q + 3 kv) w / TP + 4 t heads / TP   the same                   QKV output, rotated q and k,
                                                                                          output; log-sum-exp
-        query norm   t (q + kv) w / TP                        8 t (q + kv) / TP          of q and k (Qwen3)
+        query norm   t (q + kv) w / TP                        8 t (q + kv) / TP          of q and k (Qwen3); over all
+                                                                                         heads together local in both
+        latents      2 t c w / s                              t c (8 + w) / s            c features of latents and of
+                                                                                         the shared key (DeepSeek-V3)
+        delta net    no such layers                           see ``_delta_net``         in place of attention and query
+                                                                                         norm (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
         experts      e t (2 h ETP + 3 f) w / s                e t (2 h ETP + 4 f) w / s  inputs, gate, up, (silu,)
                                                                                          product, outputs
@@ -39,18 +55,25 @@ def layer_activations(
         tokens: t, of one context-parallel rank.
         width: bytes of an activation.
         fused: Transformer Engine's layer spec; False: Megatron's local one.
+        dense: of a mixture of experts, one of its dense layers.
+        linear: one of ``Architecture.linear_layers``.
     """
     a, tp = architecture, layout.tensor
     split = tp if layout.sequence_parallel else 1
-    query, key_value = a.query_size, a.key_value_size
+    query, key_value = a.query_size, a.key_value_size if a.latent is None else a.query_size
+    norms = 2 * (a.pre_norm + a.post_norm)
     parts = {
-        "norms": 2 * tokens * a.hidden_size * (2 * width if fused else 8 + width) / split,
+        "norms": tokens * a.hidden_size * (norms * (width if fused else 8) + 2 * width) / split,
         "attention": 3 * tokens * (query + key_value) * width / tp + 4 * tokens * a.num_attention_heads / tp,
     }
-    if a.qk_norm:
-        parts["query_norm"] = tokens * (query + key_value) * (width if fused else 8) / tp
-    widths = 3 if fused else 4
-    if a.is_moe:
+    if a.latent is not None:
+        parts["latents"] = tokens * (a.query_rank + a.cached_size) * (2 * width if fused else 8 + width) / split
+    if linear:
+        parts["attention"] = _delta_net(a, tokens, width) / tp
+    elif a.qk_norm:
+        parts["query_norm"] = tokens * (query + key_value) * (width if fused and not a.qk_norm_full_width else 8) / tp
+    widths = 3 if fused and a.activation == "silu" else 4
+    if a.is_moe and not dense:
         assert a.num_experts is not None and a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
         # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
         routed = a.num_experts_per_tok * tokens / split
@@ -63,6 +86,24 @@ def layer_activations(
     return parts
 
 
+def _delta_net(architecture: Architecture, tokens: float, width: int) -> float:
+    """Bytes that a gated delta net keeps on all tensor-parallel ranks.
+
+    Of q, c, v features of queries, of all that is convolved and of values, H value heads and K key heads, chunks of C
+    tokens: in the model's dtype 3 c + v (around the convolution, and the output projection's input); in float32
+    4 q + 4 H d_k + 4 v (queries, keys and values as they are, of unit length, decayed; the system's solution; what
+    changes), 4 v (norm and gate), C (4 H + 2 K) (matrices of token pairs in a chunk), H d_k d_v / C (states).
+    """
+    sizes = architecture.delta_net
+    assert sizes is not None
+    heads, keys = sizes.value_heads, sizes.value_heads * sizes.key_dim
+    single = 4 * sizes.query_size + 4 * keys + 8 * sizes.value_size
+    pairs = DELTA_CHUNK * (4 * heads + 2 * sizes.key_heads)
+    states = keys * sizes.value_dim / DELTA_CHUNK
+    own = width * (3 * sizes.convolved_size + sizes.value_size)
+    return tokens * (own + 4 * (single + pairs + states))
+
+
 def _kept_by_layer(
     architecture: Architecture,
     layout: ParallelLayout,
@@ -70,20 +111,22 @@ def _kept_by_layer(
     tokens: float,
     width: int,
     fused: bool,
+    dense: bool,
+    linear: bool,
 ) -> float:
     """Bytes a layer keeps under selective recomputation of the named modules."""
-    parts = layer_activations(architecture, layout, tokens, width, fused)
+    parts = layer_activations(architecture, layout, tokens, width, fused, dense, linear)
     split = layout.tensor if layout.sequence_parallel else 1
     if recompute.granularity == "selective":
         for module in recompute.modules:
-            if module == "layernorm":
+            if module == "layernorm" and architecture.pre_norm:
                 parts["norms"] -= 2 * tokens * architecture.hidden_size * width / split
             elif module == "mlp":
                 parts.pop("mlp", None)
             elif module == "moe":
                 parts.pop("experts", None)
                 parts.pop("router", None)
-            elif module == "moe_act" and architecture.is_moe:
+            elif module == "moe_act" and "experts" in parts:
                 assert architecture.num_experts_per_tok is not None and architecture.moe_ffn_hidden_size is not None
                 parts["experts"] -= (
                     architecture.num_experts_per_tok * tokens / split * architecture.moe_ffn_hidden_size * width
@@ -102,8 +145,8 @@ def activation_bytes(
 ) -> float:
     """Peak activations of a rank of pipeline stage ``stage``, logits aside.
 
-    With A = bytes a layer keeps (``layer_activations``), I = bytes of a layer's input (t h w / s) and l = layers of the
-    stage, one micro-batch in flight keeps
+    With A = bytes a layer keeps (``layer_activations``; the mean where layers differ), I = bytes of a layer's input
+    (t h w / s) and l = layers of the stage, one micro-batch in flight keeps
 
         no recomputation      l A
         full, uniform, n      ceil(l / n) I, and n A while a block is recomputed
@@ -118,7 +161,18 @@ def activation_bytes(
     tokens = learner.max_tokens_per_micro_batch / layout.context
     recompute = learner.recompute
     layers = architecture.num_layers // layout.pipeline
-    whole = sum(layer_activations(architecture, layout, tokens, width, fused).values())
+    chunks = (layout.layers(architecture, stage, chunk) for chunk in range(layout.virtual_pipeline or 1))
+    # How many of the stage's layers are dense ones of a mixture of experts, and how many have a gated delta net.
+    kinds = Counter(
+        (number in architecture.dense_layers, number in architecture.linear_layers)
+        for chunk in chunks
+        for number in chunk
+    )
+
+    def mean(of_kind: Callable[[bool, bool], float]) -> float:
+        return sum(of_kind(*kind) * count for kind, count in kinds.items()) / layers
+
+    whole = mean(lambda *kind: sum(layer_activations(architecture, layout, tokens, width, fused, *kind).values()))
     layer_input = tokens * architecture.hidden_size * width / (layout.tensor if layout.sequence_parallel else 1)
     working = 0.0
     if recompute.granularity == "full":
@@ -128,8 +182,8 @@ def activation_bytes(
         else:
             kept, working = count * layer_input + (layers - count) * whole, whole
     else:
-        kept = (layers - learner.cpu_offloading_num_layers) * _kept_by_layer(
-            architecture, layout, recompute, tokens, width, fused
+        kept = (layers - learner.cpu_offloading_num_layers) * mean(
+            lambda *kind: _kept_by_layer(architecture, layout, recompute, tokens, width, fused, *kind)
         )
     in_flight = float(min(layout.pipeline - stage, micro_batches))
     if layout.virtual_pipeline:

@@ -124,7 +124,7 @@ class EngineModel:
     @property
     def _attention_bytes(self) -> float:
         a = self.architecture
-        matrices = a.num_layers * a.hidden_size * (2 * a.query_size + 2 * a.key_value_size)
+        matrices = a.all_attention_weights
         width = self.weight_bytes_per_parameter
         return matrices * width + a.vocab_size * a.hidden_size * max(width, 2.0)
 
@@ -139,10 +139,23 @@ class EngineModel:
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """Of the whole engine: 2 (key, value) x layers x groups x head_dim. Where more devices share a token's cache
-        than there are groups, copies are kept."""
-        groups = max(self.architecture.num_query_groups, self.tensor_parallel // self.attention_groups)
-        return 2 * self.architecture.num_layers * groups * self.architecture.head_dim * self.kv_bytes_per_element
+        """Of the whole engine: 2 (key, value) x layers with attention x groups x head_dim. Where more devices share a
+        token's cache than there are groups, copies are kept; of latents every device has all."""
+        a, devices = self.architecture, self.tensor_parallel // self.attention_groups
+        if a.latent is not None:
+            return a.num_layers * a.cached_size * devices * self.kv_bytes_per_element
+        groups = max(a.num_query_groups, devices)
+        return 2 * a.attention_layers * groups * a.head_dim * self.kv_bytes_per_element
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Of a trajectory that is decoded, on the whole engine: states of gated delta nets in float32, and the
+        convolutions' last inputs."""
+        a, sizes = self.architecture, self.architecture.delta_net
+        if sizes is None:
+            return 0.0
+        state = 4.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return len(a.linear_layers) * (state + (sizes.kernel - 1) * sizes.convolved_size * self.kv_bytes_per_element)
 
     @cached_property
     def cache_tokens(self) -> float:
@@ -153,7 +166,8 @@ class EngineModel:
 
     def concurrency(self, context_tokens: float) -> int:
         """Trajectories decoded at one time when each holds ``context_tokens`` on average. At least 1."""
-        return max(1, min(self.max_running, int(self.cache_tokens / context_tokens)))
+        tokens = context_tokens + self.state_bytes / self.kv_bytes_per_token
+        return max(1, min(self.max_running, int(self.cache_tokens / tokens)))
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +215,7 @@ class EngineModel:
         if a.is_moe:
             slowdown = profile.compute_efficiency / profile.experts_compute_efficiency - 1
             seconds += batch * self._experts_flops / self._compute * slowdown
-            seconds += a.num_layers * profile.experts_layer_seconds
+            seconds += len(a.expert_layers) * profile.experts_layer_seconds
         if self.tensor_parallel > 1:
             payload = 2.0 * batch * a.hidden_size * 2 * (self.tensor_parallel - 1) / self.tensor_parallel
             allreduce = profile.allreduce_latency + payload / self.accelerator.intra_node_bandwidth

@@ -56,28 +56,43 @@ class _Shard:
         return sum(size * number for size, number in (*self.dense, *self.expert, *self.shared))
 
 
+_Part = str | tuple[bool, bool]
+"""embedding, norm, output, or ``_kind`` of a layer."""
+
+
 @lru_cache(maxsize=256)
 def _shards(
     architecture: Architecture, tensor: int, expert_tensor: int, expert: int, vocab_rows: int
-) -> Mapping[str, _Shard]:
-    """Elements of one rank's part of the embedding, one layer, the final norm and the output layer."""
-    # A one-layer model has every kind of tensor; all layers are alike.
-    one_layer = replace(architecture, num_layers=1)
-    parts: dict[str, list[tuple[int, bool]]] = {"embedding": [], "layer": [], "norm": [], "output": []}
+) -> Mapping[_Part, _Shard]:
+    """Elements of one rank's part of the embedding, one layer of each kind, the final norm and the output layer."""
+    kinds = list(dict.fromkeys(_kind(architecture, number) for number in range(architecture.num_layers)))
+    small = replace(
+        architecture,
+        num_layers=len(kinds),
+        dense_layers=tuple(number for number, (dense, _) in enumerate(kinds) if dense),
+        linear_layers=tuple(number for number, (_, linear) in enumerate(kinds) if linear),
+    )
+    parts: dict[_Part, list[tuple[int, bool]]] = {
+        "embedding": [],
+        **{kind: [] for kind in kinds},
+        "norm": [],
+        "output": [],
+    }
     local_experts = (architecture.num_experts or 0) // expert
-    for mapping in WeightMap(one_layer, vocab_rows):
-        if mapping.expert is not None and mapping.expert >= local_experts:
+    for mapping in WeightMap(small, vocab_rows):
+        if mapping.rule.is_buffer or (mapping.expert is not None and mapping.expert >= local_experts):
             continue
         routed = mapping.expert is not None
         elements = math.prod(shard_shape(mapping, expert_tensor if routed else tensor, 0))
+        part: _Part
         if mapping.layer is not None:
-            part = "layer"
+            part = kinds[mapping.layer]
         elif mapping.mcore_name.startswith("embedding"):
             part = "embedding"
         else:
             part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
-        # Megatron gives experts gradient buffers of their own only where they are really spread.
-        parts[part].append((elements, routed and expert > 1))
+        # Experts have gradient buffers of their own only where other ranks hold them than dense layers.
+        parts[part].append((elements, routed and (expert > 1 or expert_tensor != tensor)))
     return {
         part: _Shard(
             *(tuple(Counter(size for size, spread in found if spread is kind).items()) for kind in (False, True))
@@ -96,13 +111,12 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
         padded_vocab_size(architecture.vocab_size, layout.tensor),
     )
     virtual = layout.virtual_pipeline or 1
-    layers = architecture.num_layers // (layout.pipeline * virtual)
     embedding, output = shards["embedding"], shards["output"]
     if architecture.tie_word_embeddings and layout.pipeline > 1:
         embedding, output = _Shard(shared=embedding.dense), _Shard(shared=output.dense)
     chunks = []
     for index in range(virtual):
-        chunk = shards["layer"].times(layers)
+        chunk = _layers(shards, architecture, layout.layers(architecture, stage, index))
         first = stage == 0 and index == 0
         last = stage == layout.pipeline - 1 and index == virtual - 1
         if first:
@@ -116,10 +130,20 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
     return chunks
 
 
+def _layers(shards: Mapping[_Part, _Shard], architecture: Architecture, numbers: range) -> _Shard:
+    counts = Counter(_kind(architecture, number) for number in numbers)
+    return sum((shards[kind].times(count) for kind, count in counts.items()), _Shard())
+
+
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
+    """Whether a layer is a dense one among experts, and whether it has a gated delta net."""
+    return layer in architecture.dense_layers, layer in architecture.linear_layers
+
+
 def parameter_count(architecture: Architecture) -> int:
     """Parameters of the whole model as Hugging Face stores it: unpadded, a tied output layer counted once."""
     shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
-    total = shards["layer"].times(architecture.num_layers) + shards["embedding"] + shards["norm"]
+    total = _layers(shards, architecture, range(architecture.num_layers)) + shards["embedding"] + shards["norm"]
     if not architecture.tie_word_embeddings:
         total = total + shards["output"]
     return total.elements
@@ -131,7 +155,9 @@ def routed_expert_parameters(architecture: Architecture) -> int:
         return 0
     assert architecture.num_experts is not None and architecture.moe_ffn_hidden_size is not None
     one = 3 * architecture.hidden_size * architecture.moe_ffn_hidden_size
-    return architecture.num_layers * architecture.num_experts * one
+    if architecture.linear_bias:
+        one += 2 * architecture.moe_ffn_hidden_size + architecture.hidden_size
+    return len(architecture.expert_layers) * architecture.num_experts * one
 
 
 def rank_parameters(architecture: Architecture, layout: ParallelLayout, stage: int) -> int:
@@ -311,7 +337,8 @@ def learner_memory(
                 layout.expert,
                 padded_vocab_size(architecture.vocab_size, layout.tensor),
             )
-            copies = 2.0 * shards["layer"].elements * (architecture.num_layers // layout.pipeline)
+            numbers = (layout.layers(architecture, stage, n) for n in range(layout.virtual_pipeline or 1))
+            copies = 2.0 * sum(_layers(shards, architecture, each).elements for each in numbers)
         found.append(
             LearnerMemory(
                 stage=stage,

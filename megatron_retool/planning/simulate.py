@@ -1,9 +1,9 @@
 """Discrete-event simulation of rollout: engines, tools, sandbox workers, and what is done about the long tail.
 
 Engines decode all their trajectories in step, at a speed that depends on how many there are and how long their
-contexts have become (``engine_model``); tools take random times on a limited number of workers; a step ends when enough
-groups are complete.  Between two events the state of an engine is a closed formula, so that the cost of a simulation
-is the number of turns, not of tokens: seconds for thousands of responses.  The same seed gives the same numbers.
+contexts have become (``engine_model``, ``simulated_engine``); tools take random times on a limited number of workers; a
+step ends when enough groups are complete.  Thousands of responses take seconds, and the same seed gives the same
+numbers.
 
 What becomes of the groups that are unfinished when enough are complete:
 
@@ -22,12 +22,13 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.simulated_engine import Engine, Group, Response
 from megatron_retool.planning.workload import Workload
 
 TAIL_SHARE = 0.1
@@ -37,153 +38,6 @@ KNOWN_GROUPS = 1000
 """Groups that the keep rate is known from: the simulation's estimate is the true share."""
 
 _ENGINE, _TOOL = 0, 1
-
-
-@dataclass
-class _Group:
-    size: int
-    number: int
-    informative: bool
-    members: list[_Trajectory] = field(default_factory=list)
-    done: int = 0
-    age: int = 0
-    stale_tokens: float = 0.0
-    """Response tokens sampled before the last weight update."""
-
-
-class _Trajectory:
-    """One response. Token counts are floats: the model has no whole tokens."""
-
-    __slots__ = (
-        "cached",
-        "calling",
-        "calls",
-        "context",
-        "decoding",
-        "engine",
-        "finished",
-        "group",
-        "left",
-        "length",
-        "result",
-        "sampled",
-        "segment",
-        "target",
-    )
-
-    def __init__(self, group: _Group, length: float, calls: int, prompt: float, result: float) -> None:
-        self.group = group
-        self.length = length
-        self.calls = calls
-        """Tool calls still to come, the present one included."""
-        self.result = result
-        """Tokens of one tool result."""
-        self.segment = (length - calls * result) / (calls + 1)
-        """Tokens sampled between two calls."""
-        self.left = self.segment
-        """Of the present stretch, when it was last put on an engine."""
-        self.context = prompt
-        self.cached = 0.0
-        """Tokens of the context whose keys and values the engine has."""
-        self.sampled = 0.0
-        """Tokens of finished stretches."""
-        self.engine: _Engine | None = None
-        """Where it has a place."""
-        self.decoding = self.calling = False
-        self.target = 0.0
-        """The engine's step count at which the present stretch ends."""
-        self.finished = False
-
-    def progress(self) -> float:
-        """Tokens of the present stretch that are there already."""
-        if not self.decoding:
-            return 0.0
-        assert self.engine is not None
-        return self.left - max(0.0, self.target - self.engine.steps)
-
-    def take_result(self) -> None:
-        self.calling = False
-        self.calls -= 1
-        self.context += self.result
-
-    def pause(self) -> None:
-        """Give up the place at the engine; a call that is out will have its result by the time it goes on."""
-        progress = self.progress()
-        self.sampled += progress
-        self.context += progress
-        self.left -= progress
-        if self.calling:
-            self.take_result()
-        self.decoding = False
-        self.engine = None
-        self.cached = 0.0
-
-
-class _Engine:
-    """Decodes its batch in lockstep: ``steps`` counts since the start and is the same for all its trajectories."""
-
-    __slots__ = (
-        "batch",
-        "context",
-        "decoding",
-        "first_step",
-        "free_at",
-        "free_slots",
-        "heap",
-        "last",
-        "model",
-        "prefilling",
-        "slots",
-        "steps",
-        "tokens",
-        "version",
-    )
-
-    def __init__(self, model: EngineModel, slots: int) -> None:
-        self.model = model
-        self.slots = self.free_slots = slots
-        self.batch = 0
-        self.context = 0.0
-        self.steps = self.first_step = 0.0
-        self.tokens = self.decoding = self.prefilling = 0.0
-        self.last = 0.0
-        self.free_at = 0.0
-        """Decoding stands still until then: a prefill is running."""
-        self.version = 0
-        """Of the batch; a finishing time that was computed for an older one is void."""
-        self.heap: list[tuple[float, int, _Trajectory]] = []
-
-    def advance(self, now: float) -> None:
-        """Decode until ``now``.
-
-        A step takes a + c K seconds and K grows by B tokens with each, so that m steps take
-        (a + c K) m + c B m^2 / 2; solved for m.
-        """
-        start = self.last if self.last > self.free_at else self.free_at
-        if self.batch and now > start:
-            c = self.model.seconds_per_context_token
-            rate = self.model.batch_seconds(self.batch) + c * self.context
-            elapsed = now - start
-            steps = 2 * elapsed / (rate + math.sqrt(rate * rate + 2 * c * self.batch * elapsed))
-            self.steps += steps
-            self.tokens += steps * self.batch
-            self.context += steps * self.batch
-            self.decoding += elapsed
-        if now > self.last:
-            self.last = now
-
-    def next_finish(self, now: float) -> float:
-        """When the first of the batch is through; ``advance(now)`` has been called."""
-        steps = max(0.0, self.heap[0][0] - self.steps)
-        c = self.model.seconds_per_context_token
-        rate = self.model.batch_seconds(self.batch) + c * self.context
-        return max(now, self.free_at) + steps * (rate + c * self.batch * steps / 2)
-
-    def prefill(self, now: float, trajectory: _Trajectory) -> None:
-        seconds = self.model.prefill_seconds(trajectory.context - trajectory.cached, trajectory.cached)
-        self.free_at = max(now, self.free_at) + seconds
-        self.prefilling += seconds
-        trajectory.cached = trajectory.context
 
 
 @dataclass(frozen=True)
@@ -244,17 +98,17 @@ class RolloutSimulation:
         self.now = 0.0
         self._rng = np.random.default_rng(seed)
         slots = model.concurrency(workload.expected_context)
-        self._engines = [_Engine(model, slots) for _ in range(engines)]
-        self._queue: deque[_Trajectory] = deque()
-        self._events: list[tuple[float, int, int, _Engine | _Trajectory, int]] = []
+        self._engines = [Engine(model, slots) for _ in range(engines)]
+        self._queue: deque[Response] = deque()
+        self._events: list[tuple[float, int, int, Engine | Response, int]] = []
         self._counter = 0
         self._workers = workload.sandbox_workers
-        self._waiting_calls: deque[tuple[_Trajectory, float]] = deque()
+        self._waiting_calls: deque[tuple[Response, float]] = deque()
         self._latencies: Iterator[float] = iter(())
-        self._open: dict[int, _Group] = {}
-        self._complete: deque[_Group] = deque()
+        self._open: dict[int, Group] = {}
+        self._complete: deque[Group] = deque()
         """Groups with a signal that no step has taken, as they were completed."""
-        self._decided: list[_Group] = []
+        self._decided: list[Group] = []
         """Groups that were completed since somebody looked."""
         self._started = 0
         self._finish_times: list[float] = []
@@ -275,12 +129,12 @@ class RolloutSimulation:
         calls = np.minimum(self._rng.poisson(workload.tool_calls, (count, size)), room).astype(int)
         for row, numbers in zip(lengths.tolist(), calls.tolist(), strict=True):
             kept = workload.kept_groups
-            group = _Group(size, self._started, kept >= 1.0 or self._rng.random() < kept)
+            group = Group(size, self._started, kept >= 1.0 or self._rng.random() < kept)
             self._started += 1
             self._open[id(group)] = group
             for length, number in zip(row, numbers, strict=True):
                 result = min(workload.tool_result_tokens, length / (2 * number)) if number else 0.0
-                trajectory = _Trajectory(group, length, number, workload.prompt_tokens, result)
+                trajectory = Response(group, length, number, workload.prompt_tokens, result)
                 group.members.append(trajectory)
                 self._queue.append(trajectory)
 
@@ -318,7 +172,7 @@ class RolloutSimulation:
             group.stale_tokens = sum(member.sampled + member.progress() for member in group.members)
         return replace(result, dropped_tokens=dropped, paused=paused)
 
-    def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[_Group]:
+    def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[Group]:
         """The batch, as the training loop would have it; without its aborts before the batch is certain."""
         kept = self.workload.kept_groups
         known = None if kept >= 1.0 else KeepRate(kept * KNOWN_GROUPS, KNOWN_GROUPS)
@@ -335,8 +189,9 @@ class RolloutSimulation:
             first = self._started
             self.start_groups(refill.to_start)
             refill.start(range(first, self._started))
-            self._fill()
-            self._next_event()
+            while not self._decided:  # until then there is nothing to ask ``refill``, which goes through all groups
+                self._fill()
+                self._next_event()
         if not in_order:
             return [self._complete.popleft() for _ in range(needed)]
         batch = set(refill.batch)
@@ -344,7 +199,7 @@ class RolloutSimulation:
         self._complete = deque(group for group in self._complete if group.number not in batch)
         return chosen
 
-    def _rounds(self, needed: int) -> list[_Group]:
+    def _rounds(self, needed: int) -> list[Group]:
         """The batch where a round ends with its last response, and asks for what is missing then, at most a batch."""
         asked = needed
         while asked:
@@ -360,24 +215,24 @@ class RolloutSimulation:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _push(self, time: float, kind: int, subject: _Engine | _Trajectory, version: int = 0) -> None:
+    def _push(self, time: float, kind: int, subject: Engine | Response, version: int = 0) -> None:
         self._counter += 1
         heapq.heappush(self._events, (time, self._counter, kind, subject, version))
 
     def _next_event(self) -> None:
         time, _, kind, subject, version = heapq.heappop(self._events)
         if kind == _ENGINE:
-            assert isinstance(subject, _Engine)
+            assert isinstance(subject, Engine)
             if subject.version != version:
                 return
             self.now = max(self.now, time)
             self._finish_segments(subject)
         else:
-            assert isinstance(subject, _Trajectory)
+            assert isinstance(subject, Response)
             self.now = max(self.now, time)
             self._finish_call(subject)
 
-    def _reschedule(self, engine: _Engine) -> None:
+    def _reschedule(self, engine: Engine) -> None:
         engine.version += 1
         if engine.batch:
             self._push(engine.next_finish(self.now), _ENGINE, engine, engine.version)
@@ -401,7 +256,7 @@ class RolloutSimulation:
         for index in sorted(touched):
             self._reschedule(self._engines[index])
 
-    def _join(self, engine: _Engine, trajectory: _Trajectory) -> None:
+    def _join(self, engine: Engine, trajectory: Response) -> None:
         engine.prefill(self.now, trajectory)
         engine.batch += 1
         engine.context += trajectory.context
@@ -411,7 +266,7 @@ class RolloutSimulation:
         self._counter += 1
         heapq.heappush(engine.heap, (trajectory.target, self._counter, trajectory))
 
-    def _finish_segments(self, engine: _Engine) -> None:
+    def _finish_segments(self, engine: Engine) -> None:
         engine.advance(self.now)
         # The event's time is the first target's, up to rounding.
         engine.steps = max(engine.steps, engine.heap[0][0])
@@ -434,7 +289,7 @@ class RolloutSimulation:
             self._join(engine, self._queue.popleft())
         self._reschedule(engine)
 
-    def _finish(self, engine: _Engine, trajectory: _Trajectory) -> None:
+    def _finish(self, engine: Engine, trajectory: Response) -> None:
         trajectory.engine = None
         trajectory.finished = True
         engine.free_slots += 1
@@ -447,7 +302,7 @@ class RolloutSimulation:
             if group.informative:
                 self._complete.append(group)
 
-    def _leave_for_tool(self, engine: _Engine, trajectory: _Trajectory) -> None:
+    def _leave_for_tool(self, engine: Engine, trajectory: Response) -> None:
         if not self.model.profile.keeps_prefix:
             trajectory.engine = None
             trajectory.cached = 0.0
@@ -467,7 +322,7 @@ class RolloutSimulation:
             value = next(self._latencies)
         return value
 
-    def _finish_call(self, trajectory: _Trajectory) -> None:
+    def _finish_call(self, trajectory: Response) -> None:
         if self._waiting_calls:
             waiting, since = self._waiting_calls.popleft()
             self._tool_wait += self.now - since
@@ -486,7 +341,7 @@ class RolloutSimulation:
 
     # --- the end of a step ----------------------------------------------------------------------------------------
 
-    def _result(self, chosen: Sequence[_Group], begin: float) -> StepResult:
+    def _result(self, chosen: Sequence[Group], begin: float) -> StepResult:
         seconds = self.now - begin
         lengths = np.array([member.length for group in chosen for member in group.members])
         finish = sorted(self._finish_times)
@@ -511,7 +366,7 @@ class RolloutSimulation:
 
     def _stop(self, keep: bool, max_age: int) -> tuple[float, int]:
         """Bring everything to rest; the tokens that were dropped and the number of responses that were kept."""
-        paused: list[_Trajectory] = []
+        paused: list[Response] = []
         dropped = 0.0
         for key, group in list(self._open.items()):
             group.age += 1

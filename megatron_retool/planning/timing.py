@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from conversion.model.architecture import Architecture
-from conversion.model.flops import forward_flops, pair_flops, quadratic_cost, token_flops
+from conversion.model.flops import forward_flops, mlp_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
@@ -157,9 +157,7 @@ def recomputed_share(architecture: Architecture, learner: LearnerConfig, mean_le
     if recompute.granularity == "selective":
         a = architecture
         attention = pair_flops(a) * mean_length / 2
-        routed = (a.moe_ffn_hidden_size or 0) * (a.num_experts_per_tok or 0)
-        ffn = routed + (a.shared_expert_ffn_hidden_size or 0) if a.is_moe else a.ffn_hidden_size
-        mlp = 6.0 * a.hidden_size * ffn
+        mlp = mlp_flops(a)
         modules = recompute.modules or ["core_attn"]
         again = (attention if "core_attn" in modules else 0.0) + (mlp if {"mlp", "moe"} & set(modules) else 0.0)
         return again / (token_flops(a) + attention)
@@ -219,11 +217,12 @@ def learner_time(
     tensor_exchange = seconds(a.hidden_size * width * (tp - 1) / tp, tp, 4.0) if tp > 1 else 0.0
     context_exchange = expert_exchange = 0.0
     if cp > 1:
-        bytes_per_token = 2 * a.key_value_size / tp * width * (cp - 1)
+        keys_and_values = 2 * (a.key_value_size if a.latent is None else max(a.query_size, a.output_size))
+        bytes_per_token = keys_and_values / tp * width * (cp - 1)
         context_exchange = seconds(bytes_per_token, tp * cp) * (1 - assumptions.hidden_context_exchange)
     if ep > 1:
         split = tp if layout.sequence_parallel else 1
-        routed = (a.num_experts_per_tok or 0) / split
+        routed = (a.num_experts_per_tok or 0) * len(a.expert_layers) / a.num_layers / split
         expert_exchange = seconds(routed * a.hidden_size * width * (ep - 1) / ep, ep * layout.expert_tensor, 2.0)
 
     mini_batches = max(1, math.ceil(workload.responses / workload.mini_batch_size)) if training else 1

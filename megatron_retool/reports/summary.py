@@ -53,17 +53,14 @@ class Summary:
             console.print(f"{name}: {value}", highlight=False)
 
 
-def summarise(run_dir: Path, untrained: Path | None = None, seconds: Mapping[str, float] | None = None) -> Summary:
+def summarise(run_dir: Path, seconds: Mapping[str, float] | None = None) -> Summary:
     """The run's first, best and last validation, and its steps.
 
     Args:
-        untrained: metrics.jsonl of a validation of the model before any training, to stand first.
         seconds: what each stage took.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
-    models = {}
-    if untrained is not None and (first := read_metrics(untrained)):
-        models["untrained"] = _figures(first[-1])
+    models: dict[str, dict[str, float]] = {}
     validated = [row for row in rows if _accuracy(row) is not None]
     if validated:
         best = max(validated, key=lambda row: (_accuracy(row) or 0.0, row["step"]))

@@ -5,7 +5,6 @@ A run that made its base leaves, beside ``pipeline.json`` with the settings that
     data/         prompts, conversations and the random model (make-demo)
     sft_hf/       the fine-tuned model, Hugging Face
     sft_mcore/    the same, Megatron-Core
-    untrained/    validation of the random model
 
 A later run whose settings agree in these starts from there (``demo.base=auto``), so that a second experiment repeats
 nothing.

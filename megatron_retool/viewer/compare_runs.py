@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.loop.rollout_files import step_path, stored_steps
-from megatron_retool.parquet_files import UnreadableFile, read_parquet
+from megatron_retool.parquet_files import UnreadableFile, check_lists, read_parquet
 from megatron_retool.trajectory import KEY_COLUMNS, RowKey, keys_of
 from megatron_retool.viewer.curves import Curves, first_shown, number_or_none, read_curves
 from megatron_retool.viewer.row_names import response_name
@@ -173,7 +173,9 @@ class _Rows:
         wanted = None if columns is None else ["group_id", "index", *columns]
         table: pa.Table = read_parquet(path, wanted, ["segment"])
         self.places = {key: row for row, key in enumerate(keys_of(table, path))}
-        self.columns = {name: table[name].combine_chunks() for name in table.column_names if name not in KEY_COLUMNS}
+        names = [name for name in table.column_names if name not in KEY_COLUMNS]
+        check_lists(path, table, [name for name in names if name not in _RESPONSE])
+        self.columns = {name: table[name].combine_chunks() for name in names}
 
     def value(self, name: str, key: RowKey) -> Any:
         return (

@@ -9,7 +9,7 @@ import numpy as np
 
 def number_for_json(value: Any) -> float | int | str | None:
     """None for NaN and what is no number; infinities as text, which JSON has no numbers for."""
-    if value is None or isinstance(value, str):
+    if not isinstance(value, int | float | np.number):
         return None
     number = float(value)
     if np.isnan(number):
@@ -27,3 +27,12 @@ def column_for_json(column: Any) -> list[Any]:
     values[np.isposinf(numbers)], values[np.isneginf(numbers)] = "Infinity", "-Infinity"
     found: list[Any] = values.tolist()
     return found
+
+
+def values_for_json(value: Any) -> Any:
+    """``value``, of dictionaries, lists and numbers, with what ``number_for_json`` makes of each float in it."""
+    if isinstance(value, float):
+        return number_for_json(value)
+    if isinstance(value, dict):
+        return {key: values_for_json(each) for key, each in value.items()}
+    return [values_for_json(each) for each in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import STATE_FILE
 from megatron_retool.runs.environment import FILE_NAME, still_runs
 from megatron_retool.viewer.curves import METRICS_FILE, Curves, is_number
+from megatron_retool.viewer.json_numbers import values_for_json
 
 State = Literal["running", "finished", "died", "not started"]
 _QUIET_SECONDS = 300.0
@@ -85,7 +86,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         problems.append(f"{path} is no JSON object")
         return {}
-    return found
+    return {key: values_for_json(value) for key, value in found.items()}
 
 
 def _last_written(run_dir: Path) -> float | None:

@@ -16,7 +16,7 @@ from megatron_retool.monitor.phases import Phase
 from megatron_retool.reports.compare import differing_settings, flat_settings
 from megatron_retool.runs.environment import FILE_NAME
 from megatron_retool.viewer.curves import Curves, is_number, read_curves
-from megatron_retool.viewer.json_numbers import number_for_json
+from megatron_retool.viewer.json_numbers import number_for_json, values_for_json
 from megatron_retool.viewer.run_directories import CONFIG_FILE, runs_below
 from megatron_retool.viewer.run_status import read_json, run_status
 
@@ -111,7 +111,8 @@ def settings_of(run_dir: Path, problems: list[str]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _read_settings(path: Path, _changed: int, _size: int) -> dict[str, Any]:
-    return flat_settings(OmegaConf.to_container(OmegaConf.load(path)))
+    settings: dict[str, Any] = values_for_json(flat_settings(OmegaConf.to_container(OmegaConf.load(path))))
+    return settings
 
 
 def _started(run_dir: Path) -> float | None:

@@ -25,7 +25,7 @@ from megatron_retool.viewer.run_directories import NoSuchRun, check_below, file_
 from megatron_retool.viewer.runs_table import run_page, runs_page
 from megatron_retool.viewer.step_pages import files_of_step, response_page, search_step, step_page
 from megatron_retool.viewer.timeline import step_time_page, time_page
-from megatron_retool.viewer.tokenizers import Tokenizers
+from megatron_retool.viewer.tokenizers import Tokenizers, own_files
 
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
@@ -59,7 +59,12 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
         def body(request: web.Request) -> bytes:
             # ASCII: a text may hold half a surrogate pair, which is no UTF-8.
             def make() -> bytes:
-                return json.dumps(answer(request), allow_nan=False).encode("ascii")
+                try:
+                    return json.dumps(answer(request), allow_nan=False).encode("ascii")
+                except (OSError, ValueError):
+                    raise
+                except Exception as error:  # of a file that no check has found out
+                    raise UnreadableFile(f"{request.path}: a file that it shows is damaged: {error!r}") from error
 
             if "step" not in request.match_info:
                 return make()
@@ -67,7 +72,7 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
             run_dir = run_directory(root, request.match_info["run"])
             files = files_of_step(run_dir, number)
             check_below(root, files)
-            return answers.answer(request.path_qs, files, make)
+            return answers.answer(request.path_qs, [*files, *own_files(run_dir)], make)
 
         async def handle(request: web.Request) -> web.Response:
             # Reading files takes a while, in which other requests are answered.

@@ -30,7 +30,7 @@ from megatron_retool.trajectory import KEY_COLUMNS, FinishReason, RowKey, ToolCa
 from megatron_retool.untrusted import load_json
 from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
 from megatron_retool.viewer.curves import METRICS_FILE
-from megatron_retool.viewer.json_numbers import column_for_json, number_for_json
+from megatron_retool.viewer.json_numbers import column_for_json, number_for_json, values_for_json
 from megatron_retool.viewer.row_names import named_response, response_name, row_keys
 from megatron_retool.viewer.run_directories import CONFIG_FILE
 from megatron_retool.viewer.runs_table import settings_of
@@ -283,10 +283,18 @@ def _estimates(path: Path, key: RowKey, problems: list[str]) -> dict[str, npt.ND
     try:
         keys = row_keys(learner)
         stored = read_row(learner, keys.index(key)) if key in keys else {}
+        with damage_named(learner):
+            return {k: _one_number_each(k, v) for k, v in stored.items() if k not in KEY_COLUMNS}
     except UnreadableFile as error:
         problems.append(_named(error, path))
         return {}
-    return {k: np.asarray(v, np.float32) for k, v in stored.items() if k not in KEY_COLUMNS}
+
+
+def _one_number_each(name: str, column: Any) -> npt.NDArray[np.float32]:
+    numbers = np.asarray(column, np.float32)
+    if numbers.ndim != 1:
+        raise ValueError(f"column {name!r} holds no list of numbers")
+    return numbers
 
 
 def _reasons(run_dir: Path, problems: list[str]) -> dict[int, str]:
@@ -322,19 +330,10 @@ def _parsed(text: Any, problems: list[str]) -> Any:
     if text is None:
         return None
     try:
-        return _for_json(load_json(text, strict=False))
+        return values_for_json(load_json(text, strict=False))
     except ValueError as error:
         problems.append(f"a column that should be JSON is none: {error}")
         return None
-
-
-def _for_json(value: Any) -> Any:
-    """``value`` with None for NaN and text for infinities, which Python's JSON has and a browser's has not."""
-    if isinstance(value, float):
-        return number_for_json(value)
-    if isinstance(value, dict):
-        return {key: _for_json(each) for key, each in value.items()}
-    return [_for_json(each) for each in value] if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str | None:

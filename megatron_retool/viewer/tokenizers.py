@@ -22,18 +22,28 @@ class Tokenizers:
     """Of the folders that a run keeps, so that a copied run can be read; of older ones the model's."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Path, tuple[Decode | None, str]] = OrderedDict()
+        self._found: OrderedDict[Path, Decode] = OrderedDict()
         self._lock = threading.Lock()
 
     def of_run(self, run_dir: Path) -> tuple[Decode | None, str]:
         """How its token ids become text, and "", or None and why not."""
         with self._lock:
             if run_dir not in self._found:
-                self._found[run_dir] = _load(run_dir)
+                decode, problem = _load(run_dir)
+                if decode is None:  # looked for again: a run that has just begun may get one
+                    return None, problem
+                self._found[run_dir] = decode
             self._found.move_to_end(run_dir)
             if len(self._found) > _MOST:
                 self._found.popitem(last=False)
-            return self._found[run_dir]
+            return self._found[run_dir], ""
+
+
+def own_files(run_dir: Path) -> list[Path]:
+    """Where a run may keep a tokenizer, the first of them that is there counts."""
+    return [
+        run_dir / name / file for name in ("tokenizer", "export", "sft_hf", "data/model") for file in TOKENIZER_FILES
+    ]
 
 
 def tokenizer_directory(run_dir: Path) -> ModelConfig:
@@ -42,9 +52,9 @@ def tokenizer_directory(run_dir: Path) -> ModelConfig:
     Raises:
         ConfigError: the run has none, and its config.yaml cannot be read.
     """
-    for name in ("tokenizer", "export", "sft_hf", "data/model"):
-        if any((run_dir / name / file).is_file() for file in TOKENIZER_FILES):
-            return ModelConfig(path=str(run_dir / name))
+    for path in own_files(run_dir):
+        if path.is_file():
+            return ModelConfig(path=str(path.parent))
     return load_config(run_dir / "config.yaml").model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from conversion.model.architecture import Architecture
 from megatron_retool.routed_experts import ExpertArray, expert_dtype
 
 
@@ -15,6 +16,17 @@ def routers(model: Any) -> list[Any]:
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", recorded)
     return [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+
+
+def forced_gates(architecture: Architecture, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """The gates [t, k] of ``experts`` [t, k] that a router was made to take, from its logits [t, E]; at least float32.
+    Its bias for the choice has no part in them."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scores = logits.to(dtype).sigmoid() if architecture.router_scores == "sigmoid" else logits.softmax(-1, dtype=dtype)
+    gates = scores.gather(-1, experts)
+    if architecture.norm_topk_prob:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return gates * architecture.routed_scaling_factor
 
 
 class RoutingRecorder:

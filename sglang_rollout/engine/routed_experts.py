@@ -15,11 +15,17 @@ from megatron_retool.routed_experts import ExpertArray, expert_dtype, missing_ex
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a row of routed experts of a model looks like: [layers, k], each below ``experts``."""
+    """What a row of routed experts of a model looks like: [layers less the dense ones, k], each below ``experts``.
+
+    Attributes:
+        layers: of the model.
+        dense_layers: numbers of those that choose no experts. An engine's rows have them too, with nothing in them.
+    """
 
     layers: int
     k: int
     experts: int
+    dense_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, architecture: Architecture) -> RoutingShape:
@@ -30,10 +36,18 @@ class RoutingShape:
         """
         if architecture.num_experts is None or architecture.num_experts_per_tok is None:
             raise ValueError(f"a dense model ({architecture.family}) chooses no experts")
-        return cls(architecture.num_layers, architecture.num_experts_per_tok, architecture.num_experts)
+        return cls(
+            architecture.num_layers,
+            architecture.num_experts_per_tok,
+            architecture.num_experts,
+            architecture.dense_layers,
+        )
 
     def decode(self, text: str, rows: int) -> ExpertArray:
-        """Rows [rows, layers, k] from base64, in the column's own type or in SGLang's, which is int32.
+        """Rows from base64, in the column's own type or in SGLang's, which is int32.
+
+        Returns:
+            [rows, layers less the dense ones, k].
 
         Raises:
             ValueError: it is no base64, has another size, or names experts that the model has not.
@@ -51,6 +65,8 @@ class RoutingShape:
                 f"are {count * dtype.itemsize} bytes in {dtype} or {count * 4} in int32"
             )
         found = np.frombuffer(data, wire).reshape(rows, self.layers, self.k)
+        if self.dense_layers:
+            found = np.delete(found, self.dense_layers, axis=1)
         if found.size and not (found.min() >= 0 and found.max() < self.experts):
             raise ValueError(f"routed experts from {found.min()} to {found.max()} of a model that has {self.experts}")
         column: ExpertArray = found.astype(dtype, copy=False)

@@ -6,15 +6,29 @@ A run on such a model would look healthy and learn from another policy's samples
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ConfigError
+from sglang_rollout.engine.process import resolve_device
 
-OWN_OUTPUT_LAYER = frozenset({"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+OWN_OUTPUT_LAYER = frozenset(
+    {
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+    }
+)
 """Classes that build an lm_head whatever ``tie_word_embeddings`` says; of a tied model nothing ever fills it."""
 
 WHOLE_PAST = frozenset(
@@ -31,8 +45,33 @@ WHOLE_PAST = frozenset(
 )
 """Classes whose attention sees the whole past whatever ``sliding_window`` says."""
 
-ATTENTION_GROUPS = frozenset({"Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+ATTENTION_GROUPS = frozenset(
+    {
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+    }
+)
 """Classes whose attention has the size of its group (attention data parallelism), and not of the whole engine."""
+
+EXPERTS_EVERYWHERE = frozenset({"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"})
+"""Classes whose every layer has experts whatever ``mlp_only_layers`` and ``decoder_sparse_step`` say."""
+
+ASKED_FOR: Mapping[str, tuple[str, ...]] = {
+    "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "scoring_func"),
+}
+"""Keys of config.json without which a class leaves out a part that transformers computes, or does not start."""
+
+GPU_ALONE = frozenset({"MiniMaxM2ForCausalLM"})
+"""Classes with a kernel that no CPU runs."""
+
+LOST_KEYS = ("full_attention_interval",)
+"""Keys of config.json that SGLang reads, and that transformers 5 leaves out where it saves a model."""
 
 UNTIE = (
     "python -c \"import torch; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', "
@@ -61,13 +100,107 @@ def check_served_model(config: Config) -> None:
         return
     _check_output_layer(config.model.path, served, hf_config)
     _check_attention_groups(config, served)
+    _check_positions(config.model.path, hf_config)
     try:
         architecture = Architecture.from_hf_config(hf_config, config.model.families)
     except UnsupportedArchitecture:
         return
+    if hf_config["model_type"] != architecture.family:
+        raise ConfigError(
+            f"model.path={config.model.path}: SGLang and transformers read model_type={hf_config['model_type']} by "
+            f"code from the hub, which is not run here: set it to {architecture.family}, the same model, as "
+            "conversion/hf_to_mcore.py does in what it writes"
+        )
     if architecture.sliding_window is not None:
         _check_window(config, served, architecture.sliding_window)
     _check_expert_groups(config, architecture)
+    if architecture.latent is not None and resolve_device(config.rollout.engine.device) == "cpu":
+        raise ConfigError(
+            f"model.path={config.model.path}: SGLang computes other log-probs on a CPU for multi-head latent attention "
+            f"({architecture.family}): sample on a GPU, or set rollout.engine.backend=transformers"
+        )
+    if GPU_ALONE.intersection(served) and resolve_device(config.rollout.engine.device) == "cpu":
+        raise ConfigError(
+            f"model.path={config.model.path}: SGLang's {served[0]} normalises queries and keys with a kernel that "
+            "needs a GPU: sample on one, or set rollout.engine.backend=transformers"
+        )
+    if architecture.attention_sinks and resolve_device(config.rollout.engine.device) == "cpu":
+        raise ConfigError(
+            f"model.path={config.model.path}: SGLang's attention on a CPU (torch_native) has no attention sinks, which "
+            f"this {architecture.family} model has: sample on a GPU, or set rollout.engine.backend=transformers"
+        )
+    _check_stacked_experts(config, architecture)
+    if architecture.linear_layers and resolve_device(config.rollout.engine.device) == "cpu":
+        raise ConfigError(
+            f"model.path={config.model.path}: SGLang has no operators for gated delta nets on a "
+            "CPU: sample on a GPU, or set rollout.engine.backend=transformers"
+        )
+    if reason := unserved(architecture, served):
+        raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
+
+
+def unserved(architecture: Architecture, served: Sequence[str]) -> str:
+    """Why SGLang's class of a model does not compute it; empty: it does.
+
+    Args:
+        served: config.json's ``architectures``.
+    """
+    everywhere = [name for name in served if name in EXPERTS_EVERYWHERE]
+    if everywhere and architecture.dense_layers:
+        layers = ", ".join(str(layer) for layer in architecture.dense_layers[:5])
+        return f"SGLang's {everywhere[0]} has experts in every layer, which nothing would fill in dense ones ({layers})"
+    for name in served:
+        if absent := [key for key in ASKED_FOR.get(name, ()) if not architecture.hf_config.get(key)]:
+            return f"SGLang's {name} needs {', '.join(absent)} in config.json, as the published one has them"
+    if "MiniMaxM2ForCausalLM" in served:
+        read, rotated = architecture.hf_config.get("rotary_dim"), architecture.rotary_dim or architecture.head_dim
+        if rotated != (architecture.head_dim if read is None else read):
+            return (
+                f"SGLang's MiniMaxM2ForCausalLM reads rotary_dim={read} of config.json, and no share in its place: it "
+                f"would have to be {rotated}"
+            )
+    every = architecture.hf_config.get("full_attention_interval") or 0
+    linear = tuple(number for number in range(architecture.num_layers) if every and (number + 1) % every)
+    if architecture.delta_net is not None and architecture.linear_layers != linear:
+        return (
+            f"SGLang knows the layers with attention by full_attention_interval={every or None} of config.json, and "
+            "not by layer_types, and the two differ"
+        )
+    return ""
+
+
+def _check_stacked_experts(config: Config, architecture: Architecture) -> None:
+    if not any(mapping.is_stacked for mapping in WeightMap(replace(architecture, num_layers=1))):
+        return
+    for key, wanted, cure in (
+        ("weight_sync.verify", config.weight_sync.verify, "false"),
+        ("weight_sync.round_to", config.weight_sync.round_to, "null"),
+        ("rollout.engine.quantization", config.rollout.engine.quantization, "null"),
+    ):
+        if wanted:
+            raise ConfigError(
+                f"{key}={str(wanted).lower()} does not know experts that lie in one tensor, as those of "
+                f"{architecture.family} do: set it to {cure}"
+            )
+
+
+def _check_positions(path: str, hf_config: Mapping[str, Any]) -> None:
+    new = hf_config.get("rope_parameters")
+    kind = hf_config.get("model_type")
+    if kind in ("olmo3", "qwen3_next") and (new or not hf_config.get("rope_theta")):
+        raise ConfigError(
+            f"model.path={path}: SGLang's class for {kind} reads rope_theta and rope_scaling of config.json, and not "
+            "rope_parameters, as which transformers 5 writes them: write the two as the published config.json has them"
+        )
+    parameters = (new if isinstance(new, Mapping) and new else hf_config.get("rope_scaling")) or {}
+    if not isinstance(parameters, Mapping) or "yarn" not in (parameters.get("rope_type"), parameters.get("type")):
+        return
+    given, factor = parameters.get("attention_factor"), parameters.get("factor")
+    if given and factor and not math.isclose(given, 0.1 * math.log(max(factor, 1.0)) + 1.0, rel_tol=1e-6):
+        raise ConfigError(
+            f"model.path={path}: SGLang does not read attention_factor={given} of yarn's positions, and takes what "
+            f"follows from factor={factor}: remove it from config.json, and both take that"
+        )
 
 
 def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
@@ -75,7 +208,7 @@ def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
     if groups > 1 and served and not ATTENTION_GROUPS.intersection(served):
         raise ConfigError(
             f"rollout.engine.attention_data_parallel_size={groups}: SGLang's class {served[0]} does not give requests "
-            f"to groups of GPUs; {' and '.join(sorted(ATTENTION_GROUPS))} do: set it to 1"
+            f"to groups of GPUs; {', '.join(sorted(ATTENTION_GROUPS))} do: set it to 1"
         )
 
 

@@ -14,6 +14,7 @@ thread. What is expensive and the same for all trajectories belongs into a funct
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,10 +105,23 @@ class Environment(ABC):
         return None
 
 
+def row_number(row: Mapping[str, Any]) -> int:
+    """64 bits from the uid of the data's row (its group, where it has none): the same for the whole group, whose
+    rollouts are compared, in every epoch."""
+    name = row["group_id"] if row["uid"] is None else row["uid"]
+    return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "big")
+
+
+def seed_of(row: Mapping[str, Any]) -> int:
+    """31 bits of it, for a world's own draws. The row's ``seed`` is that of one rollout's sampling."""
+    return row_number(row) >> 33
+
+
 environments: Registry[Callable[..., Any]] = Registry(
     "rollout.environment",
     takes=(),
     built_in={
+        "gymnasium_server": "sglang_rollout.environments.gymnasium_server:GymnasiumServerEnvironment",
         "openenv": "sglang_rollout.environments.openenv:OpenEnvEnvironment",
         "reasoning_gym": "sglang_rollout.environments.reasoning_gym:ReasoningGymEnvironment",
     },

@@ -30,12 +30,10 @@ from sglang_rollout.environments.base import Action, Call, Environment, Message,
 from sglang_rollout.environments.episode import EnvironmentFailure, Episode
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.rendering import ContextRenderer
+from sglang_rollout.session import MAX_EMPTY_ANSWERS
 from sglang_rollout.task_agents.outcome import AgentEnd
 from tools.registry import refused
 from tools.tool import ToolResult
-
-MAX_EMPTY_ANSWERS = 4
-"""Times in a row that an engine may end a request by itself without a token."""
 
 
 @dataclass(frozen=True)

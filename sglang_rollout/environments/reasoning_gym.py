@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_retool.config import ConfigError
-from sglang_rollout.environments.base import Action, Environment, Start, Step
+from sglang_rollout.environments.base import Action, Environment, Start, Step, row_number
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -39,8 +38,7 @@ class ReasoningGymEnvironment(Environment):
         self._answer = ""
 
     def reset(self, row: Mapping[str, Any]) -> Start:
-        digest = hashlib.blake2b(str(row["uid"]).encode(), digest_size=8).digest()
-        self._task = self._tasks[int.from_bytes(digest, "big") % self._size]
+        self._task = self._tasks[row_number(row) % self._size]
         question = f"{self._task['question']}\n\nGive the final answer in <answer></answer>."
         return Start([{"role": "user", "content": question}])
 

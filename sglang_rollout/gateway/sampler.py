@@ -12,13 +12,21 @@ from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.gateway.interface import TurnRequest
 from sglang_rollout.gateway.session_tree import joined
 from sglang_rollout.rollout_statistics import RolloutStatistics
-from sglang_rollout.session import InFlight, RequestSettings, Session
+from sglang_rollout.session import (
+    ABORT_REPEAT_SECONDS,
+    MAX_EMPTY_ANSWERS,
+    InFlight,
+    RequestSettings,
+    RolloutError,
+    Session,
+)
 
 
 class PoolSampler:
     """Samples turns on whichever engine has a place. All methods belong to one event loop.
 
-    A request that ``pause`` interrupts goes on from what it has, and the call that waits for it notices nothing.
+    A request that ``pause`` or the engine itself interrupts goes on from what it has, and the call that waits for it
+    notices nothing.
 
     Args:
         engines: where.
@@ -48,12 +56,14 @@ class PoolSampler:
         self._open.clear()
         self._pauses += 1
         self._in_flight.pausing = True
-        for request_id, engine in list(self._in_flight.requests.items()):
-            # One that cannot be reached has no request that is worth ending.
-            with contextlib.suppress(EngineClientError):
-                await engine.client.abort(request_id)
-        while self._in_flight.requests:
-            await asyncio.sleep(0.005)
+        while requests := dict(self._in_flight.requests):
+            for request_id, engine in requests.items():
+                # One that cannot be reached has no request that is worth ending.
+                with contextlib.suppress(EngineClientError):
+                    await engine.client.abort(request_id)
+            again = time.monotonic() + ABORT_REPEAT_SECONDS
+            while self._in_flight.requests and time.monotonic() < again:
+                await asyncio.sleep(0.005)
 
     def resume(self) -> None:
         """Let calls go on."""
@@ -65,25 +75,41 @@ class PoolSampler:
         settings = RequestSettings(request.sampling, request.stop, self._filtered_log_probs, self._routed_experts)
         sampled: GenerateResult | None = None
         work = state.copy()
-        began = time.monotonic()
-        while True:
-            held = time.monotonic()
-            await self._open.wait()
-            work.seconds -= time.monotonic() - held
-            pauses = self._pauses
-            known = 0 if sampled is None else len(sampled.output_ids)
-            spent = time.monotonic() - began + work.seconds
-            session = Session(self._engines, settings, self._in_flight)
-            try:
-                result = await session.generate(
-                    work, request.max_new_tokens - known, max(request.deadline_seconds - spent, 0.001)
-                )
-            finally:
-                session.close()
-            work.append_sampled(result)
-            sampled = joined(sampled, result)
+        began, empty = time.monotonic(), 0
+
+        def left() -> float:
+            return request.deadline_seconds - (time.monotonic() - began + work.seconds)
+
+        try:
+            while True:
+                await self._opened(work)
+                pauses = self._pauses
+                known = 0 if sampled is None else len(sampled.output_ids)
+                session = Session(self._engines, settings, self._in_flight)
+                try:
+                    result = await session.generate(work, request.max_new_tokens - known, max(left(), 0.001))
+                finally:
+                    session.close()
+                work.append_sampled(result)
+                sampled = joined(sampled, result)
+                if result.finish_reason != "abort" or left() <= 0:
+                    return sampled
+                if len(sampled.output_ids) >= request.max_new_tokens:
+                    return joined(sampled, GenerateResult([], [], [], "length"))
+                # A pause ended it, or the engine by itself: what is missing is sampled now.
+                empty = 0 if result.output_ids or pauses != self._pauses else empty + 1
+                if empty == MAX_EMPTY_ANSWERS:
+                    which = f"trajectory {state.group_id}/{state.index}"
+                    raise RolloutError(f"{which}: the engine ended a request {empty} times without a token")
+                await asyncio.sleep(0)
+        finally:
+            # Also of a call that is given up: time in which it was held is not its agent's.
             state.seconds, state.timing = work.seconds, work.timing
-            if result.finish_reason != "abort" or pauses == self._pauses:
-                return sampled
-            if len(sampled.output_ids) >= request.max_new_tokens:
-                return joined(sampled, GenerateResult([], [], [], "length"))
+
+    async def _opened(self, work: TrajectoryState) -> None:
+        """Wait until calls may go on, which takes nothing of the time of ``work``."""
+        held = time.monotonic()
+        try:
+            await self._open.wait()
+        finally:
+            work.seconds -= time.monotonic() - held

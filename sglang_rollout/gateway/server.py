@@ -17,7 +17,9 @@ A stream begins when the turn is sampled: an engine's answer comes whole, and an
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import hmac
 import ipaddress
 import json
@@ -42,6 +44,7 @@ from tools.tool import ToolSession
 logger = logging.getLogger(__name__)
 
 MAX_BODY_MIB = 64
+SHUTDOWN_SECONDS = 2.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -110,6 +113,7 @@ class Gateway:
         self._root = ""
 
     async def __aenter__(self) -> Gateway:
+        spare_collector()
         application = web.Application(client_max_size=MAX_BODY_MIB << 20, middlewares=[self._errors])
         for prefix in ("", "/sessions/{session}"):
             application.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
@@ -120,7 +124,10 @@ class Gateway:
         for path, page in self._pages.items():
             application.router.add_get(path, page)
         # A client that goes away cancels its call, and with it the engine's request.
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        # When it ends all sessions are closed: who still reads an answer is not worth waiting for.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self.port, backlog=4096)
         await site.start()
@@ -256,6 +263,18 @@ class Gateway:
         body = error.anthropic() if request.path.endswith("/messages") else error.openai()
         # Clients would try again, and a limit of the session's whole life does not go away.
         return _json(body, status=error.status, headers={"x-should-retry": "false"})
+
+
+@functools.cache
+def spare_collector() -> None:
+    """Leave all that the process has by now out of the garbage collector's rounds.
+
+    Once, and before calls come: with torch and transformers loaded a full round takes longer than a hundred calls, all
+    of which would wait for it.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 async def _body(http: web.Request) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Nothing here knows of networks, engines or time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,13 +85,14 @@ class Context:
 
     Attributes:
         digest: of the history.
-        earlier: answers that were asked for in the same history before.
+        draws: a number for each answer, which no other answer in the same history has: they count from 0, and one
+            whose answer never came is given again.
     """
 
     parent: Turn | None
     glue_ids: list[int]
     digest: bytes
-    earlier: int
+    draws: tuple[int, ...]
 
     def state(self, group_id: int = 0, index: int = 0, seed: int | None = None) -> TrajectoryState:
         """The context as the state of a trajectory, whose next turn is the answer."""
@@ -115,7 +117,7 @@ class SessionTree:
         self._turns: list[Turn] = []
         self._by_history: dict[bytes, list[Turn]] = {}
         self._by_answer: dict[bytes, Turn] = {}
-        self._asked: dict[bytes, int] = {}
+        self._draws: dict[bytes, set[int]] = {}
         self._overflow: tuple[Turn, list[int]] | None = None
         self._spoken: dict[str, SpokenCall] = {}
         self._ran: dict[str, ToolCall] = {}
@@ -141,9 +143,14 @@ class SessionTree:
                 break
         if glue is None:
             glue = self._renderer.prompt(messages, tools, self._known(messages))
-        earlier = self._asked.get(digests[-1], 0)
-        self._asked[digests[-1]] = earlier + choices
-        return Context(parent, glue, digests[-1], earlier)
+        taken = self._draws.setdefault(digests[-1], set())
+        draws = tuple(itertools.islice((draw for draw in itertools.count() if draw not in taken), choices))
+        taken.update(draws)
+        return Context(parent, glue, digests[-1], draws)
+
+    def unanswered(self, context: Context) -> None:
+        """A request came to nothing: who asks again gets the answer that it would have had."""
+        self._draws[context.digest].difference_update(context.draws)
 
     def add(self, context: Context, result: GenerateResult, answer: Answer) -> Turn:
         """File what was sampled in ``context`` (at least one token) and answered as ``answer``."""
@@ -249,9 +256,9 @@ def _state_of(path: Sequence[Turn], group_id: int = 0, index: int = 0, seed: int
     return state
 
 
-def seed_of(seed: int | None, earlier: int) -> int | None:
-    """The seed of the answer that is sampled after ``earlier`` others in one history; the first one's is ``seed``."""
-    return None if seed is None else (seed + 0x9E3779B97F4A7C15 * earlier) & (2**63 - 1)
+def seed_of(seed: int | None, draw: int) -> int | None:
+    """The seed of one of the answers in a history (``Context.draws``); that of number 0 is ``seed`` itself."""
+    return None if seed is None else (seed + 0x9E3779B97F4A7C15 * draw) & (2**63 - 1)
 
 
 def joined(first: GenerateResult | None, second: GenerateResult) -> GenerateResult:

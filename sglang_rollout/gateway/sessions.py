@@ -111,9 +111,10 @@ class OpenSession:
             self._closed = self._tree.segments()
             self._statistics.segments += len(self._closed)
             self._forget(self)
-            for task in self._running:
+            running = list(self._running)
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
             if self._desk is not None:
                 await self._desk.close()
         return self._closed
@@ -163,6 +164,9 @@ class OpenSession:
             state = context.state(self.settings.group_id, self.settings.index)
             request = self._request(call, context, state)
             results = await self._sampled(call, context, state, request)
+        except BaseException:
+            self._tree.unanswered(context)
+            raise
         finally:
             self._concurrent -= 1
             self._promised -= call.choices
@@ -204,7 +208,8 @@ class OpenSession:
         if limits.max_response_length is not None:
             rooms.append((limits.max_response_length, len(state.response_ids), "max_response_length"))
         room = call.max_tokens
-        for limit, used, name in rooms:
+        if rooms:
+            limit, used, name = min(rooms, key=lambda each: each[0] - each[1])
             if used >= limit:
                 self.overflowed = True
                 self._tree.overflowed(context, limit - used + len(context.glue_ids))
@@ -235,13 +240,15 @@ class OpenSession:
         """One result for each choice, or none of them."""
         settings = self.settings
         tasks = []
-        for choice in range(call.choices):
+        for choice, draw in enumerate(context.draws):
             # A call's own seed is meant to repeat its answer.
-            of_session = seed_of(settings.seed, context.earlier + choice)
+            of_session = seed_of(settings.seed, draw)
             seed = of_session if call.seed is None else seed_of(call.seed, choice)
             own = state.fork(settings.index, seed) if call.choices > 1 else replace(state, seed=seed)
             tasks.append(asyncio.create_task(self._held(own, request)))
-        self._running.update(tasks)
+            # Cancelled ones too, until they have given back what they hold at the engines.
+            self._running.add(tasks[-1])
+            tasks[-1].add_done_callback(self._running.discard)
         try:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
@@ -253,7 +260,6 @@ class OpenSession:
         finally:
             for task in tasks:
                 task.cancel()
-            self._running.difference_update(tasks)
 
     def _check_cancelled(self) -> None:
         """Raise where what was waited for was cancelled by ``close``, and not the caller by a client that has gone."""

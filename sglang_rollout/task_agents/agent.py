@@ -109,10 +109,12 @@ class TaskAgent:
             # Whoever stops the rollout finds it as it was.
             work = state.unstarted()
             async with opened(self._shared.tools, work, self._shared.seconds) as tools:
+                # Opening the tools took time of the rollout.
+                left = max(self._shared.seconds - work.seconds, 0.0)
                 handle = self._gateway.open_session(
                     self._sampling,
                     tool_session=tools,
-                    limits=self._shared.limits,
+                    limits=replace(self._shared.limits, max_wall_seconds=left),
                     seed=state.seed,
                     group_id=state.group_id,
                     index=state.index,

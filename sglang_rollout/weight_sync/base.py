@@ -31,6 +31,7 @@ import psutil
 import torch
 
 from conversion.model.block_fp8 import SCALE_SUFFIXES
+from conversion.model.rules import BUFFER_SUFFIXES
 from sglang_rollout.engine.base import EngineClientError, SyncReport
 from sglang_rollout.engine.client import BlockingClient
 from sglang_rollout.weight_sync.checksums import ExpectedChecksums
@@ -210,7 +211,8 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def _plain_float(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not name.endswith(SCALE_SUFFIXES)
+    kept = (*SCALE_SUFFIXES, *BUFFER_SUFFIXES)
+    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not name.endswith(kept)
 
 
 def is_local(url: str) -> bool:

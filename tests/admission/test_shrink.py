@@ -36,6 +36,7 @@ def test_heads_stay_grouped_and_heads_of_their_own_size_stay_so() -> None:
     assert heads() == (4, 2, None)
     assert heads(num_key_value_heads=32, head_dim=128) == (4, 4, 8)
     assert heads(num_key_value_heads=1, head_dim=256) == (4, 1, 16)
+    assert shrunk({**BIG, "head_dim": 256, "rotary_dim": 64}, 4)["rotary_dim"] == 4
 
 
 def test_switches_stay_and_token_ids_go() -> None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.algorithms.prefix_tree import LEAST_SHARED_TOKENS, common_prefix, families, prefix_tree
+from megatron_retool.algorithms import prefix_tree as module
+from megatron_retool.algorithms.prefix_tree import (
+    LEAST_SHARED_TOKENS,
+    PrefixTree,
+    common_prefix,
+    families,
+    prefix_tree,
+    side_by_side,
+)
 
 # Few tokens, so that sequences share prefixes of all lengths, are equal, and end inside one another.
 sequences_strategy = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(np.array), min_size=1, max_size=9)
@@ -18,6 +27,16 @@ sequences_strategy = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9
 @given(sequences=sequences_strategy, least=st.integers(1, 5))
 def test_every_sequence_is_a_path_of_the_tree(sequences: list[np.ndarray], least: int) -> None:
     tree = prefix_tree(sequences, least)
+    check_paths(tree, sequences)
+    for node in np.flatnonzero(tree.subtree_ends > tree.ends):
+        copies = (tree.parents == node).sum() + (node in tree.last_nodes)
+        assert (tree.ends[node] - tree.starts[node]) * (copies - 1) >= least
+    for a, b in itertools.combinations(range(len(sequences)), 2):
+        if sequences[a].tolist() == sequences[b].tolist():
+            assert tree.last_nodes[a] == tree.last_nodes[b]
+
+
+def check_paths(tree: PrefixTree, sequences: list[np.ndarray]) -> None:
     ids = np.full(tree.num_tokens, -1)
     for number, sequence in enumerate(sequences):
         places = tree.places(number)
@@ -25,15 +44,29 @@ def test_every_sequence_is_a_path_of_the_tree(sequences: list[np.ndarray], least
         assert (tree.positions[places] == np.arange(len(sequence))).all()
         assert ((ids[places] == -1) | (ids[places] == sequence)).all()
         ids[places] = sequence
-        assert (sequences[tree.token_sources[places[0]]][: tree.ends[0] - tree.starts[0]] >= 0).all()
     assert (ids >= 0).all(), "no token that no sequence has"
     sources = tree.token_sources
     assert all(
         sequences[source][position] == token
         for source, position, token in zip(sources, tree.positions, ids, strict=True)
     )
-    inner = tree.subtree_ends > tree.ends
-    assert (tree.ends - tree.starts)[inner].min(initial=least) >= least
+
+
+@settings(deadline=None, max_examples=100)
+@given(groups=st.lists(sequences_strategy, min_size=1, max_size=3), data=st.data())
+def test_trees_side_by_side_are_a_tree_of_all_sequences(groups: list[list[np.ndarray]], data: st.DataObject) -> None:
+    numbers = data.draw(st.permutations(range(sum(map(len, groups)))))
+    rows, sequences = [], [np.zeros(0)] * len(numbers)
+    for group in groups:
+        mine, numbers = np.array(numbers[: len(group)]), numbers[len(group) :]
+        rows.append(mine)
+        for number, sequence in zip(mine, group, strict=True):
+            sequences[number] = sequence
+    trees = [prefix_tree(group, 3) for group in groups]
+    tree = side_by_side(trees, rows)
+    check_paths(tree, sequences)
+    check_what_is_seen(tree, len(sequences))
+    assert tree.num_tokens == sum(each.num_tokens for each in trees)
 
 
 @settings(deadline=None, max_examples=200)
@@ -48,12 +81,15 @@ def test_nothing_that_is_shared_stands_twice(sequences: list[np.ndarray]) -> Non
 @given(sequences=sequences_strategy, least=st.integers(1, 5))
 def test_a_token_sees_its_own_past_and_nothing_else(sequences: list[np.ndarray], least: int) -> None:
     """By what attention goes by: keys before it, whose node's subtree it lies in."""
-    tree = prefix_tree(sequences, least)
+    check_what_is_seen(prefix_tree(sequences, least), len(sequences))
+
+
+def check_what_is_seen(tree: PrefixTree, count: int) -> None:
     visible_until = np.repeat(tree.subtree_ends, tree.ends - tree.starts)
     at = np.arange(tree.num_tokens)
     seen = (at <= at[:, None]) & (at[:, None] < visible_until)
     assert seen.sum() == tree.num_pairs
-    for number in range(len(sequences)):
+    for number in range(count):
         places = tree.places(number)
         for length, token in enumerate(places, 1):
             assert np.flatnonzero(seen[token]).tolist() == places[:length].tolist()
@@ -94,3 +130,17 @@ def test_groups_of_one_system_prompt_are_families_of_their_own() -> None:
     rows = [np.concatenate([system, [200 + group], [300 + row]]) for group in range(3) for row in range(4)]
     parts = families(rows, [101] * 12, np.arange(12), 10_000)
     assert [part.tolist() for part in parts] == [list(range(first, first + 4)) for first in (0, 4, 8)]
+
+
+def test_a_family_that_fits_costs_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree for every row added would be slower by the group's size."""
+    built = []
+    monkeypatch.setattr(module, "prefix_tree", lambda rows: built.append(len(rows)) or prefix_tree(rows))
+    prompts = [np.full(100, group) for group in range(3)]
+    rows = [np.concatenate([prompts[group], np.full(50, 10 + row)]) for group in range(3) for row in range(16)]
+    arguments = rows, [100] * 48, np.arange(48)
+    assert [len(part) for part in families(*arguments, 900)] == [16] * 3 and built == [16] * 3
+    built.clear()
+    assert len(families(*arguments, 16 * 150)) == 3 and not built, "so few tokens fit without sharing"
+    # Nine fit at a time, three of them without sharing.
+    assert [len(part) for part in families(*arguments, 550)] == [9, 7] * 3 and len(built) == 3 * (1 + 7 + 4)

@@ -77,6 +77,16 @@ def test_with_partial_rollout_the_first_complete_ones_are_the_batch(outcomes, wa
     assert len(refill.under_way) <= max(factor * batches * wanted + 1, paused)
 
 
+def test_several_that_are_complete_together_are_a_batch_and_no_more():
+    """As where nothing stops between steps, and some were complete when the step began."""
+    refill = Refill(2, keep_rate=KeepRate(), over_sampling=2.0, in_order=False)
+    refill.start(range(4))
+    for group_id in (3, 1, 0):
+        refill.decide(group_id, True)
+    assert refill.certain and refill.batch == [0, 1] and refill.to_start == 0
+    assert refill.keep_rate_after() == KeepRate(3, 3).faded()
+
+
 def test_what_cannot_be_in_the_batch_is_given_up_before_the_batch_is_certain():
     refill = Refill(2, max_groups=9, keep_rate=KeepRate(2, 4))
     refill.start(range(6))

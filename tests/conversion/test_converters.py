@@ -167,6 +167,18 @@ def test_layers_of_different_dtypes_need_a_choice(model_directory, tmp_path: Pat
     convert(mixed, tmp_path / "mcore", workers=1, dtype=torch.float32)
 
 
+def test_layers_for_multi_token_prediction_are_refused_by_name(model_directory, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(model_directory("glm4_moe", num_hidden_layers=2), source)
+    (source / "model.safetensors.index.json").unlink()
+    tensors = read_all(source)
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, source / "model.safetensors")
+    with pytest.raises(HFCheckpointError, match=r"layers\.2\.eh_proj\.weight, of layers for multi-.*python -c"):
+        convert(source, tmp_path / "mcore", workers=1)
+
+
 def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Path) -> None:
     target = tmp_path / "mcore"
     target.mkdir()

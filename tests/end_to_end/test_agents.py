@@ -1,4 +1,4 @@
-"""A step of the demo through an agent on the plain ``openai`` client is one of the built-in loop, number for number."""
+"""Steps of the demo through an agent on the plain ``openai`` client are the built-in loop's, number for number."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_same_step(run_dir, other, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_plain_client_takes_the_step_of_the_built_in_loop(demo_run: FinishedRun):
+def test_the_plain_client_takes_the_steps_of_the_built_in_loop(demo_run: FinishedRun):
     code, output = demo_run.command_line.run(
         "train",
         "trainer.experiment_name=agent",
@@ -84,4 +84,5 @@ def test_the_plain_client_takes_the_step_of_the_built_in_loop(demo_run: Finished
     )
     assert code == 0, output
     run_dir = demo_run.run_dir.with_name("agent")
-    check_same_step(demo_run.run_dir, run_dir, 1)
+    for step in (1, 2, 3):
+        check_same_step(demo_run.run_dir, run_dir, step)

@@ -1,8 +1,8 @@
 """Every command in README and docs/ does what it is written to do, in a copy of the repository as a newcomer has it.
 
-The copy differs in one thing: its demo is small. Commands that need a GPU, a cluster or a container, or take hours, are
-named below with the test that runs them instead. Of whole pipelines that differ in settings alone, one runs; the
-configuration of the others is resolved and checked.
+The copy differs in two things: its demo is small, and begins with the other tests' fine-tuned model. Commands
+that need a GPU, a cluster or a container, or take hours, are named below with the test that runs them instead. Of whole
+pipelines that differ in settings alone, one runs; the configuration of the others is resolved and checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from megatron_retool.config import load_config
 from tests.campaign.demo import shrink_demo
-from tests.end_to_end.conftest import ROOT
+from tests.end_to_end.conftest import ROOT, FinishedRun
 
 PAGES = ("README.md", "docs/first_steps.md", "docs/demo.md")
 
@@ -35,6 +35,7 @@ RUN_ELSEWHERE = {
     r"^megatron-retool doctor": "tests/doctor runs it, on this host",
     r"^megatron-retool admit|megatron_retool\.admission\.page": "tests/admission admits every family",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
+    r"configs/demo_moe_cpu\.yaml": "tests/end_to_end/test_mixture_of_experts.py runs it, made small",
     r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
 }
 RESOLVED_ONLY = {
@@ -46,6 +47,7 @@ RESOLVED_ONLY = {
     "trainer.experiment_name=cp2": "the same",
     "trainer.experiment_name=from_20": "every run begins with such a directory, that of the fine-tuned model",
     "trainer.experiment_name=seed1": "gspo begins from the demo's data and model too",
+    "configs/demo_two_tools_cpu.yaml": "the demo is such a run; tests/data makes its data with both real tools",
 }
 STAYS = r"^tensorboard |^megatron-retool view runs$|^megatron-retool serve "
 """Servers: they have to stay up."""
@@ -84,8 +86,8 @@ def test_exceptions_are_needed():
     assert len(run_here(commands)) > 15
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def clone(demo_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the repository with a small demo, and the environment of this test as its .venv."""
     clone = tmp_path_factory.mktemp("clone") / "megatron-retool"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
@@ -93,11 +95,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, clone / name)
-    for name in ("demo_cpu", "demo_two_tools_cpu"):
-        path = clone / "configs" / f"{name}.yaml"
-        tree = OmegaConf.load(path)
-        shrink_demo(tree, steps=1)
-        OmegaConf.save(tree, path)
+    path = clone / "configs" / "demo_cpu.yaml"
+    tree = OmegaConf.load(path)
+    shrink_demo(tree, steps=1)
+    tree.demo.base = str(demo_run.run_dir)
+    OmegaConf.save(tree, path)
     venv = clone / ".venv"
     venv.mkdir()
     for part in Path(sys.prefix).iterdir():
@@ -119,9 +121,10 @@ def test_documented_commands_run_as_written(clone: Path) -> None:
     for command in run_here(documented()):
         for written, shorter in SHORTER.items():
             command = command.replace(written, shorter)
-        if not RESOLVED_ONLY.keys().isdisjoint(shlex.split(command)):
-            overrides = [word for word in shlex.split(command) if "=" in word]
-            load_config(clone / "configs" / "demo_cpu.yaml", overrides)
+        words = shlex.split(command)
+        if not RESOLVED_ONLY.keys().isdisjoint(words):
+            config = words[words.index("--config") + 1] if "--config" in words else "configs/demo_cpu.yaml"
+            load_config(clone / config, [word for word in words if "=" in word])
             continue
         stays = re.search(STAYS, command)
         line = f"timeout 10 {command}" if stays else command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, save_model
+from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, save_model, with_copies
+from megatron_retool.algorithms.prefix_tree import prefix_tree
 from megatron_retool.config import AlgorithmConfig, Config, ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.learner import shared_packing
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import hf_model
 
@@ -207,6 +210,28 @@ def test_metrics_of_an_update(model_dir: Path) -> None:
     assert {f"actor/{name}" for name in wanted} <= metrics.keys()
     assert metrics["global_seqlen/mean"] == sum(p + r for p, r in LENGTHS)
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_an_update_plans_its_micro_batches_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches, balance and FLOPs go by one plan: trees of long sequences take seconds."""
+    learner = _learner(model_dir, share_prefixes=True)
+    learner.acceleration = dataclasses.replace(learner.acceleration, gpu_name="NVIDIA H100")
+    batch = _mini_batch(with_copies(random_batch(LENGTHS), [(3, 0, 20)]))
+    built: list[int] = []
+
+    def counted(sequences: Any) -> Any:
+        built.append(len(sequences))
+        return prefix_tree(sequences)
+
+    monkeypatch.setattr(shared_packing, "prefix_tree", counted)
+    plan = learner.packer.plan(batch)
+    of_one_plan, shared = len(built), sum(planned.tree.num_tokens for planned in plan.shares[0])
+    assert of_one_plan and shared < batch.total_lengths.sum()
+    metrics = learner.update(batch)
+    assert len(built) == 2 * of_one_plan
+    assert metrics["global_seqlen/balanced_max"] == shared and metrics["perf/mfu/actor"] > 0
+    learner.log_probs(batch)
+    assert len(built) == 3 * of_one_plan
 
 
 def test_own_seconds_end_where_the_wait_for_other_ranks_begins(

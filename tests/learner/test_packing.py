@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.admission.tiny_model import random_batch, with_copies
+from megatron_retool.algorithms.prefix_tree import prefix_tree
 from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.packing import Packer, zigzag
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
@@ -141,7 +142,7 @@ def test_zigzag_shares_have_equal_causal_work(chunks: list[int], context: int) -
 )
 def test_plans(lengths: list[int], data: int, pipeline: int) -> None:
     layout = _layout(data=data, pipeline=pipeline, virtual=2 if pipeline > 1 else None)
-    plan = _packer(layout, 60).plan(lengths)
+    plan = _packer(layout, 60).rows_of_ranks(lengths)
     assert len(plan) == data
     counts = {len(share) for share in plan}
     assert len(counts) == 1 and counts.pop() % pipeline == 0
@@ -180,7 +181,7 @@ def test_ranks_have_even_cost_and_little_is_padding(seed: int) -> None:
     assert 2700 < lengths.mean() < 4500
     quadratic = 1e-5
     packer = _packer(_layout(data=8, context=2, tensor=4), 65536, quadratic_cost=quadratic)
-    plan = packer.plan(lengths)
+    plan = packer.rows_of_ranks(lengths)
     cost = lengths + quadratic * lengths.astype(float) ** 2
     per_rank = np.array([sum(cost[rows].sum() for rows in share) for share in plan])
     assert per_rank.max() <= 1.05 * per_rank.mean()
@@ -258,3 +259,21 @@ def test_what_flex_attention_is_told_is_what_the_tree_is() -> None:
     found = flex_attention(*whole, block_mask=tree.block_mask, scale=0.3, enable_gqa=True)
     expected = tree_attention(query, key, value, tree, 0.3)
     torch.testing.assert_close(found.squeeze(0).transpose(0, 1), expected)
+
+
+def test_families_that_would_need_more_together_stand_side_by_side() -> None:
+    """Eight tokens that all five share are worth a node of their own, which makes those below it too short for one."""
+    start = np.arange(8)
+    rows = [
+        np.concatenate([start, np.full(15, 20 + stem), np.full(5, 30 + leaf)]) for stem in (0, 1) for leaf in (0, 1)
+    ]
+    rows.append(np.concatenate([start, np.full(6, 40)]))
+    prompts, count = np.array([23, 8, 23, 23, 10]), len(rows)
+    batch = random_batch([(int(prompt), len(row) - int(prompt)) for prompt, row in zip(prompts, rows, strict=True)])
+    batch.prompt_ids = np.concatenate([row[:prompt] for prompt, row in zip(prompts, rows, strict=True)])
+    batch.response_ids = np.concatenate([row[prompt:] for prompt, row in zip(prompts, rows, strict=True)])
+    apart = sum(prefix_tree(family).num_tokens for family in (rows[:4], rows[4:]))
+    assert prefix_tree(rows).num_tokens > apart
+    packer = SharedPrefixPacker(_layout(), apart, 0, 0, torch.device("cpu"))
+    (piece,) = packer.micro_batches(batch)
+    assert len(piece.rows) == count and piece.input_ids.size(1) == apart

@@ -21,7 +21,7 @@ from megatron_retool.learner.performance import (
     pipeline_options,
 )
 from megatron_retool.learner.precision import RECOMPUTE_MODULES, optimizer_options
-from tests.conversion.model.test_layout import DENSE, EXPERTS
+from tests.conversion.model.test_layout import DENSE, EXPERTS, LATENT, LINEAR, SINKS
 from tests.learner.test_precision import BARE_H200, CPU, H200
 
 # Whoever has Transformer Engine and no Apex.
@@ -43,6 +43,12 @@ def check(
     [
         ({"moe_permute_fusion": True}, {}, {"model": DENSE}, "moe_permute_fusion needs a mixture-of-experts model"),
         ({"moe_permute_fusion": True}, {}, {"machine": BARE_H200}, "needs CUDA and Transformer Engine: set learner"),
+        ({}, {}, {"model": LATENT}, "multi-head latent attention, which nobody has tried"),
+        ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* on a CPU alone: train it on a host without"),
+        ({}, {}, {"model": SINKS, "machine": BARE_H200}, "attention sinks and biased experts"),
+        ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
+        ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which nobody has tried beside"),
+        ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "does not go with this model's gated delta"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),
         (FLEX, {}, {"machine": CPU}, "flex needs CUDA and Transformer Engine: set learner.*=alltoall"),
         (FLEX, {}, {}, "needs learner.expert_model_parallel_size above 1"),
@@ -64,6 +70,8 @@ def test_accepted_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     check(FLEX | {"expert_model_parallel_size": 2, "moe_permute_fusion": True, "moe_router_fusion": True}, AWARE)
     check({"cpu_offloading_num_layers": 7})
     check({}, model=DENSE, machine=CPU)
+    check({}, model=LATENT, machine=CPU)
+    check({}, model=LINEAR, machine=CPU)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +188,7 @@ def test_the_output_layer_beside_fused_layers_is_built_without_apex() -> None:
 
 
 def test_every_module_that_megatron_can_recompute_is_offered() -> None:
-    """But for multi-latent attention and shared experts, which no family here has."""
+    """But for multi-latent attention, which here is a module of its own, and shared experts."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     source = inspect.getsource(TransformerConfig.__post_init__)

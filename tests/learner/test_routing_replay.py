@@ -80,7 +80,8 @@ def _rows(batch: TrajectoryBatch, missing: float = 0.0) -> np.ndarray:
 def test_gates_that_are_not_normalised_are_transformers_too(model_dir: Path, recompute: RecomputeConfig) -> None:
     batch, learner = _batch(), _learner(model_dir, recompute=recompute)
     rows = _rows(batch, missing=0.2)
-    expected = expectation(hf_model("qwen3_moe", **OPTIONS), batch, rows, 1.0, AlgorithmConfig().objective)
+    model = hf_model("qwen3_moe", **OPTIONS)
+    expected = expectation(model, learner.architecture, batch, rows, 1.0, AlgorithmConfig().objective)
     replayed = with_rows(batch, rows)
     assert len(learner.packer.micro_batches(replayed)) > 1
     answer = learner.log_probs(replayed)
@@ -120,8 +121,8 @@ def test_without_rows_the_learner_chooses_and_says_so(model_dir: Path) -> None:
 def test_the_learners_own_experts_change_nothing_when_replayed(tmp_path: Path, experts: int) -> None:
     model = hf_model("qwen3_moe", **OPTIONS, num_experts=experts)
     batch = _batch()
-    expected = expectation(model, batch, None, 1.0, AlgorithmConfig().objective)
     learner = _learner(save_model(model, tmp_path), "old_log_probs", with_reference=True)
+    expected = expectation(model, learner.architecture, batch, None, 1.0, AlgorithmConfig().objective)
     # What an engine may have said is not asked in this mode.
     first = learner.log_probs(with_rows(batch, _rows(batch)))
     recorded = first["routed_experts"]
@@ -155,7 +156,8 @@ def test_an_update_with_old_log_probs_of_its_own_counts_as_the_pass_would(model_
     replayed = with_rows(batch, _rows(batch, missing=0.2)).with_columns(keep=batch.loss_mask)
     expected = _learner(model_dir).log_probs(replayed)
     found = _learner(model_dir).update_fused(replayed)
-    np.testing.assert_array_equal(found["log_probs"], expected["log_probs"])
+    for column in ("log_probs", "routing_flips"):
+        np.testing.assert_array_equal(found[column], expected[column])
     assert len(expected["metrics"]) == 3 and expected["metrics"].items() <= found["metrics"].items()
 
 
@@ -247,6 +249,20 @@ class _Layer:
         assert self.weight.grad is not None
         gradient, self.weight.grad = self.weight.grad, None
         return gradient
+
+
+def test_another_group_with_the_same_smallest_score_is_another_choice() -> None:
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    scores = torch.tensor([[0.9, 0.5, 0.1, 0.1, 0.7, 0.4, 0.1, 0.1]]).repeat(3, 1)
+    rows = torch.tensor([[0, 1], [1, 0], [4, 1]])  # the router's own choice, the same, an expert of the other group
+    differing = torch.zeros(3, dtype=torch.int32)
+    replay = LayerReplay(0)
+    with replay.replaying(_Choice(rows.to(torch.uint8), torch.ones(3, 1, dtype=torch.bool), differing)):
+        topk_routing_with_score_function(
+            scores.logit(), 2, num_groups=2, group_topk=1, score_function="sigmoid", router_replay=replay
+        )
+    assert differing.tolist() == [0, 0, 1]
 
 
 def test_a_layer_computed_again_takes_the_rows_of_its_own_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_parts_come_from_the_receivers_own_node(models: Path, nodes: str, source
         for rank, node in enumerate(nodes)
     ]
     used: dict[int, set[int]] = {receiver: set() for receiver in sources}
-    for parts in _plan(weight_map, world, tuple(sources)):
+    for parts in _plan(list(weight_map.exported()), world, tuple(sources)):
         for part in parts:
             for receiver, source in part.sources.items():
                 used[receiver].add(source)

@@ -1,4 +1,4 @@
-"""Hugging Face models of a few thousand parameters, one for each of five families."""
+"""Hugging Face models of a few thousand parameters, one for each of some families."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.admission.tiny_model import random_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+WITH_PARTS = ("olmo2", "olmo3", "gemma3_text")
+"""Families whose layers have other parts than Megatron's."""
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -28,6 +30,7 @@ _LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
@@ -38,8 +41,27 @@ _OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
     "llama": {"rope_parameters": _LLAMA_ROPE, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 16, "head_dim": 8},
+    "olmo2": {},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    "olmo3": {"sliding_window": 16, "rope_theta": 10000.0, "rope_scaling": _YARN},
 }
 
 

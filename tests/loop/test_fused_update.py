@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_retool.admission.ranks import run_ranks
+from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import Config, OptimizerConfig, load_config
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.loop.columns import mini_batch_rows
@@ -19,6 +20,7 @@ from megatron_retool.loop.fused_update import source_of
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
 from megatron_retool.monitor.metrics import StepTimer
+from megatron_retool.routed_experts import missing_expert
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
 from tests.learner import tiny_models
 from tests.loop.segmented import cut, rollout
@@ -40,7 +42,9 @@ CASES = {
     "first_of_two": (TWO_UPDATES, GEO_MIS, "first_mini_batch"),
     "all_rejected": (ONE_UPDATE, [f"{CORRECTION}.rejection=['geometric_ratio 5 6']"], "auto"),
     "first_of_two_rejected": (TWO_UPDATES, GEO_MIS, "first_mini_batch"),
+    "experts": (ONE_UPDATE, [*GEO_MIS, "learner.routing_replay=rollout"], "auto"),
 }
+MODELS = {"dense": "qwen2", "experts": "qwen3_moe"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
     2: {
@@ -72,13 +76,19 @@ class InProcess:
         return self.learner.update_fused(batch, **options)
 
 
-def collected() -> list[Trajectory]:
+def collected(experts: bool) -> list[Trajectory]:
+    """With ``experts``, those that an engine took: random ones, of which rows here and there are missing."""
     rng = np.random.default_rng(5)
     rows = [rollout(rng, group, index) for group in range(GROUPS) for index in range(SIZE)]
     for number, row in enumerate(rows):
         row.reward = float(number % 4 < 2)
         row.reward_info = {"overlong_filtered": number == 4}
-    return [*rows[:6], *cut(rows[6], [2, 4]), *rows[7:]]
+    rows = [*rows[:6], *cut(rows[6], [2, 4]), *rows[7:]]
+    for number, row in enumerate(rows if experts else []):
+        chosen = rng.random((len(row.prompt_ids) + len(row.response_ids), 2, 4)).argsort(-1)[..., :2].astype(np.uint8)
+        chosen[:: 3 + number] = missing_expert(np.uint8)
+        row.routed_experts = chosen
+    return rows
 
 
 def sampled_by_an_engine(config: Config, rows: list[Trajectory], log_probs: np.ndarray, reject_first: bool) -> None:
@@ -109,10 +119,10 @@ def learn_steps(layout: dict[str, Any], world_size: int, case: str, fuse: str, h
         config,
         optimizer=OptimizerConfig(lr=1e-4, eps=1e-4, clip_grad=0.0),
         total_optimizer_steps=9,
-        hf_dir=hf_dir,
+        hf_dir=hf_dir / ("experts" if case == "experts" else "dense"),
         with_reference=bool(config.algorithm.kl_in_loss),
     )
-    rows = collected()
+    rows = collected(experts=case == "experts")
     own = learner.log_probs(TrajectoryBatch.from_trajectories(rows))["log_probs"]
     sampled_by_an_engine(config, rows, own, reject_first=case == "first_of_two_rejected")
     group = InProcess(learner)
@@ -137,7 +147,8 @@ def learn_steps(layout: dict[str, Any], world_size: int, case: str, fuse: str, h
 
 
 def cases_of(layout: str) -> list[str]:
-    return list(CASES)[: {"one": 5, "data": 3, "context": 3}.get(layout, 2)]
+    dense = list(CASES)[: {"one": 5, "data": 3, "context": 3}.get(layout, 2)]
+    return [*dense, *(["experts"] if layout in ("one", "data") else [])]
 
 
 def learn_in_all(world_size: int, hf_dir: Path) -> dict[str, Any]:
@@ -151,7 +162,8 @@ def learn_in_all(world_size: int, hf_dir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("fused")
-    tiny_models.hf_model("qwen2", num_hidden_layers=2).save_pretrained(directory / "hf")
+    for name, family in MODELS.items():
+        save_model(tiny_models.hf_model(family, num_hidden_layers=2), directory / "hf" / name)
     return {
         name: answer
         for world_size in LAYOUTS
@@ -196,6 +208,8 @@ def test_the_cases_are_what_they_are_named_after(found: dict[str, Any]) -> None:
     assert geo["rollout_corr/overlong_filtered"] > 0
     assert 0 < mis["rollout_corr/masked_fraction"] < 1
     assert rejected["skipped"] is not None and geo["skipped"] is None
+    flips = found["one experts"][0]["step 1"]["columns"]["routing_flips"]
+    assert np.isnan(flips).any() and np.nanmax(flips) > 0 and "routing_flips" not in geo["columns"]
     assert all(
         torch.equal(rejected["weights"][name], found["one all_rejected"][1]["step 2"]["weights"][name])
         for name in rejected["weights"]

@@ -45,6 +45,8 @@ SMALL = {
 SMALL_MODELS = {
     "qwen2": SMALL,
     "qwen3": SMALL | {"model_type": "qwen3", "head_dim": 32},
+    "olmo2": SMALL | {"model_type": "olmo2"},
+    "gemma3_text": SMALL | {"model_type": "gemma3_text", "head_dim": 32},
     "qwen3_moe": SMALL
     | {
         "model_type": "qwen3_moe",

@@ -178,6 +178,7 @@ def test_the_straggler_benchmark_reports_both_ratios(capsys: pytest.CaptureFixtu
     assert waiting["generation_seconds"] > 1.15 * partial["generation_seconds"]
     assert partial["step_seconds"] < waiting["step_seconds"]
     assert outcomes["over-sampling, rest dropped"]["dropped_share"] > 0.2
+    assert outcomes["1 step off"]["stale_share"] == 1.0 > outcomes["partial rollout, asynchronous"]["stale_share"] > 0
     assert benchmark["main"](["--steps", "2"]) == 0
     assert "partial rollout: generation" in capsys.readouterr().out
 

@@ -144,6 +144,22 @@ def test_activations_of_a_layer_are_what_autograd_keeps(facts: dict[str, Any], n
     assert predicted == pytest.approx(facts["layers"][name], rel=0.006)
 
 
+def test_activations_of_dense_layers_among_experts() -> None:
+    moe = preset("qwen3-30b-a3b")
+    first, dense = replace(moe, dense_layers=(0,)), replace(moe, num_experts=None)
+    learner = LearnerConfig(world_size=2, pipeline_model_parallel_size=2)
+    layout = learner.layout(moe)
+
+    def kept(architecture: Architecture, stage: int) -> float:
+        return activations.activation_bytes(architecture, layout, learner, stage, micro_batches=4)
+
+    assert kept(first, 1) == kept(moe, 1)
+    embedded = 2 * learner.max_tokens_per_micro_batch * moe.hidden_size * 2
+    expected = (23 * (kept(moe, 0) - embedded) + kept(dense, 0) - embedded) / 24 + embedded
+    assert kept(first, 0) == pytest.approx(expected)
+    assert memory.rank_parameters(first, layout, 1) == memory.rank_parameters(moe, layout, 1)
+
+
 def test_full_recomputation_keeps_the_input_of_each_layer(facts: dict[str, Any]) -> None:
     assert facts["recomputed_layer"] == 2048 * SMALL_MODELS["qwen2"]["hidden_size"] * 2
 

@@ -21,9 +21,8 @@ def step(number, **more):
 def test_first_best_and_last_validation_stand_side_by_side(tmp_path):
     rows = [{"step": 0, **validation(0.2)}, step(1), step(2, **validation(0.7)), step(3, **validation(0.6))]
     write(tmp_path / "metrics.jsonl", rows)
-    write(tmp_path / "untrained" / "metrics.jsonl", [{"step": 0, **validation(0.0, 0.0)}])
-    found = summarise(tmp_path, tmp_path / "untrained" / "metrics.jsonl", {"sft": 10.0, "rl": 6.0})
-    assert list(found.validations) == ["untrained", "before RL", "step 2, best", "step 3, last"]
+    found = summarise(tmp_path, {"sft": 10.0, "rl": 6.0})
+    assert list(found.validations) == ["before RL", "step 2, best", "step 3, last"]
     assert found.validations["step 2, best"] == {"mean@4": 0.7, "maj@4": 0.9, "tool use": 0.5}
     assert found.training["steps"] == "3, median 2.0 s, together 6 s"
     assert found.training["tokens trained on"] == "3,000"

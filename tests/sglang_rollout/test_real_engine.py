@@ -21,6 +21,7 @@ from transformers import Qwen2ForCausalLM
 
 from megatron_retool.cluster.log_prob_check import LogProbMismatch, fixed_text
 from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.data.chat_template import render
 from megatron_retool.process_tree import descendants
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.backends.transformers_engine import TransformersEngine
@@ -270,6 +271,34 @@ def test_the_same_seed_gives_the_same_tokens(engine, tokenizer):
     assert generate(7) == first
     assert generate(8) != first
     assert len({tuple(ids) for ids in first}) > 3
+
+
+def test_an_agent_on_the_plain_client_is_given_the_built_in_loops_tokens(engine, tokenizer):
+    """Its requests come at other times, in other company: ids and log-probs of the same seeds are equal to the bit."""
+    serve(engine, table_model(tokenizer, TOOL_POLICY))
+
+    def generate(*overrides: str):
+        limits = ("rollout.multi_turn.max_assistant_turns=4", "rollout.multi_turn.max_tool_calls=3")
+        config = make_config("rollout.engine.random_seed=7", "data.max_prompt_length=1000", *limits, *overrides)
+        prompts = make_prompts(tokenizer, 4)
+        messages = [{"role": "user", "content": "What is 6*7?"}]
+        (text,) = render(tokenizer, [messages], ScriptedTools().schemas(), add_generation_prompt=True)
+        for prompt in prompts:
+            prompt.prompt_ids, prompt.messages = tokenizer.encode(text, add_special_tokens=False), messages
+
+        async def scenario():
+            async with RolloutManager(config, tokenizer, [engine.base_url], ScriptedTools()) as manager:
+                return await manager.generate_groups(prompts, SamplingConfig(n=4))
+
+        return [trajectory for group in asyncio.run(scenario()) for trajectory in group]
+
+    example = Path(__file__).parents[2] / "examples" / "run_tools_agent.py"
+    built_in = generate()
+    assert len({t.response_ids.tobytes() for t in built_in}) > 8 and max(t.num_turns for t in built_in) > 2
+    for mine, theirs in zip(built_in, generate(f"rollout.agent={example}:run"), strict=True):
+        assert theirs.reward_info["agent"]["outcome"] == "finished" and theirs.segment == 0
+        for column in ("prompt_ids", "response_ids", "loss_mask", "rollout_log_probs", "turn_ids", "weight_versions"):
+            np.testing.assert_array_equal(getattr(theirs, column), getattr(mine, column), column)
 
 
 def test_company_and_cache_change_no_bit_of_a_request(engine, tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import shutil
 import threading
@@ -119,7 +120,7 @@ def test_every_page_reads_well_in_light_dark_and_on_a_phone(browser, tab, addres
         assert tab.locator("main img").count() == 0
 
 
-def test_groups_are_filtered_searched_and_walked_by_keys(tab, address: str) -> None:
+def test_groups_are_filtered_searched_and_walked_by_keys(tab, runs: Path, address: str) -> None:
     visit(tab, address, "#/run/a/step/1")
     assert tab.inner_text("#count") == "4 of 4 groups, 16 responses"
     tab.select_option("[data-filter=kept]", "dropped")
@@ -132,6 +133,11 @@ def test_groups_are_filtered_searched_and_walked_by_keys(tab, address: str) -> N
     tab.select_option("[data-filter=tools]", "timeout")
     assert tab.inner_text("#count") == "4 of 4 groups, 4 responses"
     tab.select_option("[data-filter=tools]", "")
+    tab.fill("[data-filter=accuracy]", "1")
+    right = [row for row in pq.read_table(runs / "a/rollouts/step_000001.parquet").to_pylist()
+             if json.loads(row["reward_info"])["acc"] >= 1]  # fmt: skip
+    assert tab.inner_text("#count").endswith(f" {len(right)} responses") and 0 < len(right) < 16
+    tab.fill("[data-filter=accuracy]", "")
     tab.fill("[data-filter=difference]", "0.4")
     assert tab.inner_text("#count") == "1 of 4 groups, 1 responses"
     tab.fill("[data-filter=difference]", "")
@@ -190,6 +196,15 @@ def test_numbers_of_tokens_are_those_of_the_files(tab, runs: Path, address: str)
         assert bool(tab.evaluate(f"document.querySelector('[data-place=\"{place}\"]').style.background")) == (
             place == 3
         )
+
+
+def test_a_number_keeps_its_size(tab, address: str) -> None:
+    """Four digits of it; the zeros at its end belong to it."""
+    visit(tab, address)
+    numbers = [1000.3, 2340.2, 123456.7, 100.04, 0.5, 0.1234567, 1230.0, 1234567.8, 0.00012345, -1230.4, 0.0]
+    for number in numbers:
+        text = tab.evaluate("async (value) => (await import('/page/elements.js')).shown(value)", number)
+        assert float(text.replace(",", "")) == pytest.approx(number, rel=5e-3 if "e" in text else 5e-4), text
 
 
 def test_calls_unfold_and_two_responses_stand_side_by_side(tab, address: str) -> None:

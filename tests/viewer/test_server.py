@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from megatron_retool.viewer.server import PAGE, build_app
@@ -60,6 +64,26 @@ def test_a_step_is_answered_by_groups(run_dir):
     assert first["masked_share"] == 1
     assert [round(each["largest_difference"], 6) for each in (first, second)] == [0.1, 0.2]
     assert six["responses"][0]["largest_difference"] is None
+
+
+def test_a_tokenizer_that_comes_later_is_found(run_dir):
+    """A run is looked at while it begins: neither the tokenizer's absence nor an answer without it is kept."""
+
+    async def texts() -> list[str]:
+        async with TestServer(build_app(run_dir.parent)) as server:
+            return [await one_text(server), await come(server)]
+
+    async def one_text(server: TestServer) -> str:
+        async with ClientSession() as client, client.get(server.make_url(f"{STEP}/5/1")) as answer:
+            return "".join((await answer.json())["texts"])
+
+    async def come(server: TestServer) -> str:
+        (run_dir.parent / "later").rename(run_dir / "tokenizer")
+        return await one_text(server)
+
+    (run_dir.parent / "model").rename(run_dir.parent / "later")
+    before, after = asyncio.run(texts())
+    assert before.startswith("⟨") and after == f"Let me see {HOSTILE}\nGrüße 東京<|im_end|>"
 
 
 def test_a_response_is_answered_token_by_token(run_dir):
@@ -180,3 +204,44 @@ def test_the_page_loads_what_there_is_and_runs_no_text():
             assert (PAGE / name).is_file(), f"{path.name} imports {name}"
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", source)
         assert source.startswith("// ") and len(source.splitlines()) <= 300, path.name
+
+
+def _as_text(table):
+    return table.set_column(table.column_names.index("old_log_probs"), "old_log_probs", pa.array(["x"] * len(table)))
+
+
+def _without_a_list(table):
+    kind = table.schema.field("keep").type
+    return table.set_column(table.column_names.index("keep"), "keep", pa.nulls(len(table), kind))
+
+
+def _twice(table):
+    return pa.concat_tables([table.slice(0, 1), table.slice(0, 1)])
+
+
+@pytest.mark.parametrize("damage", [_as_text, _without_a_list, _twice])
+def test_columns_of_another_kind_are_named_on_every_page(run_dir, damage):
+    path = run_dir / "rollouts/step_000007.learner.parquet"
+    shutil.copytree(run_dir, run_dir.with_name("other"))
+    pq.write_table(damage(pq.read_table(path)), path)
+    paths = (STEP, f"{STEP}/5/0", "/api/compare?a=run&b=other")
+    for where, answer in zip(paths, ask(run_dir.parent, *paths), strict=True):
+        assert answer.status == 200, (where, answer.body)
+        assert any("step_000007.learner.parquet" in text for text in answer.json["problems"]), where
+
+
+def test_settings_without_bounds_are_text(run_dir):
+    with open(run_dir / "config.yaml", "a", encoding="utf-8") as file:
+        file.write("own: {largest: .inf, none: .nan}\n")
+    runs, run = ask(run_dir.parent, "/api/runs", "/api/runs/run")
+    assert runs.status == 200
+    assert run.json["settings"]["own.largest"] == "Infinity" and run.json["settings"]["own.none"] is None
+
+
+def test_damage_that_nobody_thought_of_is_an_answer_too(run_dir, monkeypatch):
+    def fails(*_):
+        raise StopIteration
+
+    monkeypatch.setattr("megatron_retool.viewer.step_pages._token_figures", fails)
+    (answer,) = ask(run_dir.parent, STEP)
+    assert answer.status == 500 and STEP in answer.json["error"] and "StopIteration" in answer.json["error"]

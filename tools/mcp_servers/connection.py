@@ -93,7 +93,7 @@ class McpConnection:
         self.server = server
         self._lock = asyncio.Lock()
         self._life: asyncio.Task[None] | None = None
-        self._client: Any = None
+        self._ready: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
 
     async def open(self) -> Any:
@@ -104,20 +104,19 @@ class McpConnection:
             ConfigError: see ``McpServer.client``.
         """
         async with self._lock:
-            if self._life is not None and not self._life.done():
-                return self._client
-            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._leave = asyncio.Event()
-            # The client's own tasks must end where they began.
-            self._life = asyncio.create_task(self._live(ready, self._leave))
+            if self._ready is None or self._life is None or self._life.done():
+                self._ready = asyncio.get_running_loop().create_future()
+                self._leave = asyncio.Event()
+                # The client's own tasks must end where they began.
+                self._life = asyncio.create_task(self._live(self._ready, self._leave))
             try:
                 async with asyncio.timeout(self.server.start_seconds):
-                    self._client = await ready
+                    # Whoever waits may be cancelled; the others still want the connection.
+                    return await asyncio.shield(self._ready)
             except TimeoutError as error:
                 await self._end()
                 seconds = self.server.start_seconds
                 raise McpUnavailable(f"{self.server.label} did not begin within {seconds:g} s") from error
-            return self._client
 
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """The ``CallToolResult`` of a call.
@@ -137,7 +136,7 @@ class McpConnection:
             from mcp_types import CONNECTION_CLOSED
 
             if not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED:
-                await self.close()
+                await self._give_up(client)
             raise McpUnavailable(f"{self.server.label}: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
@@ -145,8 +144,15 @@ class McpConnection:
         async with self._lock:
             await self._end()
 
+    async def _give_up(self, client: Any) -> None:
+        """End the connection of ``client``, unless another call has done so: the next one has a connection already."""
+        async with self._lock:
+            ready = self._ready
+            if ready is not None and ready.done() and ready.exception() is None and ready.result() is client:
+                await self._end()
+
     async def _end(self) -> None:
-        life, self._life, self._client = self._life, None, None
+        life, self._life, self._ready = self._life, None, None
         if life is None:
             return
         self._leave.set()

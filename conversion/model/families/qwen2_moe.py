@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: biases on q, k and v, and a gated shared expert beside the experts of every layer."""
+"""Qwen1.5-MoE and Qwen2-MoE: biases on q, k and v, and a gated shared expert beside the experts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from conversion.model.family import Family
 from conversion.model.hf_config import (
     ConfigReader,
     UnsupportedArchitecture,
-    check_experts_everywhere,
     decoder,
     experts,
+    listed_dense_layers,
     optional_sliding_window,
     shared_expert,
 )
-from conversion.model.rules import ATTENTION, EXPERTS, QKV_BIAS, SHARED_EXPERT, SHARED_EXPERT_GATE, decoder_rules
+from conversion.model.rules import (
+    ATTENTION,
+    EXPERTS,
+    QKV_BIAS,
+    SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
+    SWIGLU,
+    decoder_rules,
+)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
-    fields = {**decoder(config), **experts(config), **shared_expert(config)}
-    check_experts_everywhere(config)
+    fields = {**decoder(config), **experts(config), **listed_dense_layers(config), **shared_expert(config)}
     if not config.flag("qkv_bias", True):
         raise UnsupportedArchitecture("qkv_bias=false is not supported: no published checkpoint has it")
     return {**fields, **optional_sliding_window(config), "attention_bias": True}
@@ -27,7 +34,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 FAMILY = Family(
     "qwen2_moe",
-    rules=decoder_rules(*ATTENTION, *QKV_BIAS, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    rules=decoder_rules(*ATTENTION, *QKV_BIAS, *EXPERTS, *SWIGLU, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
     read=read,
     engine_classes={"Qwen2MoeForCausalLM": "sglang.srt.models.qwen2_moe:Qwen2MoeForCausalLM"},
 )

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in every layer."""
+"""Qwen3 with a mixture of experts, in every layer unless config.json says which are dense."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import Any
 from conversion.model.family import Family
 from conversion.model.hf_config import (
     ConfigReader,
-    check_experts_everywhere,
     experts,
+    listed_dense_layers,
     switched_sliding_window,
     unbiased_decoder,
 )
-from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, decoder_rules
+from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, SWIGLU, decoder_rules
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
     fields = unbiased_decoder(config)
-    check_experts_everywhere(config)
-    return {**fields, **experts(config), **switched_sliding_window(config), "qk_norm": True}
+    return {
+        **fields,
+        **experts(config),
+        **listed_dense_layers(config),
+        **switched_sliding_window(config),
+        "qk_norm": True,
+    }
 
 
 FAMILY = Family(
     "qwen3_moe",
-    rules=decoder_rules(*ATTENTION, *QK_NORM, *EXPERTS),
+    rules=decoder_rules(*ATTENTION, *QK_NORM, *EXPERTS, *SWIGLU),
     read=read,
     engine_classes={"Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM"},
 )

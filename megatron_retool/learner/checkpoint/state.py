@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -42,10 +43,16 @@ def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architect
     states = [module.sharded_state_dict(metadata=sharding_metadata()) for module in modules]
     for state in states:
         for item in sharded_items(state):
-            if architecture.is_moe:
+            if _of_layer_with_experts(item.key, architecture):
                 # The local spec names this norm as if it were fused into a linear layer, which experts do not have.
                 item.key = item.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     return dict(zip(model_names(model_chunks), states, strict=True))
+
+
+def _of_layer_with_experts(key: str, architecture: Architecture) -> bool:
+    # Where all layers are alike, their keys have no number.
+    numbered = re.match(r"decoder\.layers\.(\d+)\.", key)
+    return architecture.has_experts(int(numbered[1])) if numbered else architecture.is_moe
 
 
 def model_names(model_chunks: Sequence[torch.nn.Module]) -> list[str]:

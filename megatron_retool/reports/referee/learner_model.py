@@ -157,7 +157,7 @@ class _Found:
         self._log_probs = np.zeros(tokens)
         self._hidden: dict[int, npt.NDArray[np.float32]] = {}
         self._experts = (
-            np.zeros((tokens, architecture.num_layers, architecture.num_experts_per_tok or 0), np.int64)
+            np.zeros((tokens, len(architecture.expert_layers), architecture.num_experts_per_tok or 0), np.int64)
             if architecture.is_moe
             else None
         )
@@ -188,7 +188,8 @@ def _hooks(model: Any, architecture: Architecture, watch: _Watch) -> Iterator[No
     modules = [model.embedding, *decoder.layers, decoder.final_layernorm]
     handles = [module.register_forward_hook(keep) for module in modules]
     if architecture.is_moe:
-        handles += [layer.mlp.router.register_forward_hook(route) for layer in decoder.layers]
+        routed = [decoder.layers[number] for number in architecture.expert_layers]
+        handles += [layer.mlp.router.register_forward_hook(route) for layer in routed]
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from megatron_retool.config import Config
 from megatron_retool.learner.precision import DTYPES
 from megatron_retool.reports.referee.stored_step import SampledResponse, StoredStep
 from megatron_retool.routed_experts import is_missing
-from sglang_rollout.backends.transformers_routing import routers
+from sglang_rollout.backends.transformers_routing import forced_gates, routers
 from sglang_rollout.weight_sync.quantization import weight_conversion
 
 REFEREE_DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -224,10 +224,7 @@ def _routing_hook(architecture: Architecture, watch: _Watch, layer: int) -> Call
             known = torch.from_numpy(~is_missing(rows)).to(chosen.device)
             forced = torch.from_numpy(rows[:, layer].astype(np.int64)).to(chosen.device)
             chosen = torch.where(known[:, None], forced, chosen)
-            probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-            gates = probabilities.gather(-1, chosen)
-            if architecture.norm_topk_prob:
-                gates = gates / gates.sum(-1, keepdim=True)
+            gates = forced_gates(architecture, logits, chosen)
             replaced = logits, torch.where(known[:, None], gates.to(scores.dtype), scores), chosen
         watch.experts.append(chosen[watch.rows].cpu())
         return replaced

@@ -252,7 +252,7 @@ class _Judge:
 
     def _can_force(self, model: Any) -> bool:
         """Whether the engine recorded its experts, and the referee's routers can be told which to take."""
-        return self._batch.routed_experts is not None and len(routers(model)) == self._architecture.num_layers
+        return self._batch.routed_experts is not None and len(routers(model)) == len(self._architecture.expert_layers)
 
     def _judged(
         self,

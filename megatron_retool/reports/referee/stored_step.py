@@ -19,6 +19,7 @@ from conversion.files.directory import local_directory
 from conversion.files.dist_checkpoint import DistCheckpoint
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
+from conversion.model.stacked import Stacker
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
 from megatron_retool.config import Config, load_config
 from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
@@ -47,17 +48,17 @@ class Weights:
 
     def tensors(self, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its Hugging Face name, in the dtype that is stored."""
+        weight_map = WeightMap(architecture)
         if self.mcore_dir is None:
             assert self.hf_dir is not None
             source = HFCheckpoint(self.hf_dir)
-            for mapping in WeightMap(architecture).exported():
-                for name in mapping.hf_names:
-                    yield name, source.read(name)
+            for name in weight_map.hf_shapes:
+                yield name, source.read(name)
             return
-        checkpoint = DistCheckpoint(self.mcore_dir)
-        for mapping in WeightMap(architecture).exported():
+        checkpoint, stacker = DistCheckpoint(self.mcore_dir), Stacker(weight_map.hf_shapes)
+        for mapping in weight_map.exported():
             full = checkpoint.read(checkpoint_place(mapping, architecture), mapping.mcore_shape)
-            yield from to_hf(mapping, full).items()
+            yield from stacker.add_all(to_hf(mapping, full).items())
 
 
 @dataclass(frozen=True)

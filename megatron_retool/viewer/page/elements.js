@@ -24,7 +24,7 @@ export function shown(value) {
   if (typeof value !== "number") return typeof value === "object" ? JSON.stringify(value) : String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : value.toPrecision(4).replace(/\.?0+$/, "");
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
 /** Seconds as 42 s, 12 min, 3.4 h. */

@@ -12,6 +12,7 @@ const MARGIN = 5; // lines kept above and below what is in sight
 const conditions = {
   verdict: (response, wanted) => ({ right: right(response), wrong: !right(response) })[wanted],
   reward: (response, wanted) => magnitude(response.reward) >= Number(wanted),
+  accuracy: (response, wanted) => magnitude(response.accuracy) >= Number(wanted),
   tools: (response, wanted) => (wanted === "none" ? !response.calls : response.tool_statuses.includes(wanted)),
   end: (response, wanted) => response.finish_reason === wanted,
   masked: (response, wanted) => (wanted === "some" ? response.masked_share > 0 : response.masked_share === 0),
@@ -26,7 +27,7 @@ export async function render(root, parameters) {
   const { run, step } = parameters;
   const base = `${runPath(run)}/steps/${step}`;
   const [page, about] = await Promise.all([get(base), get(runPath(run))]);
-  const filters = Object.fromEntries(["verdict", "reward", "tools", "end", "masked", "difference", "kept", "text"].map((name) => [name, parameters[name] || ""]));
+  const filters = Object.fromEntries(["verdict", "reward", "accuracy", "tools", "end", "masked", "difference", "kept", "text"].map((name) => [name, parameters[name] || ""]));
   let found = null; // what a search for text has found, as "group/index"
   let lines = [];
   let chosen = 0;
@@ -134,6 +135,7 @@ export async function render(root, parameters) {
       select("end", "end", kinds(all.map((each) => each.finish_reason), "any")),
       select("masked", "masked", [["", "any"], ["some", "some tokens"], ["none", "no token"]]),
       bound("reward", "reward from"),
+      bound("accuracy", "accuracy from"),
       bound("difference", "largest |d| above"),
       count),
     element("div", { class: "step-body" }, list, detail));

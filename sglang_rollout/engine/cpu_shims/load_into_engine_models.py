@@ -37,7 +37,8 @@ def main(cases: list[dict[str, Any]], rendezvous: Path) -> dict[str, Any]:
 
     # Schemes ask for a GPU of the right age while they register parameters; nothing is computed.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    arguments = ServerArgs(model_path=cases[0]["directory"], device="cpu")
+    # Where layers keep a state, a CPU has no cache of prefixes; none is needed.
+    arguments = ServerArgs(model_path=cases[0]["directory"], device="cpu", disable_radix_cache=True)
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0))
     init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
     initialize_model_parallel()
@@ -61,6 +62,9 @@ def load(case: dict[str, Any]) -> list[str]:
 
     override = json.dumps(case["override"])
     config = ModelConfig(case["directory"], dtype="bfloat16", model_override_args=override)
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):  # which SGLang's runner on a CPU rounds up
+        if hasattr(config.hf_config, key):
+            setattr(config.hf_config, f"{key}_cpu", getattr(config.hf_config, key))
     torch.set_default_dtype(torch.bfloat16)
     model = _initialize_model(config, LoadConfig(), _get_quantization_config(config, LoadConfig()))
     parameters = {n: p.data for n, p in model.named_parameters() if not n.endswith(FILLED_BY_THE_ENGINE)}

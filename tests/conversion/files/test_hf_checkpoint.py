@@ -107,6 +107,24 @@ def test_missing_and_extra_tensors_are_named(broken, change, message: str) -> No
         checkpoint.check(weight_map)
 
 
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_modules"])
+def test_layers_for_multi_token_prediction_are_refused_as_such(broken, key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: 1}))
+    checkpoint, weight_map = broken(lambda t: None)
+    checkpoint.check(weight_map)  # announced, as MiniMax-M2 does, and not there
+    checkpoint, weight_map = broken(lambda t: t.update({"model.layers.8.eh_proj.weight": torch.zeros(1)}))
+    with pytest.raises(
+        HFCheckpointError, match=rf"layers\.8\.eh_proj.*multi-token prediction behind the 8 .*save the .*\.{key} = 0"
+    ):
+        checkpoint.check(weight_map)
+
+
+def test_a_whole_model_for_multi_token_prediction_is_refused_as_such(broken) -> None:
+    checkpoint, weight_map = broken(lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.zeros(1)}))
+    with pytest.raises(HFCheckpointError, match=r"mtp\.layers\.0\.mlp.*multi-token prediction .*save the model"):
+        checkpoint.check(weight_map)
+
+
 def test_shapes_and_dtypes_are_checked_without_reading(broken) -> None:
     checkpoint, weight_map = broken(lambda t: t.update({"model.norm.weight": torch.zeros(31)}))
     with pytest.raises(WeightMapError, match=r"model\.norm\.weight in .* has shape \(31,\), but .* implies \(32,\)"):

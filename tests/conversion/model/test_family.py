@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import pickle
 import random
@@ -14,7 +16,7 @@ import torch
 
 from conversion import hf_to_mcore, mcore_to_hf
 from conversion.model.architecture import Architecture
-from conversion.model.family import built_in_families, engine_class
+from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
 from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import ConfigError, load_config
@@ -44,6 +46,22 @@ LLAMA: dict[str, Any] = {
 }
 
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM: dict[str, Any] = {"model_type": "glm4_moe", "n_routed_experts": 4, **MOE}
+MINIMAX: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+}
+LATENT: dict[str, Any] = {
+    **GLM,
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 @pytest.fixture
@@ -128,6 +146,25 @@ def test_the_built_in_families_are_found_by_their_files() -> None:
     assert engine_class("GPT2LMHeadModel") is None
 
 
+def test_an_alias_is_the_family_under_another_name(tmp_path: Path) -> None:
+    named = {"model_type": "kimi_k2"}
+    assert find_family("kimi_k2") == find_family("deepseek_v3") and "kimi_k2" not in built_in_families()
+    found, expected = (Architecture.from_hf_config({**LLAMA, **LATENT, **change}) for change in (named, {}))
+    assert found == expected and found.family == "deepseek_v3" and found.declaration == expected.declaration
+    assert pickle.loads(pickle.dumps(found)).declaration.model_type == "deepseek_v3"
+    assert known_to_transformers({**LATENT, **named}) == LATENT and known_to_transformers({"a": 1}) == {"a": 1}
+    with pytest.raises(UnsupportedArchitecture, match="rms_norm_eps=1e-05"):  # Kimi K2 Thinking's
+        Architecture.from_hf_config({**LLAMA, **LATENT, **named, "rms_norm_eps": 1e-5})
+    file = tmp_path / "mine.py"
+    file.write_text(SEED_OSS.replace('"seed_oss", ', '"seed_oss", aliases=("kimi_k2", "other"), '))
+    target = f"{file}:FAMILY"
+    assert find_family("kimi_k2", [target]) == find_family("seed_oss", [target])
+    assert known_to_transformers({"model_type": "other"}, [target]) == {"model_type": "seed_oss"}
+    (tmp_path / "second.py").write_text(SEED_OSS.replace("seed_oss", "other"))
+    with pytest.raises(ExtensionError, match="both declare model_type='other'"):
+        find_family("llama", [target, f"{tmp_path / 'second.py'}:FAMILY"])
+
+
 def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "renamed.py"
     file.write_text(
@@ -159,10 +196,18 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config is set: start from the full-precision weights",
         ),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not one of default, linear, llama3"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "max_window_layers=1: sliding-window attention in some of 2 layers",
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope type 'longrope' is not one of default, linear, llama3, yarn",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters.sliding_attention=.*: stretched positions under a window are missing",
+        ),
+        (
+            {"model_type": "olmo3", "sliding_window": None},
+            "layers are to have sliding_attention, but sliding_window is no",
         ),
         ({"rope_parameters": "linear"}, "rope_parameters='linear' is no mapping"),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers=2 kinds"),
@@ -182,7 +227,41 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
             "layer_types asks for sliding_attention, but",
         ),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "a mix of dense and expert layers"),
+        (
+            {**GLM, "norm_topk_prob": False},
+            "norm_topk_prob=false: a router with sigmoid scores and norm_topk_prob=false",
+        ),
+        (
+            {**GLM, "n_group": 4, "topk_group": 2},
+            "topk_group=2 with num_experts_per_tok=2: a choice of groups by their",
+        ),
+        ({**MINIMAX, "use_qk_norm": False}, "use_qk_norm=false is not supported for minimax_m2: only true is"),
+        ({**MINIMAX, "qk_norm_type": "per_head"}, 'qk_norm_type="per_head" is not supported for minimax_m2: only "per'),
+        ({**MINIMAX, "use_routing_bias": False}, "use_routing_bias=false is not supported for minimax_m2"),
+        ({**MINIMAX, "scoring_func": "softmax"}, 'scoring_func="softmax": a router with sigmoid scores and'),
+        ({**MINIMAX, "shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported for minimax_m2"),
+        ({**MINIMAX, "attn_type_list": [1, 0]}, "attn_type_list has other kinds of layers than 1: linear attention is"),
+        ({**MINIMAX, "rotary_dim": 3}, "partial_rotary_factor=0.375: 3 of a head's 8 features are no pairs"),
+        ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads differs from num_attention_heads"),
+        ({**LATENT, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: transformers normalises latents with 1e-06 whatever"),
+        (
+            {**LATENT, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+            "mscale=None with mscale_all_dim=None: a factor on rotated features alone is missing",
+        ),
+        (
+            {**GLM, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+            "yarn positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing",
+        ),
+        ({**GLM, "first_k_dense_replace": 2}, "none of the layers of this glm4_moe model has experts"),
+        ({**GLM, "partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4: 3 of a head's 8 features are no pairs"),
+        (
+            {**MOE, "model_type": "qwen3_moe", "mlp_only_layers": [2]},
+            r"mlp_only_layers=\[2\] is no list of numbers below 2",
+        ),
+        (
+            {**MOE, "model_type": "qwen3_moe", "decoder_sparse_step": 3},
+            "none of the layers of this qwen3_moe model has experts",
+        ),
     ],
 )
 def test_what_no_family_computes_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -203,8 +282,8 @@ def test_every_layer_attends_as_in_transformers_or_the_model_is_refused() -> Non
 
     generator, accepted = random.Random(0), Counter[str]()
     kinds = ("full_attention", "sliding_attention")
-    for _ in range(400):
-        family = generator.choice(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"))
+    for _ in range(560):
+        family = generator.choice(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo3", "gemma3_text"))
         config: dict[str, Any] = {**LLAMA, "model_type": family, **MOE}
         for key, values in (
             ("sliding_window", (None, 8)),
@@ -217,16 +296,51 @@ def test_every_layer_attends_as_in_transformers_or_the_model_is_refused() -> Non
         expected = AutoConfig.for_model(**config)
         window = None if family == "llama" else expected.sliding_window
         windows = [window] * 2
-        if family in ("qwen2", "qwen3"):
+        if family in ("qwen2", "qwen3", "olmo3", "gemma3_text"):
             windows = [window if kind == kinds[1] else None for kind in expected.layer_types]
         try:
-            found = Architecture.from_hf_config(config).sliding_window
+            found = Architecture.from_hf_config(config).windows
         except UnsupportedArchitecture:
-            assert "layer_types" in config or windows[0] != windows[1], config
+            assert "layer_types" in config or config.get("sliding_window", 8) is None, config
             continue
-        assert windows == [found] * 2, config
+        assert windows == list(found), config
         accepted[family] += 1
-    assert len(accepted) == 5 and min(accepted.values()) > 20
+    assert len(accepted) == 7 and min(accepted.values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": [3, 0]}, (0, 3)),
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (0, 1, 2, 4)),
+    ],
+)
+def test_dense_layers_are_those_of_transformers(change: dict[str, Any], dense: tuple[int, ...]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {**LLAMA, **MOE, "num_hidden_layers": 6, **change, "model_type": "qwen3_moe"}
+    architecture = Architecture.from_hf_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    experts = [number for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
+    assert architecture.dense_layers == dense and list(architecture.expert_layers) == experts
+
+
+def test_rotated_features_are_those_of_transformers() -> None:
+    """Of MiniMax-M2, which may name their number or their share, in several places."""
+    from transformers import AutoConfig
+
+    places = ({"rotary_dim": 4}, {"partial_rotary_factor": 0.75}, {"rope_parameters": {"partial_rotary_factor": 0.5}})
+    for chosen in itertools.product((False, True), repeat=3):
+        config = {**LLAMA, **MINIMAX}
+        for place, is_there in zip(places, chosen, strict=True):
+            config |= copy.deepcopy(place) if is_there else {}
+        found = Architecture.from_hf_config(copy.deepcopy(config))
+        expected = AutoConfig.for_model(**config).rope_parameters
+        assert expected["rope_theta"] == found.rope_theta == 5000000.0
+        assert 8 * expected.get("partial_rotary_factor", 1.0) == (found.rotary_dim or 8), chosen
 
 
 def test_sliding_windows() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from tests.conversion.model.test_layout import EXPERTS
+from tests.conversion.model.test_layout import EXPERTS, LINEAR
 
 QWEN25_7B = Architecture(
     family="qwen2",
@@ -29,16 +31,39 @@ def test_a_token_costs_about_six_flops_a_parameter() -> None:
 def test_attention_grows_quadratically_and_windows_bound_it() -> None:
     short, long = (flops.forward_flops(QWEN25_7B, [n]) / n for n in (1000, 32000))
     assert long > 1.3 * short
-    windowed = Architecture(**{**vars(QWEN25_7B), "sliding_window": 1000})
+    windowed = replace(QWEN25_7B, sliding_window=1000)
     assert flops.forward_flops(windowed, [32000]) / 32000 < 1.02 * short * 1.02
     assert flops.forward_flops(windowed, [1000]) == flops.forward_flops(QWEN25_7B, [1000])
+    layers = tuple(number % 4 != 3 for number in range(QWEN25_7B.num_layers))
+    mixed = replace(windowed, windowed_layers=layers)
+    expected = 0.75 * flops.forward_flops(windowed, [32000]) + 0.25 * flops.forward_flops(QWEN25_7B, [32000])
+    assert flops.forward_flops(mixed, [32000]) == pytest.approx(expected)
 
 
 def test_only_chosen_experts_and_head_tokens_count() -> None:
-    everyone = Architecture(**{**vars(EXPERTS), "num_experts_per_tok": 8})
+    everyone = replace(EXPERTS, num_experts_per_tok=8)
     assert flops.token_flops(everyone) - flops.token_flops(EXPERTS) == 6 * (2 * 3 * 64 * 12)
     difference = flops.forward_flops(EXPERTS, [100]) - flops.forward_flops(EXPERTS, [100], head_tokens=40)
     assert difference == 60 * 2 * EXPERTS.hidden_size * EXPERTS.vocab_size
+
+
+def test_dense_layers_among_experts_count_as_dense() -> None:
+    mixed = replace(EXPERTS, dense_layers=(0, 5))
+    dense = replace(EXPERTS, num_experts=None)
+    expected = (6 * flops.forward_flops(EXPERTS, [100], 0) + 2 * flops.forward_flops(dense, [100], 0)) / 8
+    assert flops.forward_flops(mixed, [100], 0) == pytest.approx(expected)
+
+
+def test_gated_delta_nets_have_a_state_in_place_of_pairs() -> None:
+    """Of 6 layers of 8; by hand: projections, a convolution over 4 tokens, and 6 d_k d_v a value head."""
+    gated = replace(LINEAR, linear_layers=(), delta_net=None)
+    assert flops.pair_flops(LINEAR) == flops.pair_flops(gated) / 4
+    projected = 64 * (4 * 8 + 4 * 8 + 8 * 12 + 8 * 12 + 2 * 8) + 8 * 12 * 64
+    delta = 2 * projected + 2 * 4 * (4 * 8 + 4 * 8 + 8 * 12) + 6 * 8 * (8 * 12)
+    attention = 2 * 64 * (2 * 64 + 2 * 32 + 64)
+    assert flops.token_flops(LINEAR) - flops.token_flops(gated) == pytest.approx(0.75 * (delta - attention))
+    per_token = [flops.forward_flops(LINEAR, [n], 0) / n for n in (1, 1000)]
+    assert per_token[1] - per_token[0] == pytest.approx(8 * flops.pair_flops(LINEAR) * 999 / 2)
 
 
 def test_the_cost_of_a_sequence_is_its_flops() -> None:

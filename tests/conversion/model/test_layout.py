@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from conversion.model.architecture import Architecture
+from conversion.model.hf_config import DeltaNetSizes, LatentSizes
 from conversion.model.layout import padded_vocab_size
 from megatron_retool.config import ConfigError, LearnerConfig
 
@@ -33,6 +35,12 @@ EXPERTS = Architecture(
     num_experts_per_tok=2,
     moe_ffn_hidden_size=12,
 )
+SINKS = replace(EXPERTS, family="gpt_oss", linear_bias=True, attention_sinks=True)
+LATENT = replace(EXPERTS, family="deepseek_v3", rotary_dim=4, latent=LatentSizes(None, 16, 8))
+LINEAR = replace(
+    EXPERTS, family="qwen3_next", attention_gate=True, qk_norm=True, linear_layers=(0, 1, 2, 4, 5, 6),
+    delta_net=DeltaNetSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=12, kernel=4),
+)  # fmt: skip
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -43,9 +51,23 @@ TP, PP, VPP, CP, EP, ETP = (
 )
 
 
+def test_which_layers_a_chunk_has() -> None:
+    layout = LearnerConfig(**{"world_size": 4, PP: 4, VPP: 2}).layout(DENSE)
+    chunks = [(stage, chunk) for chunk in range(2) for stage in range(4)]
+    assert [list(layout.layers(DENSE, *place)) for place in chunks] == [[layer] for layer in range(8)]
+    two = LearnerConfig(**{"world_size": 2, PP: 2}).layout(DENSE)
+    assert [list(two.layers(DENSE, stage)) for stage in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
+        (LINEAR, {"world_size": 2, CP: 2}, r"context_parallel_size=2: this qwen3_next model has gated delta nets"),
+        (
+            replace(LINEAR, delta_net=replace(LINEAR.delta_net, key_heads=2)),
+            {"world_size": 4, TP: 4, "sequence_parallel": True},
+            r"tensor_model_parallel_size=4 does not divide the model's linear_num_key_heads=2",
+        ),
         (DENSE, {"world_size": 3, TP: 3}, r"tensor_model_parallel_size=3 does not divide .*num_attention_heads=8"),
         (DENSE, {"world_size": 6, TP: 4}, r"world_size=6 is not divisible by TP x PP x CP = 4"),
         (DENSE, {"world_size": 3, PP: 3}, r"num_hidden_layers=8 is not divisible by PP x VPP = 3"),
@@ -68,6 +90,11 @@ TP, PP, VPP, CP, EP, ETP = (
             r"expert_tensor_parallel_size=8 does not divide .*moe_intermediate_size=12",
         ),
         (
+            SINKS,
+            {"world_size": 2, TP: 2, "sequence_parallel": True},
+            r"expert_tensor_parallel_size=2 would add the bias of an expert .* gpt_oss model has biased .* set it to 1",
+        ),
+        (
             EXPERTS,
             {"world_size": 4, TP: 2, EP: 4, "sequence_parallel": True},
             r"world_size=4 is not divisible by ETP x EP x PP = 8",
@@ -81,7 +108,7 @@ def test_what_does_not_fit_is_named(architecture: Architecture, settings: dict[s
 
 def test_query_groups_may_be_fewer_than_ranks_but_not_uneven() -> None:
     assert LearnerConfig(world_size=8, tensor_model_parallel_size=8).layout(DENSE).tensor == 8
-    uneven = Architecture(**{**vars(DENSE), "num_attention_heads": 24, "num_query_groups": 3, "hidden_size": 192})
+    uneven = replace(DENSE, num_attention_heads=24, num_query_groups=3, hidden_size=192)
     with pytest.raises(ConfigError, match=r"=2 neither divides .*num_key_value_heads=3 nor is a multiple"):
         LearnerConfig(world_size=2, tensor_model_parallel_size=2).layout(uneven)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families
+from conversion.model.hf_config import DeltaNetSizes, LatentSizes
 from conversion.model.weight_map import (
     Mapping,
     WeightMap,
@@ -25,16 +26,26 @@ from conversion.model.weight_map import (
     to_mcore,
 )
 
+DENSE_AMONG_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+
+
+NEXT = Architecture(
+    "qwen3_next", 2, 1, 4, 2, 1, 3, 5, attention_gate=True, qk_norm=True, linear_layers=(0,),
+    delta_net=DeltaNetSizes(key_heads=2, value_heads=4, key_dim=1, value_dim=1, kernel=4),
+)  # fmt: skip
+"""A gated delta net, then gated attention with four heads in two groups."""
+
 
 @st.composite
 def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     """Small models whose sizes divide by ``tp``; the key/value heads may be fewer than TP."""
     family = draw(st.sampled_from(sorted(built_in_families())))
+    layers = draw(st.integers(1, 2))
     groups = draw(st.sampled_from([1, 2, 4]))
-    moe = family in ("mixtral", "qwen2_moe", "qwen3_moe")
+    moe = family in ("gpt_oss", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
     return Architecture(
         family=family,
-        num_layers=draw(st.integers(1, 2)),
+        num_layers=layers,
         hidden_size=tp * draw(st.integers(1, 3)),
         num_attention_heads=groups * tp * draw(st.integers(1, 2)),
         num_query_groups=groups,
@@ -43,9 +54,15 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         vocab_size=draw(st.integers(1, 9)),
         tie_word_embeddings=draw(st.booleans()),
         num_experts=draw(st.integers(1, 3)) if moe else None,
+        dense_layers=draw(st.sampled_from([(), (0,)])) if layers == 2 and family in DENSE_AMONG_EXPERTS else (),
         num_experts_per_tok=1 if moe else None,
         moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
-        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family == "qwen2_moe" else None,
+        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family in DENSE_AMONG_EXPERTS[:4] else None,
+        latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family == "deepseek_v3" else None,
+        rotary_dim=1 if family == "deepseek_v3" else None,
+        attention_gate=family == "qwen3_next",
+        delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family == "qwen3_next" else None,
+        linear_layers=(0,) if family == "qwen3_next" else (),
     )
 
 
@@ -143,6 +160,32 @@ def test_query_groups_are_interleaved_as_attention_splits_them() -> None:
     assert shard(mapping, full, 2, 1).tolist() == [2, 3, 11, 21]
 
 
+def test_gates_of_attention_are_interleaved_by_head_on_disk_and_by_group_here() -> None:
+    """A query and its gate for each head; queries, gates, key and value for each group."""
+    mapping = WeightMap(NEXT)["decoder.layers.1.self_attention.linear_qkv.weight"]
+    q = torch.tensor([[0.0], [100.0], [1.0], [101.0], [2.0], [102.0], [3.0], [103.0]])
+    full = to_mcore(mapping, [q, torch.tensor([[10.0], [11.0]]), torch.tensor([[20.0], [21.0]])])
+    assert full.squeeze(1).tolist() == [0, 1, 100, 101, 10, 20, 2, 3, 102, 103, 11, 21]
+
+
+def test_ranks_have_whole_key_heads_of_a_gated_delta_net() -> None:
+    """Of two key heads with two value heads each; q, k, v, z and b, a of a key head lie together on disk."""
+    weight_map = WeightMap(NEXT)
+    mapping = weight_map["decoder.layers.0.self_attention.in_proj.weight"]
+    names = [name.rpartition("linear_attn.")[2] for name in mapping.hf_names]
+    assert names == ["in_proj_qkvz.weight", "in_proj_ba.weight"]
+    full = to_mcore(mapping, [torch.arange(12.0)[:, None], 100 + torch.arange(8.0)[:, None]])
+    assert shard(mapping, full, 2, 1).squeeze(1).tolist() == [6, 7, 8, 9, 10, 11, 104, 105, 106, 107]
+    convolution = weight_map["decoder.layers.0.self_attention.conv1d.weight"]
+    # Queries of all heads, then keys, then values.
+    full = to_mcore(convolution, [torch.arange(8.0)[:, None, None].expand(8, 1, 4)])
+    assert shard(convolution, full, 2, 0)[:, 0, 0].tolist() == [0, 2, 4, 5]
+    assert shard(convolution, full, 2, 1)[:, 0, 0].tolist() == [1, 3, 6, 7]
+    present = {mapping.mcore_name for mapping in weight_map}
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" not in present
+    assert "decoder.layers.1.self_attention.A_log" not in present
+
+
 def test_gate_and_up_are_split_each_by_itself() -> None:
     mapping = WeightMap(Architecture("llama", 1, 1, 1, 1, 1, 4, 5))["decoder.layers.0.mlp.linear_fc1.weight"]
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
@@ -187,6 +230,15 @@ def test_checkpoint_places() -> None:
     assert (place.index, place.axes) == ((2, 1), (3, 2))
     norm = weight_map["decoder.layers.1.pre_mlp_layernorm.weight"]
     assert checkpoint_place(norm, moe).key == "decoder.layers.pre_mlp_layernorm.weight"
+    mixed = dataclasses.replace(moe, dense_layers=(0,))
+    place = checkpoint_place(WeightMap(mixed)["decoder.layers.2.mlp.experts.local_experts.1.linear_fc1.weight"], mixed)
+    assert place.key == "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
+    assert (place.index, place.axes) == ((1,), (2,))
+    keys = [checkpoint_place(WeightMap(mixed)[f"decoder.layers.{n}.pre_mlp_layernorm.weight"], mixed) for n in (0, 1)]
+    assert [each.key for each in keys] == [
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    ]
     dense = Architecture("qwen3", 3, 2, 1, 1, 2, 4, 6)
     assert checkpoint_place(norm, dense).key == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
     tied = dataclasses.replace(dense, tie_word_embeddings=True)

@@ -18,7 +18,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.admission.parity import write_reference
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.tiny_model import save_model
-from tests.learner.tiny_models import FAMILIES, hf_model
+from tests.learner.tiny_models import FAMILIES, WITH_PARTS, hf_model
 from tests.learner.transformer_engine import kernels
 
 Run = Callable[..., Any]
@@ -28,7 +28,7 @@ Run = Callable[..., Any]
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model of each family, and what transformers computes of it (``parity.write_reference``)."""
     directory = tmp_path_factory.mktemp("parity")
-    for family in FAMILIES:
+    for family in (*FAMILIES, *WITH_PARTS):
         model = hf_model(family)
         save_model(model, directory / family)
         write_reference(model, Architecture.from_pretrained(directory / family), directory / family)

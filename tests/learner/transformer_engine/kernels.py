@@ -158,7 +158,7 @@ def _build_as_on_a_gpu() -> None:
 def _compute_with_torch(te: Any) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    te.RMSNorm.forward = lambda self, x, *_, **__: F.rms_norm(x, x.shape[-1:], self.weight, _epsilon(self))
+    te.RMSNorm.forward = lambda self, x, *_, **__: _norm(self, x, self.weight)
     te.Linear.forward = lambda self, x, is_first_microbatch=None: _linear(self, x)
     te.LayerNormLinear.forward = _norm_and_linear
     te.GroupedLinear.forward = _grouped_linear
@@ -192,7 +192,12 @@ def _linear(module: Any, x: Tensor) -> Any:
 
 
 def _norm_and_linear(self: Any, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    return _linear(self, F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, _epsilon(self)))
+    return _linear(self, _norm(self, x, self.layer_norm_weight))
+
+
+def _norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
+    weight = 1.0 + weight if module.zero_centered_gamma else weight
+    return F.rms_norm(x, x.shape[-1:], weight, _epsilon(module))
 
 
 def _grouped_linear(self: Any, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Tensor:
@@ -225,7 +230,7 @@ def _attention(
         mask = behind >= 0
         if window >= 0:
             mask &= behind <= window
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=self.softmax_scale)
         outputs.append(out.transpose(0, 1).flatten(1))
     return torch.cat(outputs)
 

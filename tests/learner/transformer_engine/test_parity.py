@@ -15,14 +15,17 @@ import pytest
 from conversion.model.architecture import Architecture
 from megatron_retool.admission.layouts import cases
 from megatron_retool.admission.parity import compare, too_far
-from tests.learner.tiny_models import FAMILIES
+from tests.learner.tiny_models import FAMILIES, WITH_PARTS
 from tests.learner.transformer_engine.conftest import Run
 
 CASES = [
-    *[(1, family, "one process") for family in FAMILIES],
+    *[(1, family, "one process") for family in (*FAMILIES, *WITH_PARTS)],
     (1, "qwen3", "shared prefixes"),
     (2, "qwen3_moe", "ep2 tp2, shared prefixes"),
     *[(2, "qwen3", name) for name in ("tp2", "tp2 sp", "pp2", "dp2")],
+    *[(2, "olmo2", name) for name in ("tp2", "tp2 sp")],
+    (2, "olmo3", "pp2"),
+    (2, "gemma3_text", "tp2 sp"),
     *[(2, "qwen3_moe", name) for name in ("tp2 sp", "pp2", "ep2", "ep2 tp2")],
 ]
 

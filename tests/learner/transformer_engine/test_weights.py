@@ -15,7 +15,7 @@ from conversion.model.weight_map import checkpoint_place
 from megatron_retool.admission.parity import OPTIMIZER, TEMPERATURE, mini_batch
 from megatron_retool.admission.tiny_model import save_model
 from megatron_retool.config import Config, LearnerConfig
-from tests.learner.tiny_models import FAMILIES, hf_model
+from tests.learner.tiny_models import FAMILIES, WITH_PARTS, hf_model
 from tests.learner.transformer_engine.conftest import Run
 
 TP, SP, PP, EP, ETP = (
@@ -29,6 +29,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {TP: 2}),
     ("llama", {TP: 2, SP: True}),
     ("qwen2", {PP: 2}),
+    ("olmo2", {TP: 2, SP: True}),
     ("qwen3_moe", {PP: 2}),
     ("qwen3_moe", {EP: 2}),
     ("qwen3_moe", {TP: 2, SP: True, ETP: 2}),
@@ -39,7 +40,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
+    for family in (*FAMILIES, *WITH_PARTS):
         save_model(hf_model(family, num_hidden_layers=2), directory / family)
     return directory
 
@@ -85,7 +86,7 @@ def _one_rank(models: Path) -> dict[str, dict[str, Any]]:
     from megatron_retool.learner.weights import global_parameters, load_hf_weights, local_weight_map
 
     found: dict[str, dict[str, Any]] = {}
-    for family in FAMILIES:
+    for family in (*FAMILIES, *WITH_PARTS):
         for dtype in ("float32", "bfloat16"):
             chunks, architecture = _build(models / family, dtype=dtype)
             load_hf_weights(chunks, architecture, models / family)
@@ -107,10 +108,13 @@ def _one_rank(models: Path) -> dict[str, dict[str, Any]]:
 
 def test_every_family_is_what_the_weight_map_says(models: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_one_rank, 1, models)
-    assert found.keys() == set(FAMILIES)
+    assert found.keys() == {*FAMILIES, *WITH_PARTS}
     for family, of in found.items():
         experts = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} if family == "qwen3_moe" else set()
-        assert of["modules"] >= {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
+        plain = {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
+        parts = dict.fromkeys(("olmo2", "olmo3"), {"TEColumnParallelLinear", "TEDotProductAttention"})
+        parts["gemma3_text"] = {"TELayerNormColumnParallelLinear", "TEDotProductAttention"}
+        assert of["modules"] >= parts.get(family, plain)
         assert of["modules"] >= experts
         assert of["in_model"] == of["in_map"], family
         assert of["stored"] == of["places"], family

@@ -29,6 +29,13 @@ def test_rows_are_read_in_the_columns_type_and_in_sglangs(experts, dtype, wire):
     assert found.dtype == dtype and np.array_equal(found, rows)
 
 
+def test_dense_layers_have_no_rows():
+    rows = np.random.default_rng(0).integers(0, 8, (5, 4, 3)).astype(np.int32)
+    rows[:, [0, 2]] = 99  # whatever an engine leaves there
+    found = RoutingShape(4, 3, 8, dense_layers=(0, 2)).decode(encoded(rows), 5)
+    assert np.array_equal(found, rows[:, [1, 3]])
+
+
 def test_an_answer_without_a_new_row():
     assert RoutingShape(2, 3, 8).decode("", 0).shape == (0, 2, 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -15,8 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.model.family import built_in_families
+from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import Config, ConfigError, load_config
-from sglang_rollout.engine.served_models import ATTENTION_GROUPS, OWN_OUTPUT_LAYER, WHOLE_PAST, check_served_model
+from megatron_retool.planning.models import MODELS
+from sglang_rollout.engine.served_models import (
+    ATTENTION_GROUPS,
+    EXPERTS_EVERYWHERE,
+    OWN_OUTPUT_LAYER,
+    WHOLE_PAST,
+    check_served_model,
+)
 from tests.learner.tiny_models import hf_model
 
 
@@ -41,6 +50,17 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "head_dim": 16,
+    "rope_theta": 10000.0,
+}
+ON_A_GPU = "rollout.engine.device=cuda"
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_PAST))
@@ -67,6 +87,100 @@ def test_a_window_is_refused_where_a_text_can_outgrow_it(name: str, tmp_path: Pa
     check_served_model(configured(tmp_path, **{**keys, "sliding_window": None}))
 
 
+@pytest.mark.parametrize("name", sorted(EXPERTS_EVERYWHERE))
+def test_dense_layers_are_refused_where_the_class_has_experts_everywhere(name: str, tmp_path: Path) -> None:
+    keys = of_class(name) | EXPERTS | LINEAR
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    with pytest.raises(ConfigError, match=rf"{name} has experts in every layer.*dense ones \(1\).*=transformers"):
+        check_served_model(configured(tmp_path, ON_A_GPU, **keys, mlp_only_layers=[1]))
+    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys, mlp_only_layers=[1]))
+
+
+def test_positions_that_sglang_reads_otherwise_are_refused(tmp_path: Path) -> None:
+    olmo = {**MODELS["olmo-3-7b"], "architectures": ["Olmo3ForCausalLM"]}
+    check_served_model(configured(tmp_path, **olmo))
+    kinds = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    for change in ({"rope_parameters": kinds}, {"rope_theta": None}):
+        with pytest.raises(ConfigError, match=f"{tmp_path}.*olmo3 reads rope_theta and rope_scaling"):
+            check_served_model(configured(tmp_path, **{**olmo, **change}))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for key in ("rope_scaling", "rope_parameters"):
+        qwen = of_class("Qwen3ForCausalLM")
+        check_served_model(configured(tmp_path, **qwen, **{key: yarn}))
+        with pytest.raises(ConfigError, match=r"attention_factor=0.9 .*factor=4.0"):
+            check_served_model(configured(tmp_path, **qwen, **{key: {**yarn, "attention_factor": 0.9}}))
+
+
+def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    keys = shrunk(MODELS["deepseek-v3"], 4)
+    with pytest.raises(ConfigError, match=r"other log-probs on a CPU for multi-head latent attention \(deepseek_v3\)"):
+        check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.device=cuda", **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
+
+
+def test_a_model_type_that_sglang_does_not_know_is_refused_with_the_one_that_it_does(tmp_path: Path) -> None:
+    keys, gpu = shrunk(MODELS["kimi-k2"], 4), "rollout.engine.device=cuda"
+    with pytest.raises(ConfigError, match="model_type=kimi_k2 by code from the hub.*set it to deepseek_v3"):
+        check_served_model(configured(tmp_path, gpu, **keys))
+    check_served_model(configured(tmp_path, gpu, **{**keys, "model_type": "deepseek_v3"}))
+
+
+def test_minimax_is_refused_where_sglang_would_compute_another_model(tmp_path: Path) -> None:
+    keys = {**shrunk(MODELS["minimax-m2"], 4), "architectures": ["MiniMaxM2ForCausalLM"]}
+    gpu, cpu = "rollout.engine.device=cuda", "rollout.engine.device=cpu"
+    check_served_model(configured(tmp_path, gpu, **keys))
+    with pytest.raises(ConfigError, match="normalises queries and keys with a kernel that needs a GPU"):
+        check_served_model(configured(tmp_path, cpu, **keys))
+    for change, words in (
+        ({"use_qk_norm": None}, "needs use_qk_norm in config.json"),
+        ({"use_routing_bias": None, "scoring_func": None}, "needs use_routing_bias, scoring_func in config.json"),
+        ({"rotary_dim": None, "partial_rotary_factor": 0.5}, "reads rotary_dim=None .*it would have to be 8"),
+        ({"rotary_dim": 4, "partial_rotary_factor": 0.5}, "reads rotary_dim=4 .*it would have to be 8"),
+    ):
+        with pytest.raises(ConfigError, match=f"{tmp_path}.*{words}"):
+            check_served_model(configured(tmp_path, gpu, **{**keys, **change}))
+    whole = {key: value for key, value in keys.items() if key != "rotary_dim"}
+    check_served_model(configured(tmp_path, gpu, **whole))
+
+
+def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    keys = shrunk(MODELS["gpt-oss-20b"], 4)
+    with pytest.raises(ConfigError, match=r"torch_native\) has no attention sinks, which this gpt_oss model has"):
+        check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.device=cuda", **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
+
+
+@pytest.mark.parametrize("override", ["weight_sync.verify=true", "weight_sync.round_to=int8"])
+def test_what_does_not_know_stacked_experts_is_refused(override: str, tmp_path: Path) -> None:
+    keys = shrunk(MODELS["gpt-oss-20b"], 4)
+    with pytest.raises(ConfigError, match=f"{override} does not know experts that lie in one tensor"):
+        check_served_model(configured(tmp_path, "rollout.engine.device=cuda", override, **keys))
+
+
+def test_gated_delta_nets_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    keys = of_class("Qwen3NextForCausalLM") | EXPERTS | LINEAR
+    with pytest.raises(ConfigError, match=r"SGLang has no operators for gated delta nets on a CPU"):
+        check_served_model(configured(tmp_path, "rollout.engine.device=cpu", **keys))
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
+
+
+def test_keys_that_sglang_reads_for_gated_delta_nets_are_asked_for(tmp_path: Path) -> None:
+    """As transformers 5 saves a config.json, the interval is lost, and rope_theta elsewhere."""
+    keys = of_class("Qwen3NextForCausalLM") | EXPERTS | LINEAR
+    types = ["linear_attention", "full_attention"]
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys | {"layer_types": types, "full_attention_interval": 2}))
+    for interval in (None, 4):
+        with pytest.raises(ConfigError, match=rf"full_attention_interval={interval} of config.json, and not by layer"):
+            check_served_model(
+                configured(tmp_path, ON_A_GPU, **keys | {"layer_types": types, "full_attention_interval": interval})
+            )
+    with pytest.raises(ConfigError, match="class for qwen3_next reads rope_theta and rope_scaling"):
+        check_served_model(configured(tmp_path, ON_A_GPU, **keys, rope_parameters={"rope_theta": 1e7}))
+
+
 def test_groups_of_gpus_have_to_fit_the_model(tmp_path: Path) -> None:
     size = "rollout.engine.tensor_parallel_size=8"
     experts, attention = "rollout.engine.expert_parallel_size=", "rollout.engine.attention_data_parallel_size="
@@ -91,21 +205,31 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
     found = importlib.util.find_spec("sglang")
     assert found is not None and found.submodule_search_locations
     models = Path(found.submodule_search_locations[0]) / "srt" / "models"
+
+    def source_of(name: str) -> str:
+        sources = (file.read_text() for file in models.glob("*.py"))
+        return next(text for text in sources if re.search(rf"\nclass {name}\(", text))
+
+    def knows_windows(name: str) -> bool:
+        return re.search(r"sliding_window(?!_size=None)", source_of(name)) is not None
+
     own_head = set()
+    classes = WHOLE_PAST.union(*(family.engine_classes for family in built_in_families().values()))
     for name in WHOLE_PAST:
-        (source,) = (
-            text for text in (file.read_text() for file in models.glob("*.py")) if re.search(rf"\nclass {name}\(", text)
-        )
-        assert not re.search(r"sliding_window(?!_size=None)", source), f"{name} knows windows by now"
+        assert not knows_windows(name), f"{name} knows windows by now"
+    for name in classes:
+        source = source_of(name)
         parent = re.search(rf"\nclass {name}\((\w+)\)", source)
-        inherits = parent is not None and parent[1] in WHOLE_PAST
+        inherits = parent is not None and parent[1] in classes
         if not inherits and "tie_word_embeddings" not in source:
             own_head.add(name)
         in_groups = "attn_tp_size" in source and not inherits
         assert in_groups is (name in ATTENTION_GROUPS), name
     assert own_head == OWN_OUTPUT_LAYER
-    declared = {name for family in built_in_families().values() for name in family.engine_classes}
-    assert declared <= WHOLE_PAST
+    for family in built_in_families().values():
+        for name in family.engine_classes.keys() - WHOLE_PAST:
+            reads_windows = "window" in inspect.getsource(sys.modules[family.read.__module__])
+            assert knows_windows(name) or not reads_windows, f"{name} sees the whole past"
 
 
 def test_the_cure_saves_a_model_of_the_same_log_probs(tmp_path: Path) -> None:

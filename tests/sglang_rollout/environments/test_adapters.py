@@ -1,4 +1,4 @@
-"""Environments of others: an OpenEnv server with the protocol of its own package, and reasoning_gym itself."""
+"""Environments of others: servers in the words of OpenEnv and of Gymnasium, and reasoning_gym itself."""
 
 from __future__ import annotations
 
@@ -51,23 +51,64 @@ class OpenEnvServer:
         self.open -= 1
         return socket
 
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/schema", self.schema), web.get("/ws", self.episode)]
 
-def lived(tokenizer, turns, **kwargs):
+
+class GymnasiumServer:
+    """Guess a number below ten, that the seed gives; three tries, and as many episodes at a time as are asked for."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.episodes: dict[str, list[int]] = {}
+
+    @property
+    def open(self) -> int:
+        return len(self.episodes)
+
+    async def reset(self, request: web.Request) -> web.Response:
+        self.seeds.append((await request.json())["seed"])
+        name = f"episode {len(self.seeds)}"
+        self.episodes[name] = []
+        return web.json_response({"observation": "Guess.", "info": {}, "session_id": name})
+
+    async def step(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        tries, secret = self.episodes[body["session_id"]], 7
+        if body["action"] == 9:
+            return web.Response(status=422, text="nine is not known here")
+        tries.append(body["action"])
+        found = body["action"] == secret
+        what = "found" if found else "higher" if body["action"] < secret else "lower"
+        state = {"text": what, "tries": len(tries)}
+        ended = {"terminated": found, "truncated": len(tries) == 3}
+        return web.json_response({"observation": state, "reward": float(found) - 0.25, **ended, "info": {}})
+
+    async def close(self, request: web.Request) -> web.Response:
+        del self.episodes[(await request.json())["session_id"]]
+        return web.Response(status=204)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/reset", self.reset), web.post("/step", self.step), web.post("/close", self.close)]
+
+
+def lived(tokenizer, turns, kind="openenv", uid="a", **kwargs):
+    """A trajectory, the seeds that the server was given, and the episodes that are still open."""
+
     async def scenario():
-        server = OpenEnvServer()
+        server = OpenEnvServer() if kind == "openenv" else GymnasiumServer()
         app = web.Application()
-        app.router.add_get("/schema", server.schema)
-        app.router.add_get("/ws", server.episode)
+        app.router.add_routes(server.routes())
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        settings = json.dumps({"url": url, "observation_field": "text", **kwargs})
+        settings = json.dumps({"url": url, **kwargs})
         overrides = [f"rollout.environment_kwargs={settings}", "rollout.multi_turn.tools=[]"]
-        agent = make_agent(load_config(None, ["rollout.environment=openenv", *overrides]), tokenizer, ScriptedTools())
+        agent = make_agent(load_config(None, [f"rollout.environment={kind}", *overrides]), tokenizer, ScriptedTools())
         state = started(tokenizer)
-        state.seed = 11
+        state.extra_info = {"uid": uid}
         assert await agent.run(state, ScriptedEngine(tokenizer, turns), lambda: False)
         await asyncio.sleep(0.05)
         left = server.open
@@ -79,17 +120,49 @@ def lived(tokenizer, turns, **kwargs):
 
 def test_an_openenv_server_leads_a_trajectory(tokenizer):
     call = hermes_call("word", name="act")
-    state, seeds, left = lived(tokenizer, [call + END, call + call + END])
+    state, seeds, left = lived(tokenizer, [call + END, call + call + END], observation_field="text")
     prompt, text = tokenizer.decode(state.prompt_ids), tokenizer.decode(state.response_ids)
     assert "the data's question" in prompt and "Say three words." in prompt and "Say a word." in prompt
-    assert '"metadata"' not in prompt and "1 said" in text and seeds == [11] and left == 0
+    assert '"metadata"' not in prompt and "1 said" in text and left == 0
     assert state.finish_reason is FinishReason.STOP and state.reward_info[AGENT_KEY]["result"]["score"] == 1.5
+    # Rollouts of one row are compared: they have one world, and other rows have others.
+    state, (seed,), _ = lived(tokenizer, [ANSWER + END])
+    assert [seed] == seeds and 0 <= seed < 1 << 31
+    assert lived(tokenizer, [ANSWER + END], uid="b")[1] != seeds
 
 
 def test_an_error_of_the_server_is_a_crash_of_the_episode(tokenizer):
     state, _, left = lived(tokenizer, [hermes_call("bad", name="act") + END], reward="last")
     end = state.reward_info[AGENT_KEY]
     assert end["outcome"] == "crash" and "EXECUTION_ERROR" in end["message"] and left == 0
+
+
+def guess(*numbers: int) -> str:
+    calls = [{"name": "guess", "arguments": {"action": number}} for number in numbers]
+    return "".join(f"<tool_call>\n{json.dumps(each)}\n</tool_call>" for each in calls) + END
+
+
+GUESSING = {"action": {"type": "integer", "minimum": 0}, "tool": "guess", "observation_field": "text"}
+
+
+def test_a_gymnasium_server_leads_a_trajectory(tokenizer):
+    turns = [guess(3), guess(-1), guess(8, 7, 7), ANSWER + END]
+    state, (seed,), left = lived(tokenizer, turns, "gymnasium_server", description="Say a number.", **GUESSING)
+    prompt, text = tokenizer.decode(state.prompt_ids), tokenizer.decode(state.response_ids)
+    assert "the data's question" in prompt and "Guess." in prompt and "Say a number." in prompt
+    # What breaks the schema is answered by the loop, and no try.
+    assert text.count("<tool_response>") == 2 and "higher" in text and "minimum" in text and left == 0
+    assert state.finish_reason is FinishReason.STOP and state.reward_info[AGENT_KEY]["result"]["score"] == 0.25
+    again, seeds, _ = lived(tokenizer, [guess(1), ANSWER + END], "gymnasium_server", reward="last", **GUESSING)
+    assert seeds == [seed] and again.reward_info[AGENT_KEY]["result"]["score"] == -0.25
+    over, _, left = lived(tokenizer, [guess(1), guess(2), guess(3), guess(7)], "gymnasium_server", **GUESSING)
+    assert over.turn == 2 and over.finish_reason is FinishReason.STOP and left == 0
+
+
+def test_a_refusal_of_a_gymnasium_server_is_a_crash_of_the_episode(tokenizer):
+    state, _, left = lived(tokenizer, [guess(9)], "gymnasium_server", **GUESSING)
+    end = state.reward_info[AGENT_KEY]
+    assert end["outcome"] == "crash" and "status 422: nine is not known here" in end["message"] and left == 0
 
 
 def gym(**kwargs):
@@ -129,7 +202,10 @@ def test_reasoning_gym_asks_and_scores(tokenizer):
         (lambda: load_config(None, ["rollout.environment=openenv", "rollout.environment_kwargs={url: x}",
                                     "rollout.multi_turn.tools=[]"]), "must be an address"),
         (lambda: load_config(None, ["rollout.environment=verifier", "rollout.multi_turn.tools=[]"]),
-         "not one of openenv, reasoning_gym"),
+         "not one of gymnasium_server, openenv, reasoning_gym"),
+        (lambda: load_config(None, ["rollout.environment=gymnasium_server", "rollout.multi_turn.tools=[]",
+                                    "rollout.environment_kwargs={url: 'http://x', action: {type: whole}}"]),
+         "action is no JSON schema"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_one_message(config, message):

@@ -143,14 +143,15 @@ def test_a_failure_ends_its_trajectory_with_a_typed_outcome(tokenizer, how, outc
         ("rollout.multi_turn.max_assistant_turns=2", FinishReason.TOOL_LIMIT),
         ("rollout.multi_turn.max_tool_calls=2", FinishReason.TOOL_LIMIT),
         ("data.max_response_length=30", FinishReason.LENGTH),
-        ("rollout.multi_turn.max_wall_seconds=0.01", FinishReason.ABORTED),
+        ("rollout.multi_turn.max_wall_seconds=1", FinishReason.ABORTED),
     ],
 )
 def test_limits_end_an_episode_and_it_still_has_its_score(tokenizer, override, reason):
     config = settings("Counting", override)
     state = started(tokenizer)
     agent = make_agent(config, tokenizer, ScriptedTools())
-    assert asyncio.run(agent.run(state, ScriptedEngine(tokenizer, TURNS, seconds=0.004), lambda: False))
+    seconds = 0.4 if reason is FinishReason.ABORTED else 0.0
+    assert asyncio.run(agent.run(state, ScriptedEngine(tokenizer, TURNS, seconds=seconds), lambda: False))
     end = state.reward_info[AGENT_KEY]
     assert state.finish_reason is reason and "score" in end["result"]
     assert end["outcome"] == ("timeout" if reason is FinishReason.ABORTED else "finished")

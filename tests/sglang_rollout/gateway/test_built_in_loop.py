@@ -93,17 +93,19 @@ def test_rows_are_equal(template, drive):
     tokenizer = build_tokenizer(template)
     schemas = [Counter.schema]
     limit = 500
+    (text,) = render(tokenizer, [MESSAGES], schemas, add_generation_prompt=True)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
 
     def built_in(script) -> TrajectoryState:
         loop = AgentLoop(AgentSetup(CONFIG, tokenizer, ScriptedTools(), limit))
-        (text,) = render(tokenizer, [MESSAGES], schemas, add_generation_prompt=True)
-        state = TrajectoryState(tokenizer.encode(text, add_special_tokens=False), 0, 0)
+        state = TrajectoryState(prompt, 0, 0)
         asyncio.run(loop.run(state, ScriptedEngine(tokenizer, script)))
         return state.to_trajectory()
 
     async def through_the_gateway(script):
         engine = ScriptedEngine(tokenizer, script)
-        limits = SessionLimits(max_response_length=limit)
+        # A wider one, which what does not fit exceeds as well.
+        limits = SessionLimits(max_response_length=limit, context_length=len(prompt) + limit + 5)
         async with Gateway(AsSampler(engine), tokenizer, CONFIG) as gateway:
             handle = gateway.open_session(SamplingConfig(), limits=limits, tool_session=ScriptedTools())
             await drive(handle)

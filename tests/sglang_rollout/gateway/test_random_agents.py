@@ -9,11 +9,13 @@ import re
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_rollout.gateway.conversation import Call
 from sglang_rollout.gateway.errors import ApiError
+from sglang_rollout.gateway.session_tree import seed_of
 from tests.sglang_rollout.gateway.scripted_sampler import RandomSampler
 
 DEEDS = ("go on", "edit", "drop", "swap", "back", "compact", "retry", "cut", "ids", "strip", "two at once", "choices")
@@ -216,5 +218,30 @@ def test_answers_of_one_history_have_seeds_of_their_own(tokenizer, open_session)
         await session.answer(Call(history, seed=5))
         seeds = [each.seed for each in sampler.log]
         assert len(set(seeds[:4])) == 4 and seeds[0] == seeds[4] == 11 and seeds[5] == 5
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cut_leaves_its_seed_to_the_next(tokenizer, open_session):
+    """Who asks again gets the answer that it would have had: how often a client gave up is nothing of a seeded run."""
+
+    async def run() -> None:
+        sampler = RandomSampler(tokenizer)
+        session = open_session(sampler, seed=11)
+        history = [{"role": "user", "content": "question"}]
+        sampler.held = asyncio.Event()
+        waiting = [asyncio.create_task(session.answer(Call(history))) for _ in range(3)]
+        while sampler.started < 3:
+            await asyncio.sleep(0)
+        for place in (0, 1):
+            waiting[place].cancel()
+        await asyncio.gather(*waiting[:2], return_exceptions=True)
+        with pytest.raises(ApiError):
+            await session.answer(Call(history, choices=99))
+        sampler.held.set()
+        await waiting[2]
+        await session.answer(Call(history, choices=2))
+        await session.answer(Call(history))
+        assert [each.seed for each in sampler.log] == [seed_of(11, draw) for draw in (2, 0, 1, 3)]
 
     asyncio.run(run())

@@ -6,14 +6,17 @@ import asyncio
 import time
 
 import numpy as np
+import pytest
 
 from megatron_retool.config import RolloutConfig
 from megatron_retool.routed_experts import missing_rows
 from sglang_rollout.engine.base import EngineUnavailable, GenerateResult
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.gateway.conversation import Call
+from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.rollout_statistics import RolloutStatistics
+from sglang_rollout.session import RolloutError
 
 LENGTH = 30
 
@@ -30,7 +33,11 @@ class SlowClient:
         identifier, began = f"{self.base_url}/{len(self.engine.requests)}", time.monotonic()
         on_start(identifier)
         ids, reason = [], "length"
+        most = self.engine.ends_itself.get(len(self.engine.requests))
         while len(ids) < min(request.max_new_tokens, LENGTH):
+            if len(ids) == most:
+                reason = "abort"
+                break
             if self.base_url in self.engine.dead:
                 raise EngineUnavailable(self.base_url, "nobody answers")
             if identifier in self.aborted or time.monotonic() - began > deadline_seconds:
@@ -61,6 +68,7 @@ class SlowClient:
 class SlowEngine:
     def __init__(self) -> None:
         self.requests, self.dead, self.version = [], set(), 1
+        self.ends_itself = {}
 
     def client(self, url: str) -> SlowClient:
         return SlowClient(url, self)
@@ -103,6 +111,44 @@ def test_a_pause_is_not_noticed(open_session):
         rows = segment.routed_experts
         assert len(rows) == start + LENGTH
         np.testing.assert_array_equal(rows[-1:], missing_rows(1, rows))
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_ends_by_itself_is_sampled_on(open_session):
+    """The time of the session is not over, so no client is told that it is."""
+
+    async def run():
+        engine = SlowEngine()
+        engine.ends_itself = {1: 4, 2: 0, 3: 7}
+        session = open_session(make_sampler(engine))
+        (answer,) = await session.answer(CALL)
+        assert (answer.sampled_tokens, answer.finish_reason) == (LENGTH, "length")
+        assert [request.max_new_tokens for request in engine.requests] == [LENGTH, LENGTH - 4, LENGTH - 4, LENGTH - 11]
+        (segment,) = await session.close()
+        start = len(segment.prompt_ids)
+        assert segment.response_ids.tolist() == list(range(100 + start, 100 + start + LENGTH))
+        engine.ends_itself = dict.fromkeys(range(100), 0)
+        session = open_session(make_sampler(engine))
+        with pytest.raises(ApiError, match="4 times without a token"):
+            await session.answer(CALL)
+        assert isinstance(session.failure, RolloutError) and await session.close() == []
+
+    asyncio.run(run())
+
+
+def test_time_in_which_a_call_was_held_is_given_back_also_where_it_is_given_up(open_session):
+    async def run():
+        sampler = make_sampler(SlowEngine())
+        session = open_session(sampler, max_wall_seconds=2.0)
+        await sampler.pause()
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.answer(CALL), 0.6)
+        assert session.seconds_left() > 1.2
+        sampler.resume()
+        (answer,) = await session.answer(CALL)
+        assert answer.sampled_tokens == LENGTH
 
     asyncio.run(run())
 

@@ -35,15 +35,15 @@ class Actor:
         return GenerateResult(ids, [-0.5] * len(ids), [1] * len(ids), "stop", ids[-1])
 
 
-def played(tokenizer, example: str, says, ground_truth: str):
-    """(how it ended, [(prompt, response)] of its segments, as text)."""
+def played(tokenizer, example: str, says, ground_truth: str = "", task=None, room: int = 100_000, **kwargs):
+    """(how it ended, [(prompt, response)] of its segments, as text, the turns of each)."""
+    task = task or {"messages": [{"role": "user", "content": "What is 6 * 7?"}], "ground_truth": ground_truth}
 
     async def scenario():
         async with Gateway(Actor(tokenizer, says), tokenizer, MultiTurnConfig()) as gateway:
-            session = gateway.open_session(SamplingConfig(), limits=SessionLimits(context_length=100_000))
-            task = {"messages": [{"role": "user", "content": "What is 6 * 7?"}], "ground_truth": ground_truth}
+            session = gateway.open_session(SamplingConfig(), limits=SessionLimits(context_length=room))
             client = ClientSettings(session.base_url, session.anthropic_base_url, session.key)
-            run = task_agents.bind(f"{EXAMPLES}/{example}.py:run", {})
+            run = task_agents.bind(f"{EXAMPLES}/{example}.py:run", kwargs)
             end = await run_function(run, task, client, lambda: 60.0)
             return end, await session.close()
 

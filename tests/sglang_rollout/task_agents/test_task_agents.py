@@ -126,11 +126,12 @@ def functions(tmp_path_factory):
     return path
 
 
-def generated(tokenizer, *overrides, fail=lambda count: None):
+def generated(tokenizer, *overrides, fail=lambda count: None, tools=None):
     async def scenario():
         engine = await ScriptedEngine(tokenizer, fail).start()
         try:
-            async with RolloutManager(make_config(*overrides), tokenizer, [engine.url], ScriptedTools()) as manager:
+            given = tools or ScriptedTools()
+            async with RolloutManager(make_config(*overrides), tokenizer, [engine.url], given) as manager:
                 return await asyncio.wait_for(manager.generate_groups(PROMPTS, TWO), 100)
         finally:
             await engine.stop()
@@ -279,6 +280,20 @@ def test_no_more_agents_than_places_work_at_a_time(tokenizer, functions, tmp_pat
     limit = "rollout.agent_limits.max_concurrent=2"
     _, ends = ends_of(generated(tokenizer, f"rollout.agent={tmp_path}/own.py:run", limit))
     assert max(end["result"]["score"] for end in ends) == 2.0
+
+
+def test_opening_tools_is_time_of_the_rollout(tokenizer, functions):
+    """Where it takes all that there is, the agent is not begun."""
+
+    class SlowTools(ScriptedTools):
+        async def open(self, trajectory):
+            await asyncio.sleep(60)
+
+    limit = "rollout.multi_turn.max_wall_seconds=1"
+    began = time.monotonic()
+    rows, ends = ends_of(generated(tokenizer, f"rollout.agent={functions}:forgets", limit, tools=SlowTools()))
+    assert {end["outcome"] for end in ends} == {"timeout"} and not any(row.loss_mask.any() for row in rows)
+    assert time.monotonic() - began < 30
 
 
 def test_a_paused_rollout_starts_again(tokenizer, tmp_path):

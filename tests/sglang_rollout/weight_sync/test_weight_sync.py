@@ -183,10 +183,12 @@ def test_weights_travel_in_the_engines_dtype(engines, tmp_path):
     engine = engines(dtype="bfloat16")
     (tmp_path / "config.json").write_text("{}")
     whole = torch.arange(32.0)
-    views = [("a.weight", whole[:16].view(4, 4)), ("b.weight", whole[16:])]
+    bias = ("model.layers.1.mlp.gate.e_score_correction_bias", torch.tensor([0.1]))
+    views = [("a.weight", whole[:16].view(4, 4)), ("b.weight", whole[16:]), bias]
     with DiskWeightSync([engine.url], directory=tmp_path / "sync", model_path=tmp_path, timeout_seconds=5) as sync:
         report = sync.push([views], 3)
-    assert engine.tensors["a.weight"].dtype == torch.bfloat16 and report.bytes == 64
+    assert engine.tensors["a.weight"].dtype == torch.bfloat16 and report.bytes == 68
+    assert torch.equal(engine.tensors[bias[0]], bias[1])  # engines have it in float32 too
     assert torch.equal(engine.tensors["b.weight"].float(), whole[16:])
     assert not (tmp_path / "sync").exists()
 

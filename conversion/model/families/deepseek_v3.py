@@ -1,0 +1,36 @@
+"""DeepSeek-V3, R1 and Kimi K2: latent attention, a sigmoid router with a bias and groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, latent_attention, sigmoid_router, unbiased_decoder
+from conversion.model.rules import (
+    EXPERTS,
+    LATENT_ATTENTION,
+    ROUTER_BIAS,
+    SHARED_EXPERT,
+    SWIGLU,
+    decoder_rules,
+    renamed,
+)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    return {**unbiased_decoder(config), **latent_attention(config), **sigmoid_router(config)}
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    aliases=("kimi_k2",),  # arXiv:2507.20534, section 2.3: DeepSeek-V3 with other sizes, and one group of experts
+    rules=decoder_rules(
+        *LATENT_ATTENTION,
+        *SWIGLU,
+        *EXPERTS,
+        *ROUTER_BIAS,
+        *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}),
+    ),
+    read=read,
+    engine_classes={"DeepseekV3ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV3ForCausalLM"},
+)

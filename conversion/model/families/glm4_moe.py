@@ -1,0 +1,46 @@
+"""GLM-4.5, 4.6 and 4.7: positions on a part of each head, DeepSeek-V3's router, and a dense layer first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, decoder, partial_rotary, sigmoid_router
+from conversion.model.rules import (
+    ATTENTION,
+    EXPERTS,
+    QK_NORM,
+    QKV_BIAS,
+    ROUTER_BIAS,
+    SHARED_EXPERT,
+    SWIGLU,
+    decoder_rules,
+    optional,
+    renamed,
+)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    return {
+        **decoder(config),
+        **partial_rotary(config, default=0.5),
+        **sigmoid_router(config),
+        "attention_bias": config.flag("attention_bias"),
+        "qk_norm": config.flag("use_qk_norm"),
+    }
+
+
+FAMILY = Family(
+    "glm4_moe",
+    rules=decoder_rules(
+        *ATTENTION,
+        *optional(QKV_BIAS, "attention_bias"),
+        *optional(QK_NORM, "qk_norm"),
+        *SWIGLU,
+        *EXPERTS,
+        *ROUTER_BIAS,
+        *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}),
+    ),
+    read=read,
+    engine_classes={"Glm4MoeForCausalLM": "sglang.srt.models.glm4_moe:Glm4MoeForCausalLM"},
+)

@@ -1,0 +1,49 @@
+"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts with a gated shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.family import Family
+from conversion.model.hf_config import (
+    ConfigReader,
+    experts,
+    gated_delta_net,
+    listed_dense_layers,
+    partial_rotary,
+    shared_expert,
+    unbiased_decoder,
+)
+from conversion.model.rules import (
+    EXPERTS,
+    GATED_ATTENTION,
+    GATED_DELTA_NET,
+    SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
+    SWIGLU,
+    decoder_rules,
+)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    config = config.with_defaults(head_dim=256, norm_topk_prob=True)
+    config.refuse("output_gate_type")
+    return {
+        **unbiased_decoder(config),
+        **partial_rotary(config, default=0.25),
+        **experts(config),
+        **listed_dense_layers(config),
+        **shared_expert(config),
+        **gated_delta_net(config, full_every=4),
+        "attention_gate": True,
+        "qk_norm": True,
+        "zero_centered_norm": True,
+    }
+
+
+FAMILY = Family(
+    "qwen3_next",
+    rules=decoder_rules(*GATED_ATTENTION, *GATED_DELTA_NET, *EXPERTS, *SWIGLU, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    read=read,
+    engine_classes={"Qwen3NextForCausalLM": "sglang.srt.models.qwen3_next:Qwen3NextForCausalLM"},
+)

@@ -1,0 +1,165 @@
+"""Gated delta net (arXiv:2412.06464, section 3.3): what stands in attention's place in most layers of Qwen3-Next.
+
+Megatron-Core 0.16's own module needs kernels of another package and refuses packed sequences.  Here packed sequences
+become the padded batches of ``PackedAttention``, so that convolution and state begin anew with each sequence; both are
+causal, so that the padding behind a sequence changes nothing.
+
+Rows of the input projection and of the convolution are interleaved by key head: a tensor-parallel rank has whole key
+heads with their value heads, one run of rows of every parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from conversion.model.hf_config import DeltaNetSizes
+from megatron_retool.learner.attention import LocalPackedSequences, from_grid, to_grid
+from megatron_retool.learner.attention_pieces import Bucket
+from megatron_retool.learner.delta_rule import gated_delta_rule
+
+
+class GatedDeltaNet(MegatronModule):
+    """Linear attention over packed sequences: [t, 1, h] -> [t, 1, h], of t / TP tokens with sequence parallelism.
+
+    Parameters have Megatron-Core's names.  Decays, the delta rule and the norm are computed in float32.
+
+    Args:
+        sizes: of all ranks together.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaNetSizes, **_: Any) -> None:
+        super().__init__(config=config)
+        group = parallel_state.get_tensor_model_parallel_group()
+        self.sizes, self.key_heads = sizes, sizes.key_heads // group.size()
+        self.share = sizes.value_heads // sizes.key_heads
+        options: dict[str, Any] = {"config": config, "bias": False, "tp_group": group}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sizes.convolved_size + sizes.value_size + 2 * sizes.value_heads,
+            init_method=config.init_method,
+            gather_output=False,
+            **options,
+        )
+        self.conv1d = CausalConvolution(config, sizes.convolved_size, sizes.kernel)
+        self.dt_bias = _split_by_heads(torch.ones(sizes.value_heads), config)
+        self.A_log = _split_by_heads(torch.empty(sizes.value_heads).uniform_(1.0, 16.0).log(), config)
+        self.out_norm = GatedRMSNorm(config, sizes.value_dim)
+        self.out_proj = RowParallelLinear(
+            sizes.value_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **options,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: LocalPackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        packed = packed_seq_params
+        assert isinstance(packed, LocalPackedSequences) and packed.tree is None, "shared prefixes are refused before"
+        sizes, values = self.sizes, self.share * self.sizes.value_dim
+        projected, _bias = self.in_proj(hidden_states)
+        convolved, gate, rates = (
+            projected.squeeze(1)
+            .unflatten(-1, (self.key_heads, -1))
+            .split([2 * sizes.key_dim + values, values, 2 * self.share], -1)
+        )
+        beta, step = (x.flatten(1).float() for x in rates.chunk(2, -1))
+        log_decay = -self.A_log.float().exp() * F.softplus(step + self.dt_bias.float())
+        rates = torch.stack([log_decay, beta.sigmoid()], -1)
+        runs = [bucket.tokens for bucket in packed.buckets]  # type: ignore[union-attr]
+        parts = zip(convolved.split(runs), rates.split(runs), packed.buckets, strict=True)
+        outputs = [self._bucket(*part) for part in parts]  # type: ignore[arg-type]
+        out = self.out_norm(torch.cat(outputs), gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
+        found: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
+        return found
+
+    def _bucket(self, convolved: Tensor, rates: Tensor, bucket: Bucket) -> Tensor:
+        """[tokens, key heads, q + k + v] and [tokens, value heads, 2] -> [tokens, value heads, value_dim]."""
+        assert isinstance(bucket, Bucket), "context parallelism is refused before"
+        mixed = self.conv1d(to_grid(convolved.flatten(1), bucket))
+        query, key, value = (
+            F.silu(mixed)
+            .unflatten(-1, (self.key_heads, -1))
+            .split([self.sizes.key_dim, self.sizes.key_dim, self.share * self.sizes.value_dim], -1)
+        )
+        value = value.unflatten(-1, (self.share, -1)).flatten(2, 3)
+        log_decay, beta = to_grid(rates, bucket).unbind(-1)
+        out = gated_delta_rule(query, key, value, log_decay, beta)
+        return from_grid(out.to(convolved.dtype), bucket)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        split = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
+        return found | make_sharded_tensors_for_checkpoint(
+            split,
+            prefix,
+            dict.fromkeys(split, 0),
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """RMSNorm of each head times silu of a gate; all tensor-parallel ranks have one weight."""
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.eps, self.sequence_parallel = config.layernorm_epsilon, config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        # A rank's gradient is that of its heads; finalize_model_grads adds up with sequence parallelism alone.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Two tensors [..., heads of this rank, size] -> the same."""
+        weight = self.weight if self.sequence_parallel else copy_to_tensor_model_parallel_region(self.weight)
+        normalized = F.rms_norm(x.float(), (x.size(-1),), weight.float(), self.eps)
+        return (normalized * F.silu(gate.float())).to(x.dtype)
+
+
+class CausalConvolution(torch.nn.Module):
+    """Each feature's weighted sum over the last tokens of its sequence; the last weight is the present token's.
+
+    Args:
+        features: of all ranks together.
+        kernel: tokens that are summed.
+    """
+
+    def __init__(self, config: TransformerConfig, features: int, kernel: int) -> None:
+        super().__init__()
+        bound = kernel**-0.5
+        self.weight = _split_by_heads(torch.empty(features, 1, kernel).uniform_(-bound, bound), config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, features of this rank] -> the same."""
+        padded = F.pad(x.transpose(1, 2), (self.weight.size(-1) - 1, 0))
+        return F.conv1d(padded, self.weight, groups=self.weight.size(0)).transpose(1, 2)
+
+
+def _split_by_heads(whole: Tensor, config: TransformerConfig) -> torch.nn.Parameter:
+    """This tensor-parallel rank's rows of a parameter."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parameter = torch.nn.Parameter(whole.chunk(group.size())[group.rank()].to(config.params_dtype, copy=True))
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter

@@ -1,0 +1,132 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), in place of Megatron's attention.
+
+Queries, keys and values are made of latent vectors, and positions rotate a part of each query and one key that all
+heads share.  Megatron's own module rotates sequence by sequence, knows no shared prefixes, and needs Transformer
+Engine.  Here the rotated part comes first in each head, so that ``PackedAttention`` sees ordinary heads with positions
+on their first features, and all that it can do - packing, context parallelism, shared prefixes - holds here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from conversion.model.hf_config import LatentSizes
+from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm
+
+
+class LatentAttention(MegatronModule):
+    """Causal self-attention over packed sequences: [t, 1, h] -> [t, 1, h], of t / TP tokens with sequence parallelism.
+
+    The projections down to the latents are whole on every tensor-parallel rank, for the rank's own tokens; those up
+    from them are split by heads.  Parameters have Megatron-Core's names.
+
+    Args:
+        sizes: of the latents.
+        rotated: features of each head that positions rotate; ``config.kv_channels`` has them and the others together.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: LatentSizes,
+        rotated: int,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.sizes, self.rotated = sizes, rotated
+        self.plain = config.kv_channels - rotated
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        }
+        column: dict[str, Any] = {**options, "gather_output": False}
+        queries = heads * config.kv_channels
+        if sizes.query_rank is None:
+            self.linear_q_proj = ColumnParallelLinear(hidden, queries, **column)
+        else:
+            self.linear_q_down_proj = _Replicated(config, hidden, sizes.query_rank)
+            self.q_layernorm = RMSNorm(config, sizes.query_rank, sizes.norm_eps)
+            self.linear_q_up_proj = ColumnParallelLinear(sizes.query_rank, queries, **column)
+        self.linear_kv_down_proj = _Replicated(config, hidden, sizes.key_value_rank + rotated)
+        self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, sizes.norm_eps)
+        self.linear_kv_up_proj = ColumnParallelLinear(
+            sizes.key_value_rank, heads * (self.plain + sizes.value_dim), **column
+        )
+        self.core_attention = PackedAttention(
+            config, layer_number, None, "self", softmax_scale=config.softmax_scale, pg_collection=pg_collection
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * sizes.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **options
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: LocalPackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = self._queries(hidden_states), *self._keys_and_values(hidden_states)
+        # Attention wants heads of one size; zeros change neither a score nor what is cut off again.
+        size = max(query.size(-1), value.size(-1))
+        query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
+        out = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        out = out.unflatten(-1, (-1, size))[..., : self.sizes.value_dim].flatten(-2)
+        found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return found
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        """[t, 1, heads / TP, d], the rotated features first."""
+        if self.sizes.query_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+        plain, turned = query.unflatten(-1, (-1, self.plain + self.rotated)).split([self.plain, self.rotated], -1)
+        return torch.cat([self._in_halves(turned), plain], -1)
+
+    def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[t, 1, heads / TP, d] keys, the rotated features first, and [t, 1, heads / TP, value_dim] values."""
+        latent, turned = self.linear_kv_down_proj(hidden_states).split([self.sizes.key_value_rank, self.rotated], -1)
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        plain, value = both.unflatten(-1, (-1, self.plain + self.sizes.value_dim)).split(
+            [self.plain, self.sizes.value_dim], -1
+        )
+        # The heads of all ranks use this key: its gradient is their sum.
+        if self.config.sequence_parallel:
+            turned = gather_from_sequence_parallel_region(turned)
+        else:
+            turned = copy_to_tensor_model_parallel_region(turned)
+        shared = self._in_halves(turned).unsqueeze(2).expand(-1, -1, plain.size(2), -1)
+        return torch.cat([shared, plain], -1), value
+
+    def _in_halves(self, x: Tensor) -> Tensor:
+        """Pairs that positions rotate together, side by side in the checkpoint, as ``PackedAttention`` has them."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.sizes.interleaved else x
+
+
+class _Replicated(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, for its own tokens of a sequence."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        # finalize_model_grads adds up the gradients of the ranks' tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,0 +1,117 @@
+"""Rotary positions: their frequencies, and layers that differ in them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from conversion.model.architecture import Architecture
+from conversion.model.hf_config import RopeScaling
+
+
+def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tensor:
+    """float32 [d / 2]: theta^(-2i/d) for the d features of a head that positions rotate, stretched as the model's rope
+    scaling says.
+
+    llama3 keeps wavelengths below original / high_freq_factor, divides the frequency of those above
+    original / low_freq_factor by ``factor``, and interpolates between.
+
+    Args:
+        local: of the layers with a window, by ``local_rope_theta``.
+    """
+    theta, scaling = architecture.rope_theta, architecture.rope_scaling
+    if local:
+        assert architecture.local_rope_theta is not None
+        theta, scaling = architecture.local_rope_theta, None
+    size = architecture.rotary_dim or architecture.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    frequencies = 1.0 / (theta**exponents)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, theta, scaling)
+    wavelengths = 2 * math.pi / frequencies
+    original = scaling.original_max_position_embeddings
+    smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """What rotates often over the original positions stays, what rotates seldom is divided by ``factor``, between them
+    a ramp over the dimensions (YaRN, arXiv:2309.00071, section 3.2)."""
+    dimension = 2 * frequencies.numel()
+
+    def where(rotations: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / rotations
+        return dimension * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = where(scaling.beta_fast), where(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dimension - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(frequencies.numel()) - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+
+
+def softmax_scale(architecture: Architecture, local: bool = False) -> float:
+    """What attention scores are multiplied by; ``local``: in the layers with a window, by ``local_rope_theta``.
+
+    YaRN's factor on rotated queries and on keys is its square on scores.
+    """
+    scaling = None if local else architecture.rope_scaling
+    stretched = 1.0 if scaling is None else scaling.attention_factor**2
+    return stretched * (architecture.softmax_scale or 1.0 / math.sqrt(architecture.head_dim))
+
+
+class MixedSelfAttention(SelfAttention):
+    """Of a model whose layers with a window have positions of their own.
+
+    ``rotary_pos_emb``, where Transformer Engine rotates, are both kinds of angles [2, positions, 1, 1, head_dim].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        *args: Any,
+        local_scale: float,
+        **kwargs: Any,
+    ) -> None:
+        self.is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        if self.is_local:
+            config = copy.copy(config)
+            config.softmax_scale = local_scale
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+        own = None if rotary_pos_emb is None else rotary_pos_emb[int(self.is_local)]
+        return super().forward(*args, rotary_pos_emb=own, **kwargs)
+
+
+def place_positions(layer: Any, architecture: Architecture) -> None:
+    """Give a layer's submodules the attention that tells layers apart, where the model's differ.
+
+    Raises:
+        ValueError: the part is missing for this layer.
+    """
+    if architecture.local_rope_theta is not None:
+        if architecture.linear_layers or architecture.attention_gate:
+            raise ValueError("positions that differ by layer are missing beside gated delta nets and gated attention")
+        layer.self_attention.module = MixedSelfAttention
+        layer.self_attention.params = {
+            **layer.self_attention.params,
+            "local_scale": softmax_scale(architecture, local=True),
+        }

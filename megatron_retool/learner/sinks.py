@@ -1,0 +1,63 @@
+"""Attention sinks (Xiao et al., arXiv:2309.17453, section 3; gpt-oss): one more score in each head's softmax.
+
+The sink s is a parameter of a head.  With l the logarithm of the sum of a query's exponentiated scores, softmax over
+scores and sink gives exp(l) / (exp(l) + exp(s)) of what softmax over the scores alone gives; the rest goes nowhere.  So
+any attention that tells l can have sinks.  The gradient of flash attention needs the final output and the final
+logarithm alone (arXiv:2205.14135, section 3.1): here those with the sink.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """[B, L, heads, d] queries, [B, K, groups, d] keys and values, sinks [heads] -> [B, L, heads, d], differentiable.
+
+    On the CPU; each query has to see a key.
+
+    Args:
+        mask: bool, which keys a query sees, [L, K] or [B, 1, L, K]; None: all up to itself, and L = K.
+    """
+    repeated = query.size(2) // key.size(2)
+    if repeated > 1:
+        key, value = (x.repeat_interleave(repeated, 2) for x in (key, value))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    hidden = None
+    if mask is not None:
+        hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    out: Tensor = _SinkAttention.apply(query, key, value, sinks, hidden, scale)
+    return out.transpose(1, 2)
+
+
+class _SinkAttention(torch.autograd.Function):
+    """[B, heads, L, d]; ``mask`` is added to the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        out, logarithm = _forward(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)
+        total = torch.logaddexp(logarithm, sinks.to(logarithm.dtype)[:, None])
+        out = (out * (logarithm - total).exp_().unsqueeze(-1)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, mask, out, total)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, sinks, mask, out, total = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = _backward(grad, query, key, value, out, total, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+        # The sink's own value is zero: what it takes, it takes from the output.
+        share = (sinks.to(total.dtype)[:, None] - total).exp_()
+        grad_sinks = -(share * (grad * out).sum(-1)).sum((0, 2))
+        return *grads, grad_sinks.to(sinks.dtype), None, None

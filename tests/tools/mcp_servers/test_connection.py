@@ -1,0 +1,82 @@
+"""A connection that several calls share: one of them is cancelled, or several find the server gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+
+import pytest
+
+from tools.mcp_servers.connection import McpConnection, McpUnavailable
+
+needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the package mcp")
+
+
+class Client:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.gone = asyncio.Event()
+
+    async def call_tool(self, name: str, arguments: dict) -> str:
+        if name == "wait":
+            await self.gone.wait()
+            raise ConnectionResetError("the server has gone")
+        return f"{name} of {self.number}"
+
+
+class Server:
+    """Stands in for ``McpServer``."""
+
+    label, start_seconds = "a server", 20.0
+
+    def __init__(self) -> None:
+        self.may_begin = asyncio.Event()
+        self.clients: list[Client] = []
+
+    @contextlib.asynccontextmanager
+    async def client(self):
+        self.clients.append(Client(len(self.clients)))
+        mine = self.clients[-1]
+        await self.may_begin.wait()
+        yield mine
+
+
+def test_who_is_cancelled_while_a_server_begins_does_not_keep_it_from_others():
+    async def scenario():
+        server = Server()
+        connection = McpConnection(server)
+        first = asyncio.create_task(connection.call("a", {}, 5))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait({first})
+        second = asyncio.create_task(connection.call("b", {}, 5))
+        await asyncio.sleep(0.01)
+        server.may_begin.set()
+        found = await second
+        await connection.close()
+        return found, len(server.clients)
+
+    assert asyncio.run(scenario()) == ("b of 0", 1)
+
+
+@needs_mcp
+def test_calls_that_find_a_server_gone_leave_its_successor_alone():
+    async def scenario():
+        server = Server()
+        server.may_begin.set()
+        connection = McpConnection(server)
+        late = [asyncio.create_task(connection.call("wait", {}, 5)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        (first,) = server.clients
+        await connection.close()  # as the first call does that finds it gone
+        assert await connection.call("a", {}, 5) == "a of 1"
+        first.gone.set()
+        gone = await asyncio.gather(*late, return_exceptions=True)
+        again = await connection.call("b", {}, 5)
+        await connection.close()
+        return gone, again
+
+    gone, again = asyncio.run(scenario())
+    assert all(isinstance(error, McpUnavailable) for error in gone)
+    assert again == "b of 1", "a call that failed late ends no connection but its own"
