@@ -118,11 +118,10 @@ class SGLangClient:
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            # A later request that shares a prefix with the text is to be computed as if it had never been here.
+            "extra_key": uuid.uuid4().hex,
         }
         answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
-        # A later request that shares a prefix with the text is to be computed as if it had never been here.
-        with contextlib.suppress(EngineRejected):
-            await self.flush_cache()
         try:
             pairs = answer["meta_info"]["input_token_logprobs"][1:]
             log_probs, ids = [float(pair[0]) for pair in pairs], [pair[1] for pair in pairs]

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from megatron_retool.__main__ import main
+from tests.processes import is_alive
 
 SECONDS = 5.0
 Refused = Callable[..., str]
@@ -70,4 +71,4 @@ def _files(directory: Path) -> dict[str, bytes]:
 
 
 def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+    return {child.pid for child in psutil.Process().children() if is_alive(child)}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.processes import is_alive
+
 ROOT = Path(__file__).parents[2]
 MARKER = "MEGATRON_RETOOL_CAMPAIGN_RUN"
 SHARED_MEMORY = Path("/dev/shm")
@@ -74,7 +76,7 @@ class WatchedRun:
             processes += [driver, *driver.children(recursive=True)]
         for process in [*processes, *self._seen.values()]:
             with contextlib.suppress(psutil.Error):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if is_alive(process):
                     self._seen[process.pid] = process
                     found[process.pid] = " ".join(process.cmdline())
         self._look_at_shared_memory(found)

@@ -25,6 +25,7 @@ from megatron_retool.cluster.runtime import node_address, node_ids
 from megatron_retool.cluster.sandbox_group import SandboxGroup
 from megatron_retool.config import Config, load_config
 from megatron_retool.ports import free_port
+from tests.processes import is_alive
 from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerError
 
@@ -89,10 +90,6 @@ def used(client: CodeInterpreterClient) -> tuple[float, float]:
     return metrics["tool/sandbox_0/requests"], metrics["tool/sandbox_1/requests"]
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def squares(client: CodeInterpreterClient, count: int) -> None:
     """So many requests at once, each with the right answer."""
 
@@ -149,7 +146,7 @@ def test_code_runs_on_while_servers_owners_and_a_node_die(
             os.kill(owner, signal.SIGKILL)
             await load
             await until(lambda: len(client.urls) == 2 and first not in client.urls)
-            await until(lambda: is_gone(pid))
+            await until(lambda: not is_alive(pid))
             assert "owner of code interpreter server 0 ended" in said.getvalue()
             used(client)
             await squares(client, 20)
@@ -166,9 +163,9 @@ def test_code_runs_on_while_servers_owners_and_a_node_die(
             used(client)
             await squares(client, 20)
             assert used(client) == (20, 0)
-            await until(lambda: is_gone(lost))
+            await until(lambda: not is_alive(lost))
             left = await ask(group, 0, lambda worker: worker.server.pid)
-        await until(lambda: is_gone(left))
+        await until(lambda: not is_alive(left))
 
     asyncio.run(scenario())
     assert len(list(tmp_path.glob("*/logs/code_interpreter_[01].log"))) == 2

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from megatron_retool.config import CodeInterpreterConfig
+from tests.processes import is_alive
 from tests.tools.code_interpreter.conftest import Sandbox, start
 from tools.code_interpreter import isolation, seccomp
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
@@ -40,7 +41,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if is_alive(process)]
 
 
 def leftovers(server: int) -> list[str]:
@@ -91,6 +92,7 @@ def test_nothing_is_left_when_the_process_that_started_it_is_killed() -> None:
     code = """
 import threading, time
 from megatron_retool.config import CodeInterpreterConfig
+from tests.processes import is_alive
 from tools.code_interpreter.process import SandboxServerProcess
 process = SandboxServerProcess(CodeInterpreterConfig(workers=1, preimport=[]))
 thread = threading.Thread(target=process.start)  # the end of the starting thread is not the end of the process
