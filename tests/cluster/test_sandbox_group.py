@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
