@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cpu_batch_invariance
+import cpu_decode_attention
 import torch
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
@@ -74,6 +75,10 @@ def decode_attention(
     k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = rest
     if encoder_lens is not None or kwargs.get("sliding_window_size") is not None:
         return original(backend, query, output, *rest, **kwargs)
+    # Seeded engines need the bits that a prefill of the same tokens gives.
+    if not cpu_batch_invariance.enabled() and cpu_decode_attention.takes(query, k_cache, v_cache):
+        place = (req_to_token, req_pool_indices, seq_lens)
+        return output.copy_(cpu_decode_attention.attend(query, k_cache, v_cache, *place, kwargs.get("scaling")))
     slots, visible = _slots(backend, req_to_token, req_pool_indices, seq_lens)
     requests, heads, head_size = query.shape
     kv_heads = k_cache.shape[1]
