@@ -90,6 +90,9 @@ else
   install "--no-deps -r $venv/half01" "--no-deps -r $venv/half02"
 fi
 $pip --no-deps --no-build-isolation --editable .
-# On all cores. Some packages hold templates, which are no Python and do not compile.
-"$venv/bin/python" -m compileall -q -q -j 0 "$venv" >/dev/null 2>&1 || true
+if [[ "$flavour" == gpu ]]; then
+  # A job's processes may not be allowed to keep what they compile. On all cores; some packages hold templates, which are
+  # no Python and do not compile. On a laptop Python compiles what it imports, a seventh of all.
+  "$venv/bin/python" -m compileall -q -q -j 0 "$venv" >/dev/null 2>&1 || true
+fi
 echo "$want" > "$stamp"
