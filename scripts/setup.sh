@@ -90,9 +90,6 @@ else
   install "--no-deps -r $venv/half01" "--no-deps -r $venv/half02"
 fi
 $pip --no-deps --no-build-isolation --editable .
-if [[ "$flavour" == gpu ]]; then
-  # A job's processes may not be allowed to keep what they compile. On all cores; some packages hold templates, which are
-  # no Python and do not compile. On a laptop Python compiles what it imports, a seventh of all.
-  "$venv/bin/python" -m compileall -q -q -j 0 "$venv" >/dev/null 2>&1 || true
-fi
+# On all cores. Some packages hold templates, which are no Python and do not compile.
+"$venv/bin/python" -m compileall -q -q -j 0 "$venv" >/dev/null 2>&1 || true
 echo "$want" > "$stamp"
