@@ -113,6 +113,7 @@ def run_agents(pipe: Connection, turns: int, over_seconds: float) -> None:
             return sum(await asyncio.gather(*tasks))
 
     raise_descriptor_limit()
+    gc.disable()  # its pauses would hold calls back, which then come all at once
     while (sessions := pipe.recv()) is not None:
         pipe.send(asyncio.run(run(sessions)))
 

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_MIB = 64
 SHUTDOWN_SECONDS = 2.0
+COLLECT_AFTER = 1_000_000
+"""Objects that have to be new before the garbage collector looks for cycles among them that nothing refers to. After
+Python's 700, and the rounds that follow from it, every call waits for tens of milliseconds, several times a minute."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -267,13 +270,14 @@ class Gateway:
 
 @functools.cache
 def spare_collector() -> None:
-    """Leave all that the process has by now out of the garbage collector's rounds.
+    """Leave all that the process has by now out of the garbage collector's rounds, and have it make fewer.
 
     Once, and before calls come: with torch and transformers loaded a full round takes longer than a hundred calls, all
     of which would wait for it.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
     atexit.register(gc.unfreeze)
 
 
