@@ -143,6 +143,7 @@ class Gateway:
             await session.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        gc.collect(1)  # what the sessions left in cycles: no call waits now
 
     def open_session(
         self,
