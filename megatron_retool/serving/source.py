@@ -23,7 +23,7 @@ from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
-from sglang_rollout.engine.process import resolve_device
+from sglang_rollout.engine.process import RESERVED_TOKENS, resolve_device
 
 CPU_CACHE_TOKENS = 32768
 """KV cache of an engine without CUDA whose settings name none: SGLang would take most of the memory."""
@@ -94,17 +94,20 @@ def with_work_directory(config: Config, directory: Path) -> Config:
 
 
 def context_length(config: Config) -> int:
-    """Tokens of a context with its answer, by rollout.engine and the model's config.json.
+    """Tokens of a context with its answer, by rollout.engine and the model's config.json; of what the model or the
+    cache holds, those that SGLang leaves free are taken off.
 
     Raises:
         ConfigError: none of them says.
     """
     engine = config.rollout.engine
-    limits = [engine.context_length, engine.max_total_tokens]
+    held = [engine.max_total_tokens]
     if engine.context_length is None:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        limits.append(model.get("max_position_embeddings"))
-    known = [limit for limit in limits if isinstance(limit, int)]
+        held.append(model.get("max_position_embeddings"))
+    free = RESERVED_TOKENS if engine.backend == "sglang" else 0
+    known = [limit - free for limit in held if isinstance(limit, int)]
+    known += [engine.context_length] if engine.context_length is not None else []
     if not known:
         raise ConfigError(
             f"{config.model.path}/config.json has no max_position_embeddings: say rollout.engine.context_length=…"

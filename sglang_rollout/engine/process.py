@@ -43,6 +43,9 @@ CPU_SHIMS = _HERE / "cpu_shims"
 PLUGINS = _HERE / "sglang_plugins"
 EXPERT_DTYPE_VARIABLE = "MEGATRON_RETOOL_EXPERT_DTYPE"
 TORCHVISION_VARIABLE = "MEGATRON_RETOOL_TORCHVISION"
+RESERVED_TOKENS = 7
+"""Of its context length, which SGLang leaves free of a request's input (managers/tp_worker.py); of two it leaves the
+answer free too. So that rollout.engine.context_length can be filled it is told of so many more."""
 LOG_TAIL_LINES = 8
 LOG_TAIL_WIDTH = 240
 
@@ -256,7 +259,7 @@ class SGLangServer:
             "--mem-fraction-static": config.mem_fraction_static if self.device == "cuda" else None,
             "--max-total-tokens": config.max_total_tokens,
             "--max-running-requests": config.max_running_requests,
-            "--context-length": config.context_length,
+            "--context-length": None if config.context_length is None else config.context_length + RESERVED_TOKENS,
             "--random-seed": config.random_seed,
             "--weight-version": self.weight_version,
             # The trainer's own generate call is the warm-up, and it waits for it.
@@ -321,6 +324,8 @@ class SGLangServer:
             "TOKENIZERS_PARALLELISM": "false",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(2 * KEEP_ALIVE_SECONDS)),
         }
+        if self._fills_the_model():
+            environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         # The learner's torchrun variables would make SGLang join the wrong process group.
         for name in list(environment):
             if name in _TORCHRUN_VARIABLES or name.startswith("TORCHELASTIC_"):
@@ -367,6 +372,12 @@ class SGLangServer:
             return dict(json.loads((self.model_path / "config.json").read_text()))
         except ValueError as error:
             raise EngineStartError(f"{self.model_path / 'config.json'} is not valid JSON: {error}") from error
+
+    def _fills_the_model(self) -> bool:
+        """Whether the context is not longer than the model's, and what SGLang is told of is."""
+        wanted = self.config.context_length
+        longest = None if wanted is None else self._model_config().get("max_position_embeddings")
+        return wanted is not None and isinstance(longest, int) and wanted <= longest < wanted + RESERVED_TOKENS
 
     def _architecture(self) -> str:
         architectures = self._model_config().get("architectures")

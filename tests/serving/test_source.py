@@ -10,6 +10,7 @@ import pytest
 from megatron_retool.config import ConfigError, load_config, save_config
 from megatron_retool.serving.service import engine_gpus
 from megatron_retool.serving.source import CPU_CACHE_TOKENS, context_length, find_source, with_work_directory
+from sglang_rollout.engine.process import RESERVED_TOKENS
 
 
 def model(directory: Path, **settings: object) -> Path:
@@ -82,7 +83,7 @@ def test_a_model_of_no_run_and_a_config_of_its_own(tmp_path: Path, run_dir: Path
     source = find_source(str(path), overrides=["rollout.engine.device=cpu"])
     assert source.name == "small" and source.config.rollout.val.temperature == 1.0
     assert source.config.rollout.engine.max_total_tokens == CPU_CACHE_TOKENS
-    assert context_length(source.config) == 4096
+    assert context_length(source.config) == 4096 - RESERVED_TOKENS
     config = find_source(str(path), config_file=str(run_dir / "config.yaml")).config
     assert config.rollout.val.temperature == 0.25
     served = with_work_directory(config, tmp_path / "scratch")

@@ -44,6 +44,8 @@ from tests.sglang_rollout.unreliable_proxy import UnreliableProxy
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.registry import ToolRegistry
 
+CONTEXT = 4096
+"""The model's own, so that SGLang is told of a longer one."""
 GREEDY = SamplingConfig(n=1, temperature=0.0)
 
 
@@ -70,7 +72,7 @@ def model_directory(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def engine(model_directory, tmp_path_factory):
-    config = make_config("rollout.engine.random_seed=7").rollout.engine
+    config = make_config("rollout.engine.random_seed=7", f"rollout.engine.context_length={CONTEXT}").rollout.engine
     process = SGLangServer(
         config, model_path=model_directory, log_file=tmp_path_factory.mktemp("logs") / "engine.log", tokenizer=True
     )
@@ -506,6 +508,17 @@ def test_stop_strings_end_a_turn_and_lose_no_token(engine, tokenizer):
         expected = hf_log_probs(model, trajectory.prompt_ids.tolist(), trajectory.response_ids.tolist())
         assert np.abs(trajectory.rollout_log_probs[mask] - expected[mask]).max() < 2e-5
     assert max(len(t.tool_calls) for t in trajectories) >= 2
+
+
+@pytest.mark.parametrize("room", [1, 5])
+def test_the_context_can_be_filled_to_its_last_token(engine, tokenizer, room):
+    serve(engine, table_model(tokenizer, ENDLESS_POLICY))
+
+    async def scenario(client):
+        return await client.generate(GenerateRequest([5] * (CONTEXT - room), room, GREEDY))
+
+    result = on_client(engine, scenario)
+    assert (len(result.output_ids), result.finish_reason) == (room, "length")
 
 
 def test_a_refused_request_is_a_clear_error(engine, tokenizer):
