@@ -101,13 +101,14 @@ def context_length(config: Config) -> int:
         ConfigError: none of them says.
     """
     engine = config.rollout.engine
-    held = [engine.max_total_tokens]
-    if engine.context_length is None:
+    known, held = [], [engine.max_total_tokens]
+    if engine.context_length is not None:
+        known.append(engine.context_length)
+    else:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
         held.append(model.get("max_position_embeddings"))
     free = RESERVED_TOKENS if engine.backend == "sglang" else 0
-    known = [limit - free for limit in held if isinstance(limit, int)]
-    known += [engine.context_length] if engine.context_length is not None else []
+    known += [limit - free for limit in held if isinstance(limit, int)]
     if not known:
         raise ConfigError(
             f"{config.model.path}/config.json has no max_position_embeddings: say rollout.engine.context_length=…"

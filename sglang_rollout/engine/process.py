@@ -376,8 +376,10 @@ class SGLangServer:
     def _fills_the_model(self) -> bool:
         """Whether the context is not longer than the model's, and what SGLang is told of is."""
         wanted = self.config.context_length
-        longest = None if wanted is None else self._model_config().get("max_position_embeddings")
-        return wanted is not None and isinstance(longest, int) and wanted <= longest < wanted + RESERVED_TOKENS
+        if wanted is None:
+            return False
+        longest = self._model_config().get("max_position_embeddings")
+        return isinstance(longest, int) and wanted <= longest < wanted + RESERVED_TOKENS
 
     def _architecture(self) -> str:
         architectures = self._model_config().get("architectures")

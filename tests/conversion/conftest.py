@@ -12,6 +12,15 @@ import torch
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from tests.learner.tiny_models import FAMILIES, hf_model
 
+BLOCKS = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
+"""Sizes of which blocks of 128 x 128 fill every linear layer."""
+
 
 def save_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -15,15 +15,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import are_powers_of_two, form_of, quantize_blockwise, quantized_names
 from conversion.model.weight_map import WeightMap
 from conversion.verify import verify_logits
-from tests.conversion.conftest import assert_same_bits, read_all
-
-BLOCKS = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-}
+from tests.conversion.conftest import BLOCKS, assert_same_bits, read_all
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,8 @@ from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
-from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
+from tests.conversion.conftest import BLOCKS, assert_same_bits, read_all, save_tokenizer
 
-BLOCKS = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

@@ -15,12 +15,10 @@ import numba
 import numpy as np
 import torch
 
-THREADS = 1
-
 
 def takes(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether ``attend`` is for these: float32 throughout, in a process of one thread."""
-    return torch.get_num_threads() == THREADS and all(x.dtype == torch.float32 for x in (query, k_cache, v_cache))
+    return torch.get_num_threads() == 1 and all(x.dtype == torch.float32 for x in (query, k_cache, v_cache))
 
 
 def attend(
