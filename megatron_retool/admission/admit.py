@@ -47,7 +47,7 @@ class Request:
         source: its directory, where there is one: for the tokenizer.
         families: of model.families.
         layers: that the shrunk model has.
-        names: of the layouts; None: every product.
+        names: of the layouts; None: all of these, and every product.
     """
 
     name: str

@@ -84,7 +84,8 @@ def process_groups(case: Case) -> str:
 
 
 def cases(architecture: Architecture, names: tuple[str, ...] | None = NAMED) -> list[Case]:
-    """The cases of these names, or (None) every product of all kinds of parallelism on up to 4 processes."""
+    """The cases of these names, or (None) all that have one, and every product of the kinds of parallelism on up to 4
+    processes."""
     chosen = _products() if names is None else (case for case in _NAMED if case.name in names)
     return [_judged(case, architecture) for case in chosen]
 
@@ -133,7 +134,8 @@ _KINDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def _products() -> Iterator[Case]:
-    yield from (case for case in _NAMED if case.world == 1)
+    yield from _NAMED
+    named = [(case.world, case.settings) for case in _NAMED]
     for values in itertools.product(*(sizes for _, sizes in _KINDS.values())):
         settings = dict(zip(_KINDS, values, strict=True))
         kept = {key: value for key, value in settings.items() if value != _KINDS[key][1][0]}
@@ -141,7 +143,8 @@ def _products() -> Iterator[Case]:
         experts = (settings[ETP] or settings[TP]) * settings[EP] * settings[PP]
         world = max(ranks, experts)
         needless = settings[TP] == 1 and (SP in kept or ETP in kept) or VPP in kept and settings[PP] != 4
-        if kept and not needless and world <= MAX_PROCESSES and not world % ranks and not world % experts:
+        fits = world <= MAX_PROCESSES and not world % ranks and not world % experts
+        if kept and fits and not needless and (world, kept) not in named:
             yield Case(_name(kept), world, kept)
 
 

@@ -29,8 +29,8 @@ difference, relative to its own. A model that no family covers is refused by the
 megatron-retool admit qwen3-8b --layouts few --without-engine
 ```
 
-`--layouts few` starts up to two processes, `named`, the default, up to four, `all` goes through every product of the
-kinds of parallelism on up to four. The tests run the same function for the models below; two of them, which stand for
+`--layouts few` starts up to two processes, `named`, the default, up to four, `all` also goes through every product of
+the kinds of parallelism on up to four. The tests run the same function for the models below; two of them, which stand for
 dense models and for experts, in all named layouts. This page is made of its JSON file:
 
 ```bash

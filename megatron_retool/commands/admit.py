@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         choices=("few", "named", "all"),
         default="named",
-        help="few: up to 2 processes; named: up to 4; all: every product on up to 4 (default: named)",
+        help="few: up to 2 processes; named: up to 4; all: also every product on up to 4 (default: named)",
     )
     parser.add_argument("--without-engine", action="store_true", help="leave SGLang's class out")
     parser.add_argument("--json", dest="output", metavar="FILE", type=Path, help="write what was found")
