@@ -28,7 +28,7 @@ lists=("requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirement
 if [[ "$flavour" == gpu ]]; then
   lists+=(requirements/gpu-build.txt)
 else
-  lists+=(requirements/transformer_engine_only.txt)
+  lists+=(requirements/installer.txt requirements/transformer_engine_only.txt)
 fi
 want="$flavour $(cat "${lists[@]}" pyproject.toml | sha256sum | cut -c1-16) $PWD"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
@@ -54,16 +54,30 @@ pip_flags=(--quiet --disable-pip-version-check --no-input --no-compile)
 [[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip install ${pip_flags[*]}"
 
-# Installs several lists at once, as unpacking takes one core: each argument is what pip is told of one of them.
+# uv unpacks on all cores, and pip on one. It does not read pip's settings, so it is told of them.
+get_uv() {
+  local settings index more files certificate
+  if ! $pip --no-deps -r requirements/installer.txt; then
+    echo "setup: going on with pip alone, which takes longer" >&2
+    return
+  fi
+  settings="$("$venv/bin/python" -m pip config list | sed 's/\\n/ /g')"
+  setting() { sed -n "s/^[^']*\.$1='\(.*\)'$/\1/p;T;q" <<<"$settings"; }
+  index="$(setting index-url)" more="$(setting extra-index-url)"
+  files="$(setting find-links)" certificate="$(setting cert)"
+  [[ -z "$index" ]] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+  [[ -z "$more" ]] || export UV_INDEX="${UV_INDEX:-$more}"
+  [[ -z "$files" ]] || export UV_FIND_LINKS="${UV_FIND_LINKS:-${files// /,}}"
+  [[ -z "$certificate" ]] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificate}"
+  export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" # the best of all indexes, as pip takes it
+}
+
+# What uv cannot install, pip tries: an index may want something that uv does not know.
 install() {
-  local arguments running=() failed=0
-  for arguments in "$@"; do
-    # shellcheck disable=SC2086 # several words
-    $pip $arguments &
-    running+=($!)
-  done
-  for process in "${running[@]}"; do wait "$process" || failed=1; done
-  return "$failed"
+  if [[ -x "$venv/bin/uv" ]] && "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; then
+    return
+  fi
+  $pip "$@"
 }
 
 if [[ "$flavour" == gpu ]]; then
@@ -80,16 +94,16 @@ else
   # torchvision has no CPU wheel on the package index and breaks transformers' imports where it is visible:
   # only SGLang's server process gets to see it.
   # Megatron-Core takes other ways wherever it can import Transformer Engine: only tests that ask for it get to see it.
-  separate="--no-deps --upgrade --target $venv"
-  NVTE_PROJECT_BUILDING=1 install "-r requirements/cpu-torch.txt" \
-    "$separate/sglang_only -r requirements/sglang_only.txt" \
-    "$separate/transformer_engine_only -r requirements/transformer_engine_only.txt"
-  # The list is complete, each package stands in one half of it: --no-deps keeps pip from SGLang's CUDA packages, from
-  # its pin of another torch, and the two from each other.
-  split --number=r/2 --numeric-suffixes=1 requirements/cpu.txt "$venv/half"
-  install "--no-deps -r $venv/half01" "--no-deps -r $venv/half02"
+  get_uv
+  export NVTE_PROJECT_BUILDING=1
+  install -r requirements/cpu-torch.txt
+  # The list is complete: --no-deps keeps SGLang's CUDA packages out, and its pin of another torch.
+  install --no-deps -r requirements/cpu.txt
+  for name in sglang_only transformer_engine_only; do
+    install --no-deps --upgrade --target "$venv/$name" -r "requirements/$name.txt"
+  done
 fi
-$pip --no-deps --no-build-isolation --editable .
+install --no-deps --no-build-isolation --editable .
 # On all cores, without what no run imports, two fifths of all. Some packages hold templates, which do not compile.
 skipped='/(tests?|testing|SelfTest|_vendor)/|/transformers/models/(?!auto/)|/ray/rllib/|/sglang/multimodal_gen/'
 skipped+='|/site-packages/(plotly|nltk|matplotlib|fontTools|IPython|playwright|mypyc|pip|setuptools)/'

@@ -1,4 +1,7 @@
-"""scripts/setup.sh: what it installs, in which order, and when it leaves an environment alone. pip is a stand-in."""
+"""scripts/setup.sh: what it installs, in which order, and when it leaves an environment alone.
+
+pip and uv are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-CPU = sorted(["cpu-torch", "sglang_only", "transformer_engine_only", ".venv/half01", ".venv/half02", "."])
+CPU = sorted(["installer", "cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "."])
 GPU = sorted(["gpu-torch", "gpu-build", "gpu", "."])
 
 
@@ -94,19 +97,44 @@ def test_packages_are_compiled_at_the_end_on_all_cores(checkout: Checkout) -> No
     assert all("--no-compile" in call for call in installed if call.startswith("-m pip install"))
 
 
-def test_both_halves_together_are_the_list_and_follow_torch(checkout: Checkout) -> None:
-    checkout.program(".venv/bin/python", 'echo "${@: -1}" >>calls')
+def test_torch_comes_first_and_nothing_is_added_to_the_list(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", '[[ "$*" != *pip\\ install* ]] || echo "$@" >>calls')
     checkout.setup()
-    halves = [(checkout.path / ".venv" / f"half0{number}").read_text().splitlines() for number in (1, 2)]
-    assert sorted(sum(halves, [])) == sorted((ROOT / "requirements" / "cpu.txt").read_text().splitlines())
-    assert all("==" in line for half in halves for line in half[2:])
-    calls = (checkout.path / "calls").read_text().split()
-    assert set(calls[:3]) == {f"requirements/{n}.txt" for n in ("cpu-torch", "sglang_only", "transformer_engine_only")}
-    assert set(calls[3:5]) == {".venv/half01", ".venv/half02"}
+    calls = (checkout.path / "calls").read_text().splitlines()
+    assert [call.split()[-1] for call in calls[1:3]] == ["requirements/cpu-torch.txt", "requirements/cpu.txt"]
+    assert all("--no-deps" in call for call in calls if "cpu-torch" not in call)
+
+
+def test_uv_installs_from_the_indexes_of_pip(checkout: Checkout) -> None:
+    variables = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "SSL_CERT_FILE")
+    checkout.program(".venv/bin/uv", f'echo "$@ {" ".join(f"{name}=${name}" for name in variables)}" >>calls')
+    settings = (
+        "global.index-url='https://a/simple'",
+        r"global.extra-index-url='https://b/simple\nhttps://c'",
+        "global.find-links='/d /e'",
+        "global.cert='/f.pem'",
+    )
+    listed = "; ".join(f'echo "{line}"' for line in settings)
+    checkout.program(".venv/bin/python", f'if [[ "$*" == *config* ]]; then {listed}; else echo "$@"; fi')
+    assert checkout.setup() == ["installer"], "pip is left with uv alone"
+    calls = (checkout.path / "calls").read_text().splitlines()
+    assert len(calls) == len(CPU) - 1
+    places = "UV_DEFAULT_INDEX=https://a/simple UV_INDEX=https://b/simple https://c UV_FIND_LINKS=/d,/e"
+    assert all(call.endswith(f"{places} SSL_CERT_FILE=/f.pem") for call in calls)
+
+
+def test_what_uv_cannot_install_pip_does(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/uv", '[[ "$*" != *cpu.txt ]]')
+    assert checkout.setup() == ["cpu", "installer"]
+
+
+def test_without_uv_pip_does_all(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", '[[ "$*" != *installer.txt ]] && echo "$@"')
+    assert checkout.setup() == sorted(set(CPU) - {"installer"})
 
 
 def test_a_list_that_cannot_be_installed_ends_the_setup(checkout: Checkout) -> None:
-    checkout.program(".venv/bin/python", '[[ "${@: -1}" != *half01 ]]')
+    checkout.program(".venv/bin/python", '[[ "${@: -1}" != *cpu.txt ]]')
     checkout.setup(code=1)
     assert not (checkout.path / ".venv" / ".installed").exists()
 

@@ -30,8 +30,8 @@ megatron-retool admit qwen3-8b --layouts few --without-engine
 ```
 
 `--layouts few` starts up to two processes, `named`, the default, up to four, `all` also goes through every product of
-the kinds of parallelism on up to four. The tests run the same function for the models below; two of them, which stand for
-dense models and for experts, in all named layouts. This page is made of its JSON file:
+the kinds of parallelism on up to four. The tests run the same function for the models below in few layouts, and for two
+of them, which stand for dense models and for experts, in all that have a name. This page is made of its JSON file:
 
 ```bash
 megatron-retool admit --every-family --json docs/models.json
