@@ -55,7 +55,8 @@ class Rule:
     """Shape of each Hugging Face tensor, as names of ``SIZES``."""
     arrangement: Arrangement = Arrangement.COPY
     sections: tuple[str, ...] = ()
-    """Of one tensor that fuses several: their rows, as names of ``SIZES``, arranged as if each were one by itself."""
+    """Where a tensor fuses several: the rows of each in turn, through all tensors, as names of ``SIZES``. They are arranged
+    as if each were one by itself."""
     tp_dim: int | None = None
     """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
     layers: Layers = Layers.ALL
@@ -300,6 +301,17 @@ GATED_DELTA_NET: Rules = tuple(
 """With ``Architecture.delta_net``: what ``Architecture.linear_layers`` have in place of attention. On disk the
 projections are interleaved by key head already; here the convolution is too, so that a tensor-parallel rank has a run
 of rows of every parameter."""
+
+SPLIT_GATED_DELTA_NET: Rules = (
+    replace(
+        GATED_DELTA_NET[0],
+        hf=tuple(f"{_HF_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        shapes=tuple((size, "hidden") for size in ("linear_convolved", "linear_value", *2 * ("linear_value_heads",))),
+        sections=("linear_query", "linear_query", "linear_value", "linear_value", *2 * ("linear_value_heads",)),
+    ),
+    *GATED_DELTA_NET[1:],
+)
+"""``GATED_DELTA_NET`` whose projections are not interleaved on disk: q over k over v, and three tensors beside it."""
 
 SWIGLU: Rules = swiglu(MCORE_LAYER + "mlp.", HF_LAYER + "mlp.", "ffn", Layers.DENSE)
 """The MLP of dense layers; beside ``EXPERTS`` where ``Architecture.dense_layers`` may name some."""

@@ -73,7 +73,7 @@ class Mapping:
     """Query heads of a query group."""
     padding_rows: int = 0
     sections: tuple[int, ...] = ()
-    """Rows of what one Hugging Face tensor fuses, see ``rules.Rule``; empty: nothing is fused."""
+    """Rows of what Hugging Face tensors fuse, see ``rules.Rule``; empty: nothing is fused."""
 
     @property
     def is_stacked(self) -> bool:
@@ -91,11 +91,14 @@ class Mapping:
 
     @cached_property
     def _blocks(self) -> tuple[Segment, ...]:
-        """What the arrangement arranges: whole Hugging Face tensors, or the sections of one."""
-        if not self.sections:
-            return tuple(Segment(source, 0, shape[0]) for source, shape in enumerate(self.hf_shapes))
-        ends = tuple(itertools.accumulate(self.sections))
-        return tuple(Segment(0, end - rows, end) for rows, end in zip(self.sections, ends, strict=True))
+        """What the arrangement arranges: whole Hugging Face tensors, or their sections."""
+        blocks, source, start = [], 0, 0
+        for rows in self.sections or (shape[0] for shape in self.hf_shapes):
+            blocks.append(Segment(source, start, start + rows))
+            start += rows
+            if start == self.hf_shapes[source][0]:
+                source, start = source + 1, 0
+        return tuple(blocks)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

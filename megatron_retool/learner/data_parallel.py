@@ -9,15 +9,25 @@ directly, so it is announced here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import Parameter
 
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.model import PackedModel
 from megatron_retool.learner.performance import data_parallel_options
+
+
+class _Collectable(DistributedDataParallel):
+    """Megatron's, which Python's collector can free: autograd holds its hooks where the collector does not look, so they
+    must not hold it, and with it the whole learner and the process groups of its layout."""
+
+    def _make_backward_post_hook(self, param: Parameter) -> Any:
+        return DistributedDataParallel._make_backward_post_hook(weakref.proxy(self), param)
 
 
 def wrap(
@@ -26,10 +36,7 @@ def wrap(
     """``chunks`` (this rank's virtual pipeline stages) in Megatron's DDP, with their output layer announced to it."""
     options = DistributedDataParallelConfig(**data_parallel_options(learner))
     # As in Megatron's own training: what later chunks and stages exchange is not on the critical path.
-    wrapped = [
-        DistributedDataParallel(config, options, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    wrapped = [_Collectable(config, options, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     for outer, chunk in zip(wrapped, chunks, strict=True):
         _count_padding(outer)
         _announce_head(outer, chunk, options)

@@ -17,9 +17,9 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import ConfigError
 
 _active: ParallelLayout | None = None
+"""The layout whose process groups this process has joined: an actor and a critic share them."""
 _of_layout: list[Any] = []
 """Megatron's process groups for it."""
-"""The layout whose process groups this process has joined: an actor and a critic share them."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -96,6 +96,8 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
     global _active
     if _active == layout and parallel_state.model_parallel_is_initialized():
         return
+    if _of_layout:
+        torch.distributed.barrier()  # a rank that is still joining these groups would find its connections closed
     _leave_layout()
     others = _process_groups()
     parallel_state.initialize_model_parallel(

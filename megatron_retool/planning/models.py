@@ -172,6 +172,29 @@ _OLMO_3: dict[str, Any] = {
 }
 """Every fourth layer sees the whole past."""
 
+_GATED_DELTA_NETS: dict[str, Any] = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+}
+_QWEN3_5: dict[str, Any] = {
+    **_GATED_DELTA_NETS,
+    "attn_output_gate": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _qwen2_5(24, 896, 14, 2, 4864, 151936, tied=True),
     "qwen2.5-1.5b": _qwen2_5(28, 1536, 12, 2, 8960, 151936, tied=True),
@@ -290,13 +313,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo-2-7b": _olmo("olmo2", 32, 4096, 32, 32, 11008, 100352),
     "qwen3-next-80b-a3b": {
         **_decoder("qwen3_next", 48, 2048, 16, 2, 5120, 151936),
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        **_GATED_DELTA_NETS,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
@@ -304,8 +321,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "partial_rotary_factor": 0.25,
         "rope_theta": 10000000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
+    },
+    "qwen3.5-9b": {**_decoder("qwen3_5_text", 32, 4096, 16, 4, 12288, 248320), **_QWEN3_5},
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 248320,
+        "tie_word_embeddings": False,
+        **_QWEN3_5,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "mistral-7b-v0.1": _decoder(
         "mistral",

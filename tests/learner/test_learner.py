@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import gzip
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,17 @@ def _mini_batch(batch: TrajectoryBatch, advantages: float = 1.0) -> TrajectoryBa
         advantages=np.full(count, advantages),
         loss_weights=batch.loss_mask / batch.loss_mask.sum(),
     )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_learner_that_nobody_has_is_collected(model_dir: Path, overlap: bool) -> None:
+    settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    learner = _learner(model_dir, **settings)
+    learner.update(_mini_batch(random_batch(LENGTHS)))
+    gone = weakref.ref(learner.model_chunks[0])
+    del learner
+    gc.collect()
+    assert gone() is None
 
 
 def test_sft_loss_is_the_mean_cross_entropy_and_training_lowers_it(model_dir: Path) -> None:

@@ -62,6 +62,14 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 _LIBRARY = torch.library.Library("sgl_kernel", "DEF")
 _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+# Looked up where SGLang's file of Qwen3.5 is imported, and not called: its delta nets have no operators on a CPU.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _LIBRARY.define(f"{_name}() -> ()")
 
 
 def __getattr__(name: str) -> Any:

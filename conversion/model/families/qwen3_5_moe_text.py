@@ -1,0 +1,32 @@
+"""Qwen3.5's language model as a mixture of experts, with a gated shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.families import qwen3_5_text
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, experts, shared_expert
+from conversion.model.rules import (
+    EXPERTS,
+    GATED_ATTENTION,
+    SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
+    SPLIT_GATED_DELTA_NET,
+    decoder_rules,
+)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    # No layer is dense, and gates are always normalised.
+    config = config.with_defaults(intermediate_size=config.integer("moe_intermediate_size"), norm_topk_prob=True)
+    config.require(norm_topk_prob=True)
+    return {**qwen3_5_text.read(config), **experts(config), **shared_expert(config)}
+
+
+FAMILY = Family(
+    "qwen3_5_moe_text",
+    rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
+    read=read,
+    engine_classes={"Qwen3_5MoeForCausalLM": "sglang.srt.models.qwen3_5_text:Qwen3_5MoeForCausalLM"},
+)
