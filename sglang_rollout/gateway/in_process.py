@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from typing import Any
 
 import httpx
@@ -68,7 +69,7 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
             raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
         return await self._api.answer(ApiRequest(request.method, request.url.path, request.headers, read))
 
-    def _handed_over(self, request: httpx.Request, body: bytes) -> Any:
+    def _handed_over(self, request: httpx.Request, body: bytes) -> concurrent.futures.Future[Reply]:
         answer = self._answer(request, body)
         try:
             return asyncio.run_coroutine_threadsafe(answer, self._loop)
