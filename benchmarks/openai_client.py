@@ -1,9 +1,13 @@
-"""What the ``openai`` client costs an agent's process: making one, and a call without a network.
+"""What the ``openai`` client costs an agent's process: making one, a call without a network, and the run's driver.
 
     python benchmarks/openai_client.py
 
 CPU time, so that other programs on the cores matter less. The transport answers at once, with the same tool call; the
 baseline is the same request by ``httpx`` alone, which ``openai`` is built on.
+
+The driver's part is rollouts of ``RolloutManager`` with an engine and a tool that answer at once: a call of the tool,
+and an answer. The baseline is the built-in loop; examples/run_tools_agent.py takes the same rollouts through the
+gateway's socket and without one.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ import asyncio
 import json
 import os
 import ssl
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +28,17 @@ import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletion
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_retool.config import SamplingConfig, load_config
+from megatron_retool.data.chat_template import render
+from sglang_rollout.engine.base import GenerateRequest, GenerateResult
+from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.task_agents.client import ClientSettings
+from tests.sglang_rollout.agent import markov_policy as policy
+from tests.sglang_rollout.scripted import Counter, Prompt, ScriptedTools
+
+AGENT = Path(__file__).resolve().parents[1] / "examples" / "run_tools_agent.py"
 FUNCTION = {"name": "count", "parameters": {"type": "object", "properties": {"who": {"type": "string"}}}}
 TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
@@ -81,6 +98,7 @@ async def measure(repeats: int) -> None:
                 model="policy", messages=asked, tools=TOOLS
             ),
             "post": lambda sent=body: client.post("/chat/completions", body=sent, cast_to=ChatCompletion),
+            "post for a dict": lambda sent=body: client.post("/chat/completions", body=sent, cast_to=object),
             "httpx": lambda sent=body: http.post(f"{URL}/chat/completions", json=sent),
         }
         costs = {name: await milliseconds(call, repeats) for name, call in calls.items()}
@@ -89,13 +107,86 @@ async def measure(repeats: int) -> None:
             costs["create"] / costs["post"],
         )
         print(f"a call with {len(messages)} messages: {found}; create {ratio:.2f} times post")
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+class ScriptedEngine:
+    """Says a tool call, and after its result an answer, at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.base_url, self.requests = "one", 0
+        said = (policy.WORD * 20 + text + "<|im_end|>" for text in (policy.CALL, policy.ANSWER))
+        self._turns = [tokenizer.encode(text, add_special_tokens=False) for text in said]
+
+    def client(self, url: str) -> ScriptedEngine:
+        return self
+
+    async def generate(
+        self, request: GenerateRequest, *, on_start: Callable[[str], None], deadline_seconds: float
+    ) -> GenerateResult:
+        self.requests += 1
+        on_start(str(self.requests))
+        ids = self._turns[self._turns[0][-2] in request.input_ids]
+        await asyncio.sleep(0)
+        return GenerateResult(ids, [-0.5] * len(ids), [0] * len(ids), "stop", ids[-1])
+
+    async def healthy(self, timeout_seconds: float = 10.0) -> bool:
+        return True
+
+    async def close(self) -> None:
+        pass
+
+
+def prompts(tokenizer: Any, groups: int) -> list[Prompt]:
+    found = []
+    for group in range(groups):
+        messages = [{"role": "user", "content": f"What is {group} * 7? Use Python, then write the number in a box."}]
+        (text,) = render(tokenizer, [messages], [Counter.schema], add_generation_prompt=True)
+        found.append(Prompt(tokenizer.encode(text, add_special_tokens=False), group, {"uid": str(group)}))
+        found[-1].messages = messages
+    return found
+
+
+async def rollouts(tokenizer: Any, groups: int, *overrides: str) -> float:
+    """CPU milliseconds of a rollout of two turns, of ``groups`` groups of 8."""
+    config = load_config(None, ["data.max_prompt_length=2000", "data.max_response_length=400", *overrides])
+    asked, sampling, engine = prompts(tokenizer, groups), SamplingConfig(n=8), ScriptedEngine(tokenizer)
+    async with RolloutManager(config, tokenizer, ["one"], ScriptedTools(), engine=engine) as manager:
+        began = time.process_time()
+        rows = [row for group in await manager.generate_groups(asked, sampling) for row in group]
+        spent = time.process_time() - began
+    assert len(rows) == groups * 8 and all(row.turn_ids.max() == 1 and len(row.tool_calls) == 1 for row in rows)
+    return 1e3 * spent / len(rows)
+
+
+async def measure_driver(repeats: int) -> None:
+    tokenizer = policy.build_tokenizer()
+    certificates = ssl.create_default_context()
+    in_process = ClientSettings.http_client
+    agent = f"rollout.agent={AGENT}:run"
+    found: dict[str, list[float]] = {"built-in loop": [], "agent by a socket": [], "agent in process": []}
+    for _ in range(repeats + 1):
+        found["built-in loop"].append(await rollouts(tokenizer, 16))
+        setattr(ClientSettings, "http_client", lambda client: DefaultAsyncHttpxClient(verify=certificates))  # noqa: B010
+        found["agent by a socket"].append(await rollouts(tokenizer, 16, agent))
+        setattr(ClientSettings, "http_client", in_process)  # noqa: B010
+        found["agent in process"].append(await rollouts(tokenizer, 16, agent))
+    costs = {name: np.array(each[1:]) for name, each in found.items()}
+    built_in = costs["built-in loop"]
+    for name, cost in costs.items():
+        print(
+            f"a rollout, {name}: {np.median(cost):.2f} ms, {np.median(cost - built_in) / 2:.2f} ms a turn more than "
+            f"the built-in loop's, {np.median(cost / built_in):.2f} times"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
-    asyncio.run(measure(parser.parse_args().repeats))
+    parser.add_argument("--rounds", type=int, default=7, help="of 128 rollouts in each way")
+    options = parser.parse_args()
+    asyncio.run(measure(options.repeats))
+    asyncio.run(measure_driver(options.rounds))
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

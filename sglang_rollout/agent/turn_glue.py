@@ -102,6 +102,10 @@ class TurnGlue:
         """A tool's result as the model may read it: no longer than it may be, and without control tokens."""
         return self._limited(result)[0]
 
+    def size(self, result: str) -> tuple[int, bool]:
+        """The tokens of ``limited``, and whether the result's middle is left out."""
+        return self._limited(result)[1:]
+
     def render(self, results: Sequence[str]) -> RenderedResults:
         """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order."""
         texts, lengths, truncated = [], [], []

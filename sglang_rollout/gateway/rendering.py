@@ -26,6 +26,8 @@ from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
 
+PROMPTS_KEPT = 128
+"""New histories whose ids are kept: the rollouts of a group begin with the same one."""
 _OPENING_TAG = re.compile(r"\s*<[^<>\s]*>\s*\Z")
 
 
@@ -52,6 +54,7 @@ class ContextRenderer:
         self._glue = TurnGlue(tokenizer, self._format, config.max_tool_response_tokens)
         self.end_of_turn_id = self._glue.end_of_turn_id
         self.stop = stop_conditions(self._format, tokenizer, self.end_of_turn_id)
+        self._prompts: dict[str, list[int]] = {}
         # Nobody can guess it, so no message can hold it.
         self._mark = f"\u2039turn {secrets.token_hex(8)} {{}}\u203a"
 
@@ -69,7 +72,8 @@ class ContextRenderer:
         Raises:
             ApiError: the template refuses the messages.
         """
-        known = known or {}
+        if not known:
+            return list(self._new_prompt(messages, tools))
         shown = self._shown(messages)
         for place in known:
             shown[place] = {"role": "assistant", "content": self._mark.format(place)}
@@ -83,6 +87,16 @@ class ContextRenderer:
             text = text[len(self._glue.end_of_turn_text) :]
             ids += [*self._encode(before), *self._ended(sampled)]
         return [*ids, *self._encode(text)]
+
+    def _new_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Of a history without known turns."""
+        key = json.dumps([messages, tools])
+        ids = self._prompts.get(key)
+        if ids is None:
+            while len(self._prompts) >= PROMPTS_KEPT:
+                del self._prompts[next(iter(self._prompts))]
+            ids = self._prompts[key] = self._encode(self._rendered(self._shown(messages), tools))
+        return ids
 
     def after_turn(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Token ids of ``messages`` that follow a turn of ids ``sampled``, with the header of the next turn.
@@ -102,8 +116,7 @@ class ContextRenderer:
 
     def result_size(self, text: str) -> tuple[int, bool]:
         """The tokens of a tool's result as the model reads it, and whether its middle is left out."""
-        rendered = self._glue.render([text])
-        return rendered.result_tokens[0], rendered.truncated[0]
+        return self._glue.size(text)
 
     def positions(self, sampled: Sequence[int], calls: Sequence[SpokenCall]) -> list[int]:
         """Tokens of a turn before each of its ``calls``; -1 where one is not found."""

@@ -139,7 +139,7 @@ class TaskAgent:
 
     async def _ended(self, state: TrajectoryState, handle: SessionHandle) -> AgentEnd:
         shared = self._shared
-        client = ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key)
+        client = ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key, self._gateway.transport)
         task = task_of(state, self._purpose, shared.tools.schemas(state.extra_info))
         if shared.function is not None:
             return await run_function(shared.function, task, client, handle.seconds_left)

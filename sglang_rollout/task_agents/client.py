@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from sglang_rollout.agent.loop import TrajectoryState, row_of
+from sglang_rollout.gateway.in_process import GatewayClient, GatewayTransport
 
 MODEL = "policy"
 """The name that answers carry; calls may name any."""
@@ -16,17 +19,36 @@ MODEL = "policy"
 class ClientSettings:
     """Where the model that learns is, for any client of OpenAI's or Anthropic's API.
 
+    A function agent may have its calls answered without a socket, which takes less of the driver's time:
+    ``AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=client.http_client())``.
+
     Attributes:
         base_url: for clients of OpenAI's API.
         anthropic_base_url: for clients of Anthropic's.
         api_key: tells this rollout's calls from others'.
+        transport: of the clients below.
         model: a name for calls.
     """
 
     base_url: str
     anthropic_base_url: str
     api_key: str
+    transport: GatewayTransport
     model: str = MODEL
+
+    def http_client(self) -> httpx.AsyncClient:
+        """For ``AsyncOpenAI`` and others that take one of httpx's. It leads to the gateway alone, and waits for an
+        answer as long as the rollout may last."""
+        return GatewayClient(self.transport)
+
+    def sync_http_client(self) -> httpx.Client:
+        """The same for ``OpenAI``, in agents that are plain functions.
+
+        Raises:
+            RuntimeError: in the run's event loop, which the client would stop.
+        """
+        self.transport.check_thread()
+        return httpx.Client(transport=self.transport, timeout=None)
 
     def environment(self) -> dict[str, str]:
         """The variables that the clients read by themselves."""

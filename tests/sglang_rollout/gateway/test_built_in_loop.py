@@ -76,15 +76,15 @@ async def agent(client: openai.AsyncOpenAI, tools: ScriptedTools, model: str = "
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
 
-async def with_its_own_tools(handle) -> None:
+async def with_its_own_tools(gateway, handle) -> None:
     async with openai.AsyncOpenAI(base_url=handle.base_url, api_key="none", max_retries=0) as client:
         await agent(client, ScriptedTools())
 
 
-async def with_the_runs_tools(handle) -> None:
+async def with_the_runs_tools(gateway, handle) -> None:
     run = task_agents.bind(EXAMPLE, {"turns": 100, "calls": 100})
     task = {"messages": MESSAGES, "tools": [Counter.schema]}
-    await run(task, ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key))
+    await run(task, ClientSettings(handle.base_url, handle.anthropic_base_url, handle.key, gateway.transport))
 
 
 @pytest.mark.parametrize("drive", [with_its_own_tools, with_the_runs_tools])
@@ -108,7 +108,7 @@ def test_rows_are_equal(template, drive):
         limits = SessionLimits(max_response_length=limit, context_length=len(prompt) + limit + 5)
         async with Gateway(AsSampler(engine), tokenizer, CONFIG) as gateway:
             handle = gateway.open_session(SamplingConfig(), limits=limits, tool_session=ScriptedTools())
-            await drive(handle)
+            await drive(gateway, handle)
             return await handle.close()
 
     for name, script in SCRIPTS.items():

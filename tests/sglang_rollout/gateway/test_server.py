@@ -1,4 +1,5 @@
-"""The APIs over HTTP: what clients get, what is refused and how, and what becomes of calls that are cut."""
+"""The APIs by a socket and within the process: what clients get, what is refused and how, and what becomes of calls
+that are cut."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import json
 import re
 from types import SimpleNamespace
 
-import aiohttp
+import httpx
 import openai
 import pytest
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.router import NoEngineAvailable
+from sglang_rollout.gateway import api, server
+from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, WORD
@@ -25,6 +28,12 @@ END = "<|im_end|>"
 QUESTION = [{"role": "user", "content": "question"}]
 FUNCTION = Counter.schema["function"]
 CLAUDE_TOOL = {"name": "code_interpreter", "input_schema": FUNCTION["parameters"], "description": "Count."}
+
+
+@pytest.fixture(params=[None, GatewayClient], ids=["socket", "in process"])
+def way(request):
+    """How calls reach the gateway: (its transport) -> httpx's client, or None for a socket."""
+    return request.param
 
 
 class Script:
@@ -51,16 +60,16 @@ class Script:
 
 
 @contextlib.asynccontextmanager
-async def served(tokenizer, turns, host="127.0.0.1", stop_strings=True, **limits):
+async def served(tokenizer, turns, way=None, host="127.0.0.1", stop_strings=True, **limits):
     script = Script(tokenizer, turns)
     config = MultiTurnConfig(max_tool_response_tokens=60)
     limits = SessionLimits(**{"context_length": 2000, **limits})
     async with (
         Gateway(script, tokenizer, config, host=host, stop_strings=stop_strings) as gateway,
-        aiohttp.ClientSession() as http,
+        httpx.AsyncClient(timeout=None) if way is None else way(gateway.transport) as http,
     ):
         session = gateway.open_session(SamplingConfig(), limits=limits)
-        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0, http_client=http)
         async with client:
             yield SimpleNamespace(script=script, gateway=gateway, session=session, client=client, http=http)
 
@@ -68,9 +77,10 @@ async def served(tokenizer, turns, host="127.0.0.1", stop_strings=True, **limits
 async def post(at, path, body, headers=None):
     data = body if isinstance(body, (str, bytes)) else json.dumps(body)
     url = at.session.anthropic_base_url + path
-    async with at.http.post(url, data=data, headers=headers) as response:
-        text = await response.text()
-        return response.status, text if response.content_type == "text/event-stream" else json.loads(text)
+    response = await at.http.post(url, content=data, headers=headers)
+    kind = response.headers["content-type"]
+    assert response.headers.get("x-should-retry") == (None if response.status_code == 200 else "false")
+    return response.status_code, response.text if kind.startswith("text/event-stream") else response.json()
 
 
 def of_stream(text):
@@ -79,9 +89,9 @@ def of_stream(text):
     return [(block.get("event"), json.loads(block["data"])) for block in blocks if block["data"] != "[DONE]"]
 
 
-def test_chat_completions(tokenizer):
+def test_chat_completions(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + CALL + CALL_BROKEN + END, ANSWER + END]) as at:
+        async with served(tokenizer, [WORD + CALL + CALL_BROKEN + END, ANSWER + END], way) as at:
             asked = {"model": "mine", "messages": QUESTION, "tools": [Counter.schema], "logprobs": True}
             whole = await at.client.chat.completions.create(**asked, seed=3)
             (choice,) = whole.choices
@@ -113,9 +123,9 @@ def test_chat_completions(tokenizer):
     asyncio.run(run())
 
 
-def test_stop_texts_and_length(tokenizer):
+def test_stop_texts_and_length(tokenizer, way):
     async def run():
-        async with served(tokenizer, ["say halt now", WORD * 9]) as at:
+        async with served(tokenizer, ["say halt now", WORD * 9], way) as at:
             stopped = await at.client.chat.completions.create(model="", messages=QUESTION, stop=["now", "halt"])
             assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("say ", "stop")
             assert set(at.script.requests[0].stop.strings) == {"halt", "now"}
@@ -132,9 +142,9 @@ def test_stop_texts_and_length(tokenizer):
     asyncio.run(run())
 
 
-def test_responses(tokenizer):
+def test_responses(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + CALL + END, ANSWER + END]) as at:
+        async with served(tokenizer, [WORD + CALL + END, ANSWER + END], way) as at:
             tool = {"type": "function", **FUNCTION}
             asked = {"model": "mine", "instructions": "Be brief.", "tools": [tool]}
             first = await at.client.responses.create(**asked, input="question")
@@ -165,9 +175,9 @@ def test_responses(tokenizer):
     asyncio.run(run())
 
 
-def test_anthropic_messages(tokenizer):
+def test_anthropic_messages(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + CALL + END, ANSWER + END]) as at:
+        async with served(tokenizer, [WORD + CALL + END, ANSWER + END], way) as at:
             asked = {"model": "mine", "max_tokens": 50, "system": "Be brief.", "tools": [CLAUDE_TOOL]}
             status, first = await post(at, "/v1/messages", {**asked, "messages": QUESTION})
             assert (status, first["stop_reason"], first["role"]) == (200, "tool_use", "assistant")
@@ -197,9 +207,9 @@ def test_anthropic_messages(tokenizer):
     asyncio.run(run())
 
 
-def test_a_streamed_call_of_a_tool_in_anthropics_form(tokenizer):
+def test_a_streamed_call_of_a_tool_in_anthropics_form(tokenizer, way):
     async def run():
-        async with served(tokenizer, [CALL + CALL_BROKEN + END]) as at:
+        async with served(tokenizer, [CALL + CALL_BROKEN + END], way) as at:
             _, text = await post(at, "/v1/messages", {"max_tokens": 9, "messages": QUESTION, "stream": True})
             written = {}
             for name, event in of_stream(text):
@@ -243,9 +253,9 @@ BAD = [
 ]
 
 
-def test_malformed_requests_are_told_the_field(tokenizer):
+def test_malformed_requests_are_told_the_field(tokenizer, way):
     async def run():
-        async with served(tokenizer, [ANSWER + END]) as at:
+        async with served(tokenizer, [ANSWER + END], way) as at:
             for path, body, field in BAD:
                 status, answer = await post(at, path, body)
                 error = answer["error"]
@@ -257,9 +267,9 @@ def test_malformed_requests_are_told_the_field(tokenizer):
     asyncio.run(run())
 
 
-def test_limits_and_dead_sessions(tokenizer):
+def test_limits_and_dead_sessions(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD * 20 + END], context_length=120, max_calls=2) as at:
+        async with served(tokenizer, [WORD * 20 + END], way, context_length=120, max_calls=2) as at:
             create = at.client.chat.completions.create
             with pytest.raises(openai.APIStatusError) as raised:
                 await create(model="", messages=[{"role": "user", "content": "x" * 200}])
@@ -282,9 +292,9 @@ def test_limits_and_dead_sessions(tokenizer):
     asyncio.run(run())
 
 
-def test_sampled_tokens_time_and_stop_texts_are_limits_too(tokenizer):
+def test_sampled_tokens_time_and_stop_texts_are_limits_too(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD * 20 + END], max_sampled_tokens=5, stop_strings=False) as at:
+        async with served(tokenizer, [WORD * 20 + END], way, max_sampled_tokens=5, stop_strings=False) as at:
             answer = await at.client.chat.completions.create(model="", messages=QUESTION)
             assert answer.usage.completion_tokens == 5
             with pytest.raises(openai.RateLimitError, match="max_sampled_tokens"):
@@ -300,9 +310,9 @@ def test_sampled_tokens_time_and_stop_texts_are_limits_too(tokenizer):
     asyncio.run(run())
 
 
-def test_a_client_that_goes_away_and_a_session_that_ends(tokenizer):
+def test_a_client_that_goes_away_and_a_session_that_ends(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + END]) as at:
+        async with served(tokenizer, [WORD + END], way) as at:
             at.script.held.clear()
             call = asyncio.create_task(at.client.chat.completions.create(model="", messages=QUESTION))
             while not at.script.requests:
@@ -335,11 +345,11 @@ class SlowTools:
         pass
 
 
-def test_tools_of_the_run(tokenizer):
+def test_tools_of_the_run(tokenizer, way):
     """Any call may be run, also one that the policy did not make; what is wrong with a call is its result."""
 
     async def run():
-        async with served(tokenizer, [WORD + CALL_BROKEN + CALL + END], max_concurrent_calls=2) as at:
+        async with served(tokenizer, [WORD + CALL_BROKEN + CALL + END], way, max_concurrent_calls=2) as at:
             status, answer = await post(at, "/v1/tool_calls", {"id": "1", "function": {"name": "x", "arguments": "{}"}})
             assert (status, answer["error"]["code"]) == (404, "no_tools")
             tools = SlowTools()
@@ -382,9 +392,9 @@ def test_tools_of_the_run(tokenizer):
     asyncio.run(run())
 
 
-def test_calls_at_a_time_are_limited(tokenizer):
+def test_calls_at_a_time_are_limited(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + END], max_concurrent_calls=2) as at:
+        async with served(tokenizer, [WORD + END], way, max_concurrent_calls=2) as at:
             at.script.held.clear()
             create = at.client.chat.completions.create
             held = [asyncio.create_task(create(model="", messages=QUESTION)) for _ in range(2)]
@@ -408,9 +418,8 @@ def test_a_stream_that_is_cut_keeps_its_turn(tokenizer, path):
         async with served(tokenizer, [WORD * 400 + END]) as at:
             body = {"model": "", "input": "question", "messages": QUESTION, "max_tokens": 1000, "stream": True}
             for _ in range(2):
-                async with at.http.post(at.session.anthropic_base_url + path, json=body) as response:
-                    assert await response.content.readany()
-                    response.close()
+                async with at.http.stream("POST", at.session.anthropic_base_url + path, json=body) as response:
+                    assert await anext(response.aiter_bytes())
             first, again = await at.session.close()
             assert first.loss_mask.sum() == again.loss_mask.sum() == 401
             assert first.prompt_ids.tolist() == again.prompt_ids.tolist() == at.script.contexts[0]
@@ -418,9 +427,9 @@ def test_a_stream_that_is_cut_keeps_its_turn(tokenizer, path):
     asyncio.run(run())
 
 
-def test_keys(tokenizer):
+def test_keys(tokenizer, way):
     async def run():
-        async with served(tokenizer, [WORD + END]) as at:
+        async with served(tokenizer, [WORD + END], way) as at:
             root = at.session.base_url.partition("/sessions/")[0] + "/v1"
             by_key = at.client.with_options(base_url=root)
             assert (await by_key.models.list()).data[0].id == "policy"
@@ -429,7 +438,7 @@ def test_keys(tokenizer):
                 await by_key.with_options(api_key="wrong").chat.completions.create(model="", messages=QUESTION)
             await at.client.with_options(api_key="any").chat.completions.create(model="", messages=QUESTION)
             assert len(at.session.segments()) == 2
-        async with served(tokenizer, [WORD + END], host="0.0.0.0") as at:
+        async with served(tokenizer, [WORD + END], way, host="0.0.0.0") as at:
             await at.client.models.list()
             with pytest.raises(openai.AuthenticationError):
                 await at.client.with_options(api_key="any").models.list()
@@ -437,15 +446,45 @@ def test_keys(tokenizer):
     asyncio.run(run())
 
 
-def test_engines_that_are_gone(tokenizer):
+def test_engines_that_are_gone(tokenizer, way):
     async def run():
         gone = NoEngineAvailable("all engines are dead")
-        async with served(tokenizer, [gone, ValueError("a bug"), WORD + END]) as at:
+        async with served(tokenizer, [gone, ValueError("a bug"), WORD + END], way) as at:
             with pytest.raises(openai.InternalServerError, match="all engines are dead"):
                 await at.client.chat.completions.create(model="", messages=QUESTION)
             assert at.session.failure is gone
             with pytest.raises(openai.InternalServerError, match="the gateway failed: ValueError"):
                 await at.client.chat.completions.create(model="", messages=QUESTION)
             await at.client.chat.completions.create(model="", messages=QUESTION)
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_too_large(tokenizer, way, monkeypatch):
+    for module in (api, server):
+        monkeypatch.setattr(module, "MAX_BODY_BYTES", 1 << 20)
+
+    async def run():
+        async with served(tokenizer, [WORD + END], way) as at:
+            padding = {"model": "x" * (1 << 20)}
+            status, answer = await post(at, "/v1/chat/completions", {"messages": QUESTION, **padding})
+            assert (status, answer["error"]["code"]) == (413, "request_too_large")
+            assert "1 MiB" in answer["error"]["message"] and not at.script.requests
+
+    asyncio.run(run())
+
+
+def test_unknown_addresses_and_what_is_counted(tokenizer, way):
+    async def run():
+        async with served(tokenizer, [WORD + END], way) as at:
+            status, answer = await post(at, "/v1/embeddings", {})
+            assert (status, answer["error"]["code"]) == (404, "unknown_url")
+            wrong = await at.http.get(f"{at.session.base_url}/chat/completions")
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "unknown_url")
+            assert (await at.http.get(at.session.base_url.partition("/sessions")[0])).status_code == 404
+            await post(at, "/v1/chat/completions", {"messages": QUESTION})
+            statistics = at.gateway.statistics
+            assert (statistics.errors, statistics.calls) == ({"unknown_url": 3}, 1)
+            assert len(statistics.call_seconds) == 1 and 0 <= statistics.call_seconds[0] < 60
 
     asyncio.run(run())

@@ -42,7 +42,7 @@ def played(tokenizer, example: str, says, ground_truth: str = "", task=None, roo
     async def scenario():
         async with Gateway(Actor(tokenizer, says), tokenizer, MultiTurnConfig()) as gateway:
             session = gateway.open_session(SamplingConfig(), limits=SessionLimits(context_length=room))
-            client = ClientSettings(session.base_url, session.anthropic_base_url, session.key)
+            client = ClientSettings(session.base_url, session.anthropic_base_url, session.key, gateway.transport)
             run = task_agents.bind(f"{EXAMPLES}/{example}.py:run", kwargs)
             end = await run_function(run, task, client, lambda: 60.0)
             return end, await session.close()

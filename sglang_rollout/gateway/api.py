@@ -1,0 +1,219 @@
+"""The APIs' addresses: from a call's method, path, headers and body to its answer, whoever brings it.
+
+| address, after the root or after /sessions/<id> | API |
+|---|---|
+| POST /v1/chat/completions | OpenAI's Chat Completions |
+| POST /v1/responses | OpenAI's Responses |
+| POST /v1/messages | Anthropic's Messages |
+| GET /v1/models | the one model |
+| POST /v1/tool_calls | of no API: runs a tool call with the run's tools, answers with the message of its result |
+
+Without /sessions/<id> the session is the key's ("Authorization: Bearer KEY" or "x-api-key: KEY"). With it, the id is
+enough on loopback, for agents that bring a key of their own; elsewhere the key must be shown too. Id and key are random
+numbers that nobody can guess.
+
+A stream begins when the turn is sampled: an engine's answer comes whole, and an error can still have its status.
+
+Nothing here knows of sockets: ``server.py`` has the calls of HTTP clients, ``in_process.py`` those of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_retool.untrusted import load_json, without_surrogates
+from sglang_rollout.gateway import anthropic_messages, chat_completions, responses
+from sglang_rollout.gateway.conversation import Answer, Call
+from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
+from sglang_rollout.gateway.interface import GatewayStatistics
+from sglang_rollout.gateway.sessions import OpenSession
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+_ADDRESS = re.compile(r"(?:/sessions/([^/]+))?(/v1/.+)")
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A call as it came.
+
+    Attributes:
+        path: of its URL, decoded, without the query.
+        headers: by names of any case.
+        read: its body, of which no more than ``MAX_BODY_BYTES`` have to be read before ``body_too_large`` is raised.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    read: Callable[[], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        headers: all but those of its length.
+        body: JSON, or the events of a stream.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | list[bytes]
+
+
+class Sessions(Protocol):
+    """Whose calls they are, and who answers them."""
+
+    def find(self, identifier: str | None, key: str) -> OpenSession:
+        """The session of a call to the address of session ``identifier`` (None: to the root) that shows ``key``.
+
+        Raises:
+            ApiError: there is none, or the key is missing or wrong.
+        """
+        ...
+
+    async def answers(self, session: OpenSession, call: Call, with_tokens: bool) -> list[Answer]:
+        """As ``OpenSession.answer``."""
+        ...
+
+
+class Api:
+    """Answers calls.
+
+    Args:
+        sessions: theirs.
+        statistics: where answers and errors are counted.
+        model: the name that answers carry where a request has none.
+        stop_strings: whether the engines end a turn at a text; without it a request that asks for that is refused.
+    """
+
+    def __init__(
+        self, sessions: Sessions, statistics: GatewayStatistics, *, model: str, stop_strings: bool = True
+    ) -> None:
+        self._sessions = sessions
+        self._statistics = statistics
+        self._model = model
+        self._stop_strings = stop_strings
+        self._calls: dict[str, dict[str, Callable[[OpenSession, ApiRequest], Awaitable[Reply]]]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/responses": {"POST": self._responses},
+            "/v1/messages": {"POST": self._messages},
+            "/v1/tool_calls": {"POST": self._tool_calls},
+            "/v1/models": {"GET": self._models, "HEAD": self._models},
+        }
+
+    async def answer(self, request: ApiRequest) -> Reply:
+        """The answer to a call; every failure is one too, in the form of the API that was called.
+
+        Who cancels this ends the call, and with it the engine's request.
+
+        Raises:
+            ConnectionResetError: the caller went away while its body was read.
+        """
+        began = time.monotonic()
+        try:
+            reply = await self._answer(request)
+            self._statistics.call_seconds.append(time.monotonic() - began)
+            return reply
+        except ApiError as raised:
+            error = raised
+        except ConnectionResetError:
+            raise
+        except Exception as raised:
+            logger.exception("gateway: %s %s", request.method, request.path)
+            error = ApiError(500, f"the gateway failed: {type(raised).__name__}", code="internal_error")
+        self._statistics.errors[error.code] += 1
+        told = error.anthropic() if request.path.endswith("/messages") else error.openai()
+        # Clients would try again, and a limit of the session's whole life does not go away.
+        return _json(told, error.status, {"x-should-retry": "false"})
+
+    async def _answer(self, request: ApiRequest) -> Reply:
+        found = _ADDRESS.fullmatch(request.path)
+        methods = self._calls.get(found[2]) if found is not None else None
+        call = methods.get(request.method) if methods is not None else None
+        if found is None or call is None:
+            status = 404 if methods is None else 405
+            raise ApiError(status, f"there is no {request.method} {request.path}", code="unknown_url")
+        headers = request.headers
+        shown = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        return await call(self._sessions.find(found[1], shown), request)
+
+    async def _chat(self, session: OpenSession, http: ApiRequest) -> Reply:
+        request = chat_completions.read(await _body(http))
+        self._check_stop("stop", request.call.stop)
+        answers = await self._sessions.answers(session, request.call, request.log_probs)
+        if not request.stream:
+            return _json(chat_completions.completion(request, answers, self._model))
+        chunks = (f"data: {_dumps(chunk)}\n\n" for chunk in chat_completions.chunks(request, answers, self._model))
+        return _stream([*chunks, "data: [DONE]\n\n"])
+
+    async def _responses(self, session: OpenSession, http: ApiRequest) -> Reply:
+        request = responses.read(await _body(http), session.responses)
+        (answer,) = await self._sessions.answers(session, request.call, False)
+        session.responses[request.id] = [*request.history, answer.message()]
+        if not request.stream:
+            return _json(responses.response(request, answer, self._model))
+        return _stream(map(_event, responses.events(request, answer, self._model)))
+
+    async def _messages(self, session: OpenSession, http: ApiRequest) -> Reply:
+        request = anthropic_messages.read(await _body(http))
+        self._check_stop("stop_sequences", request.call.stop)
+        (answer,) = await self._sessions.answers(session, request.call, False)
+        if not request.stream:
+            return _json(anthropic_messages.message(request, answer, self._model))
+        return _stream(map(_event, anthropic_messages.events(request, answer, self._model)))
+
+    async def _tool_calls(self, session: OpenSession, http: ApiRequest) -> Reply:
+        return _json(await session.run_tool(chat_completions.read_call(await _body(http))))
+
+    async def _models(self, session: OpenSession, http: ApiRequest) -> Reply:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-retool"}
+        return _json({"object": "list", "data": [model]})
+
+    def _check_stop(self, field: str, stop: Sequence[str]) -> None:
+        if stop and not self._stop_strings:
+            raise unsupported(field, "the engines have no tokenizer, which ending a turn at a text needs")
+
+
+def body_too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
+
+
+async def _body(request: ApiRequest) -> dict[str, Any]:
+    read = await request.read()
+    if len(read) > MAX_BODY_BYTES:
+        raise body_too_large()
+    try:
+        body = load_json(read)
+    except ValueError as error:
+        raise invalid("body", f"no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise invalid("body", "expected an object")
+    return body
+
+
+def _dumps(value: Any) -> str:
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+    kind = {"Content-Type": "application/json; charset=utf-8"}
+    return Reply(status, {**kind, **(headers or {})}, _dumps(value).encode())
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    return f"event: {event['type']}\ndata: {_dumps(event)}\n\n"
+
+
+def _stream(events: Iterable[str]) -> Reply:
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    return Reply(200, headers, [event.encode(errors="replace") for event in events])

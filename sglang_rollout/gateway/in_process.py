@@ -1,0 +1,123 @@
+"""httpx's way to the gateway of this process, without a socket.
+
+| client | belongs to |
+|---|---|
+| ``GatewayClient(transport)`` | a coroutine, of the gateway's event loop or another one |
+| ``httpx.Client(transport=transport)`` | a thread |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import Any
+
+import httpx
+
+from sglang_rollout.gateway.api import Api, ApiRequest, Reply
+
+
+class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
+    """Gives the requests of httpx's clients to ``api``; any number of clients may share it.
+
+    Asynchronous clients of the gateway's event loop are answered in the task that asks, those of other loops and
+    synchronous ones, of threads, hand their requests over to it. Who is cancelled or out of time (the client's read
+    timeout) ends the call, as a client does that closes its connection. A stream comes in one piece.
+
+    Args:
+        root_url: of the gateway. A request for any other server is refused with ``httpx.ConnectError``.
+        loop: the gateway's.
+    """
+
+    def __init__(self, api: Api, root_url: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._api = api
+        self._root = httpx.URL(root_url)
+        self._loop = loop
+
+    def check_thread(self) -> None:
+        """Raise RuntimeError where waiting for an answer would stop the loop that is to give it."""
+        if _running_loop() is self._loop:
+            raise RuntimeError(
+                "a synchronous client would stop the run's event loop, for all rollouts: use AsyncOpenAI with "
+                "client.http_client(), or make the agent a plain function, which has a thread of its own"
+            )
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        try:
+            async with asyncio.timeout(_seconds(request)):
+                if _running_loop() is self._loop:
+                    return _response(await self._answer(request, body))
+                return _response(await asyncio.wrap_future(self._handed_over(request, body)))
+        except TimeoutError as error:
+            raise _out_of_time(request) from error
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.check_thread()
+        future = self._handed_over(request, request.read())
+        try:
+            return _response(future.result(_seconds(request)))
+        except TimeoutError as error:
+            future.cancel()
+            raise _out_of_time(request) from error
+
+    async def _answer(self, request: httpx.Request, body: bytes) -> Reply:
+        async def read() -> bytes:
+            return body
+
+        if request.url.netloc != self._root.netloc:
+            raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
+        return await self._api.answer(ApiRequest(request.method, request.url.path, request.headers, read))
+
+    def _handed_over(self, request: httpx.Request, body: bytes) -> concurrent.futures.Future[Reply]:
+        answer = self._answer(request, body)
+        try:
+            return asyncio.run_coroutine_threadsafe(answer, self._loop)
+        except RuntimeError as error:
+            answer.close()
+            raise httpx.ConnectError(f"{request.url}: the gateway has ended", request=request) from error
+
+
+class GatewayClient(httpx.AsyncClient):
+    """An asynchronous client of the gateway alone, which waits for an answer as long as it takes.
+
+    There are no cookies, redirects and log-ins on this way, which httpx looks for longer than all else that it does.
+    """
+
+    def __init__(self, transport: GatewayTransport) -> None:
+        super().__init__(transport=transport, timeout=None)
+
+    async def send(
+        self,
+        request: httpx.Request,
+        *,
+        stream: bool = False,
+        auth: Any = httpx.USE_CLIENT_DEFAULT,
+        follow_redirects: Any = httpx.USE_CLIENT_DEFAULT,
+    ) -> httpx.Response:
+        """As ``httpx.AsyncClient.send``."""
+        if self.is_closed or auth is not httpx.USE_CLIENT_DEFAULT:
+            return await super().send(request, stream=stream, auth=auth, follow_redirects=follow_redirects)
+        response = await self._transport.handle_async_request(request)
+        response.request = request
+        return response
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _seconds(request: httpx.Request) -> float | None:
+    return request.extensions.get("timeout", {}).get("read")
+
+
+def _out_of_time(request: httpx.Request) -> httpx.ReadTimeout:
+    return httpx.ReadTimeout("the gateway did not answer in time", request=request)
+
+
+def _response(reply: Reply) -> httpx.Response:
+    body = reply.body if isinstance(reply.body, bytes) else b"".join(reply.body)
+    return httpx.Response(reply.status, headers=reply.headers, content=body)
