@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from conversion.model.block_fp8 import full_precision
 from conversion.model.family import known_to_transformers
 from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.admission import parity, single_checks
+from megatron_retool.admission.engine_checks import engine_checks
 from megatron_retool.admission.layouts import FEW, NAMED, Case, cases, process_groups
 from megatron_retool.admission.missing_parts import known_parts, missing_parts
 from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
@@ -22,8 +22,6 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model, stored_weights
 from megatron_retool.planning.models import MODELS, model_of_each_family
-from sglang_rollout.engine.served_models import LOST_KEYS, unserved
-from sglang_rollout.weight_sync.engine_classes import Load, load_into_engine_classes
 
 _WHOLE = ("qwen3", "qwen3_moe")
 """Families that stand for the dense ones and those of experts: in every named layout, where a few do for the rest."""
@@ -89,7 +87,7 @@ def examine(
 
     Args:
         directory: for models, references and checkpoints.
-        engine: also load the weights into SGLang's classes.
+        engine: also load the weights into SGLang's classes, and compute with them.
         on_progress: called with what comes next.
 
     Raises:
@@ -102,7 +100,11 @@ def examine(
         place = directory / f"{number}_{architecture.family}"
         jobs.append(_Job(request, place, architecture, tuple(cases(architecture, request.names))))
         found.append(_alone(jobs[-1]))
-    for answers in (_layouts(jobs, directory, on_progress), _engines(jobs, directory, engine, on_progress)):
+    layouts = _layouts(jobs, directory, on_progress)
+    if engine:
+        on_progress("SGLang")
+    models = [(job.directory, job.architecture) for job in jobs]
+    for answers in (layouts, engine_checks(models, directory / "engine", wanted=engine)):
         for checks, more in zip(found, answers, strict=True):
             checks += more
     return [
@@ -275,48 +277,6 @@ def _verdict(kind: str, name: str, answer: Any) -> Check:
     if not isinstance(answer, dict):
         return Check(kind, name, Verdict.FAIL, str(answer))
     return judged(kind, name, answer, parity.too_far(answer))
-
-
-# --- SGLang -----------------------------------------------------------------------------------------------------------
-
-
-def _engines(
-    jobs: Sequence[_Job], directory: Path, wanted: bool, on_progress: Callable[[str], None]
-) -> list[list[Check]]:
-    name = "every parameter of SGLang's class"
-    if not wanted or importlib.util.find_spec("sglang") is None:
-        reason = "SGLang is not installed" if wanted else "not asked for"
-        return [[Check("engine", name, Verdict.NOT_APPLICABLE, reason)] for _ in jobs]
-    on_progress("SGLang's classes")
-    place = directory / "engine"
-    place.mkdir()
-    refused = [unserved(job.architecture, _class_names(job.directory)) for job in jobs]
-    loads = [
-        Load(
-            str(number),
-            str(job.directory),
-            str(job.directory / "model.safetensors"),
-            {key: job.request.hf_config[key] for key in LOST_KEYS if key in job.request.hf_config},
-        )
-        for number, job in enumerate(jobs)
-        if not refused[number]
-    ]
-    try:
-        said = load_into_engine_classes(loads, place) if loads else {}
-    except (RuntimeError, OSError) as error:
-        said = {load.name: str(error) for load in loads}
-    return [
-        [
-            Check("engine", name, Verdict.NOT_APPLICABLE, reason)
-            if reason
-            else Check("engine", name, Verdict.FAIL if said[str(number)] else Verdict.PASS, said[str(number)])
-        ]
-        for number, reason in enumerate(refused)
-    ]
-
-
-def _class_names(directory: Path) -> list[str]:
-    return read_config(str(directory))[0].get("architectures") or []
 
 
 def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:

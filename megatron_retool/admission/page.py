@@ -22,8 +22,9 @@ _HEAD = """\
 A model family is admitted by one function: `megatron-retool admit HF_DIR_OR_CONFIG`. It shrinks the configuration to a
 few thousand parameters in eight layers of the same kinds, makes random weights with transformers, and holds the learner
 against transformers in every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the
-weights after one update, in float32. A check fails beyond 1e-5 (entropy: 2e-5); of a gradient that is the norm of the
-difference, relative to its own. A model that no family covers is refused by the name of the part that is missing.
+weights after one update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient
+that is the norm of the difference, relative to its own. A model that no family covers is refused by the name of the
+part that is missing.
 
 ```bash
 megatron-retool admit qwen3-8b --layouts few --without-engine
@@ -47,8 +48,13 @@ _TAIL = """\
 a micro-batch, where the other layouts pack several. **saved by …**: a checkpoint of one layout goes on in another, and
 the converted checkpoint is loaded. **routing replay**: routers forced to given experts, and to their own choice as the
 learner recorded it. **parameters, FLOPs**: the planner's counts against the built model's and torch's.
-**SGLang's class** loads the weights under the names of the weight sync, and nothing of it stays unwritten. GPUs,
-bfloat16 and Transformer Engine's layers are not part of it.
+**SGLang's class** loads the weights under the names of the weight sync, and nothing of it stays unwritten. **SGLang's
+engine** then computes log-probs of a batch of texts, which transformers' are held against: of prompts, of what comes
+behind a cached prefix, and of tokens that are decoded one by one. It is the runner of a CPU engine in float32, with
+`torch_native` attention and what this project puts in the place of kernels that need a GPU. Texts are longer than a
+window; where SGLang's class knows no window (Mistral) they end within it, as a run's have to. The check does not apply
+where SGLang does not serve the family on a CPU: multi-head latent attention, attention sinks, gated delta nets,
+MiniMax-M2. GPUs, bfloat16 and Transformer Engine's layers are not part of it.
 
 In every family positions may be stretched as `linear`, `llama3` and `yarn` do. Some layers alone may have a window
 (`layer_types`, `max_window_layers`); common prefixes are not shared where any layer has one.

@@ -23,6 +23,7 @@ from megatron_retool.admission.tiny_model import (
 from megatron_retool.algorithms.loss_aggregation import token_weights
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
 from megatron_retool.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig
+from megatron_retool.doctor.model import sequences
 from megatron_retool.planning.memory import rank_parameters
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -34,14 +35,16 @@ _CHECKPOINT, _WEIGHTS = "checkpoint", "checkpoint.pt"
 ALGORITHM = AlgorithmConfig(entropy_coefficient=0.01, kl_in_loss=0.05)
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1, clip_grad=0.5, betas=[0.9, 0.95], eps=1e-6)
 TOLERANCE = 1e-5
-"""Of log-probs and weights absolute, of gradients, their norm and metrics relative; of entropy twice as much."""
+"""Of log-probs and weights absolute, of gradients, their norm and metrics relative; of entropy, and of the log-probs of
+an engine, twice as much."""
+ENGINE = "engine's log_probs"
 
 Found = dict[str, float]
 
 
 def too_far(found: Found) -> Found:
-    """The figures of ``compare`` that exceed their tolerance."""
-    limits = {"entropy": 2 * TOLERANCE, "parameters that the planner misses": 0.0}
+    """The figures of ``compare`` and ``compare_engine`` that exceed their tolerance."""
+    limits = {"entropy": 2 * TOLERANCE, ENGINE: 2 * TOLERANCE, "parameters that the planner misses": 0.0}
     return {name: value for name, value in found.items() if not value <= limits.get(name, TOLERANCE)}
 
 
@@ -75,6 +78,8 @@ def _write_reference(model: Any, architecture: Architecture, directory: Path) ->
     if architecture.is_moe:
         expected = forced_routing.expectations(model, architecture, batch, COPIES, TEMPERATURE, ALGORITHM.objective)
         torch.save(expected, directory / "forced_routing.pt")
+    with torch.no_grad():
+        scored, _ = hf_log_probs(model, batch)
     log_probs, entropy = hf_log_probs(model, batch, TEMPERATURE)
     columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
     mask = torch.from_numpy(batch.loss_mask)
@@ -99,6 +104,7 @@ def _write_reference(model: Any, architecture: Architecture, directory: Path) ->
     torch.save(
         {
             "log_probs": torch.where(mask, log_probs, 0.0).detach().numpy(),
+            ENGINE: scored.numpy(),
             "entropy": torch.where(mask, entropy, 0.0).detach().numpy(),
             "metrics": {name: pair.tolist() for name, pair in output.metrics.items()},
             "gradients": gradients,
@@ -174,6 +180,26 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     found["gradient"] = forced_routing.distance(gradients, expected["gradients"])
     found["weight"] = max(float((weights[n] - w).abs().max()) for n, w in expected["weights"].items())
     return found
+
+
+def engine_sequences(longest: int | None) -> list[list[int]]:
+    """The mini-batch's prompts with their responses, of which an engine scores the first ``longest`` tokens."""
+    return [np.concatenate(pair)[:longest].tolist() for pair in sequences(mini_batch())]
+
+
+def compare_engine(log_probs: list[list[float]], hf_dir: Path) -> Found:
+    """How far an engine is from the reference beside ``hf_dir``, in the responses' tokens.
+
+    Args:
+        log_probs: of ``engine_sequences``, of all their tokens but the first, at temperature 1.
+    """
+    expected = torch.load(hf_dir / "reference.pt", weights_only=False)[ENGINE]
+    off, first = [0.0], 0
+    for (prompt, response), row in zip(sequences(mini_batch()), log_probs, strict=True):
+        own = np.array(row[len(prompt) - 1 :])
+        off += np.abs(own - expected[first : first + len(own)]).tolist()
+        first += len(response)
+    return {ENGINE: float(np.max(off))}
 
 
 def _same_names(found: dict[str, Any], expected: dict[str, Any]) -> None:

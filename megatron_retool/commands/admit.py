@@ -3,7 +3,8 @@
 Takes a directory with config.json, such a file, or a published model's name. Checks
 the round trip between Hugging Face and Megatron-Core, log-probs, loss and every
 gradient in every layout that applies, packing, recomputation, checkpoints across
-layouts, routing replay, the planner's counts, SGLang's class and the chat template.
+layouts, routing replay, the planner's counts, SGLang's class, the log-probs of its
+engine on a CPU, and the chat template.
 Needs no GPU and no weights. A model of no family is refused by the name of the part
 that is missing.
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="named",
         help="few: up to 2 processes; named: up to 4; all: also every product on up to 4 (default: named)",
     )
-    parser.add_argument("--without-engine", action="store_true", help="leave SGLang's class out")
+    parser.add_argument("--without-engine", action="store_true", help="leave SGLang out")
     parser.add_argument("--json", dest="output", metavar="FILE", type=Path, help="write what was found")
 
 

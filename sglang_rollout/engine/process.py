@@ -74,6 +74,18 @@ def torchvision_directory() -> Path:
     return Path(configured) if configured else Path(sys.prefix) / "sglang_only"
 
 
+def cpu_environment(threads: int) -> dict[str, str]:
+    """What an engine's process without CUDA needs in its environment, beside the paths."""
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # Compiling the seeded sampler would need a C++ compiler on the host.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
 class SGLangServer:
     """An SGLang server and its log. Not thread-safe: one owner starts and stops it.
 
@@ -338,14 +350,7 @@ class SGLangServer:
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":
             paths = [str(CPU_SHIMS), str(torchvision_directory()), *paths]
-            environment |= {
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": str(self.config.threads),
-                "MKL_NUM_THREADS": str(self.config.threads),
-                # Compiling the seeded sampler would need a C++ compiler on the host.
-                "TORCHDYNAMO_DISABLE": "1",
-            }
+            environment |= cpu_environment(self.config.threads)
             if self.config.tensor_parallel_size > 1:
                 # SGLang wants a NUMA node for each rank unless it is told which cores each rank may use.
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = self._cores_by_rank()

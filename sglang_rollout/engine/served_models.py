@@ -70,9 +70,6 @@ ASKED_FOR: Mapping[str, tuple[str, ...]] = {
 GPU_ALONE = frozenset({"MiniMaxM2ForCausalLM"})
 """Classes with a kernel that no CPU runs."""
 
-LOST_KEYS = ("full_attention_interval",)
-"""Keys of config.json that SGLang reads, and that transformers 5 leaves out where it saves a model."""
-
 UNTIE = (
     "python -c \"import torch; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', "
     "'{path}-untied'; m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); "
@@ -98,9 +95,14 @@ def check_served_model(config: Config) -> None:
         served = hf_config.get("architectures") or []
     except (ValueError, AttributeError, RecursionError):
         return
-    _check_output_layer(config.model.path, served, hf_config)
+    if reason := unfilled_output_layer(hf_config, served):
+        raise ConfigError(
+            f"model.path={config.model.path}: {reason}. Save the model with an output layer of its own, and name that "
+            f"in model.path: {UNTIE.format(path=config.model.path)}"
+        )
     _check_attention_groups(config, served)
-    _check_positions(config.model.path, hf_config)
+    if reason := misread_positions(hf_config):
+        raise ConfigError(f"model.path={config.model.path}: {reason}")
     try:
         architecture = Architecture.from_hf_config(hf_config, config.model.families)
     except UnsupportedArchitecture:
@@ -114,27 +116,12 @@ def check_served_model(config: Config) -> None:
     if architecture.sliding_window is not None:
         _check_window(config, served, architecture.sliding_window)
     _check_expert_groups(config, architecture)
-    if architecture.latent is not None and resolve_device(config.rollout.engine.device) == "cpu":
+    on_cpu = resolve_device(config.rollout.engine.device) == "cpu"
+    if on_cpu and (reason := unserved_on_cpu(architecture, served)):
         raise ConfigError(
-            f"model.path={config.model.path}: SGLang computes other log-probs on a CPU for multi-head latent attention "
-            f"({architecture.family}): sample on a GPU, or set rollout.engine.backend=transformers"
-        )
-    if GPU_ALONE.intersection(served) and resolve_device(config.rollout.engine.device) == "cpu":
-        raise ConfigError(
-            f"model.path={config.model.path}: SGLang's {served[0]} normalises queries and keys with a kernel that "
-            "needs a GPU: sample on one, or set rollout.engine.backend=transformers"
-        )
-    if architecture.attention_sinks and resolve_device(config.rollout.engine.device) == "cpu":
-        raise ConfigError(
-            f"model.path={config.model.path}: SGLang's attention on a CPU (torch_native) has no attention sinks, which "
-            f"this {architecture.family} model has: sample on a GPU, or set rollout.engine.backend=transformers"
+            f"model.path={config.model.path}: {reason}: sample on a GPU, or set rollout.engine.backend=transformers"
         )
     _check_stacked_experts(config, architecture)
-    if architecture.linear_layers and resolve_device(config.rollout.engine.device) == "cpu":
-        raise ConfigError(
-            f"model.path={config.model.path}: SGLang has no operators for gated delta nets on a "
-            "CPU: sample on a GPU, or set rollout.engine.backend=transformers"
-        )
     if reason := unserved(architecture, served):
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
 
@@ -145,6 +132,8 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
     Args:
         served: config.json's ``architectures``.
     """
+    if reason := unfilled_output_layer(architecture.hf_config, served) or misread_positions(architecture.hf_config):
+        return reason
     everywhere = [name for name in served if name in EXPERTS_EVERYWHERE]
     if everywhere and architecture.dense_layers:
         layers = ", ".join(str(layer) for layer in architecture.dense_layers[:5])
@@ -169,6 +158,26 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
     return ""
 
 
+def unserved_on_cpu(architecture: Architecture, served: Sequence[str]) -> str:
+    """Why SGLang computes a model on GPUs alone, or rightly there alone; empty: on a CPU too.
+
+    Args:
+        served: config.json's ``architectures``.
+    """
+    if architecture.latent is not None:
+        return f"SGLang computes other log-probs on a CPU for multi-head latent attention ({architecture.family})"
+    if GPU_ALONE.intersection(served):
+        return f"SGLang's {served[0]} normalises queries and keys with a kernel that needs a GPU"
+    if architecture.attention_sinks:
+        return (
+            "SGLang's attention on a CPU (torch_native) has no attention sinks, which this "
+            f"{architecture.family} model has"
+        )
+    if architecture.linear_layers:
+        return "SGLang has no operators for gated delta nets on a CPU"
+    return ""
+
+
 def _check_stacked_experts(config: Config, architecture: Architecture) -> None:
     if not any(mapping.is_stacked for mapping in WeightMap(replace(architecture, num_layers=1))):
         return
@@ -184,23 +193,25 @@ def _check_stacked_experts(config: Config, architecture: Architecture) -> None:
             )
 
 
-def _check_positions(path: str, hf_config: Mapping[str, Any]) -> None:
+def misread_positions(hf_config: Mapping[str, Any]) -> str:
+    """Which keys of positions SGLang does not read as transformers does, and the cure; empty: none."""
     new = hf_config.get("rope_parameters")
     kind = hf_config.get("model_type")
     if kind in ("olmo3", "qwen3_next") and (new or not hf_config.get("rope_theta")):
-        raise ConfigError(
-            f"model.path={path}: SGLang's class for {kind} reads rope_theta and rope_scaling of config.json, and not "
-            "rope_parameters, as which transformers 5 writes them: write the two as the published config.json has them"
+        return (
+            f"SGLang's class for {kind} reads rope_theta and rope_scaling of config.json, and not rope_parameters, as "
+            "which transformers 5 writes them: write the two as the published config.json has them"
         )
     parameters = (new if isinstance(new, Mapping) and new else hf_config.get("rope_scaling")) or {}
     if not isinstance(parameters, Mapping) or "yarn" not in (parameters.get("rope_type"), parameters.get("type")):
-        return
+        return ""
     given, factor = parameters.get("attention_factor"), parameters.get("factor")
     if given and factor and not math.isclose(given, 0.1 * math.log(max(factor, 1.0)) + 1.0, rel_tol=1e-6):
-        raise ConfigError(
-            f"model.path={path}: SGLang does not read attention_factor={given} of yarn's positions, and takes what "
-            f"follows from factor={factor}: remove it from config.json, and both take that"
+        return (
+            f"SGLang does not read attention_factor={given} of yarn's positions, and takes what follows from "
+            f"factor={factor}: remove it from config.json, and both take that"
         )
+    return ""
 
 
 def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
@@ -225,15 +236,16 @@ def _check_expert_groups(config: Config, architecture: Architecture) -> None:
         raise ConfigError(f"{said} must divide the model's {architecture.num_experts} experts")
 
 
-def _check_output_layer(path: str, served: Sequence[str], hf_config: Mapping[str, Any]) -> None:
+def unfilled_output_layer(hf_config: Mapping[str, Any], served: Sequence[str]) -> str:
+    """Why a tied model would sample noise; empty: it would not."""
     # Absent means false in every one of these classes' transformers configurations.
     owners = [name for name in served if name in OWN_OUTPUT_LAYER]
-    if owners and hf_config.get("tie_word_embeddings"):
-        raise ConfigError(
-            f"model.path={path}: config.json has tie_word_embeddings=true, but SGLang's {owners[0]} has an lm_head of "
-            "its own, which nothing would fill: all that it samples would be noise. Save the model with an output "
-            f"layer of its own, and name that in model.path: {UNTIE.format(path=path)}"
-        )
+    if not owners or not hf_config.get("tie_word_embeddings"):
+        return ""
+    return (
+        f"config.json has tie_word_embeddings=true, but SGLang's {owners[0]} has an lm_head of its own, which nothing "
+        "would fill: all that it samples would be noise"
+    )
 
 
 def _check_window(config: Config, served: Sequence[str], window: int) -> None:

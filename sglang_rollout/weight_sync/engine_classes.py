@@ -1,7 +1,8 @@
-"""Whether SGLang's own class of a model takes the weights that it is sent: each parameter written, no name unknown.
+"""Whether SGLang's own class of a model takes the weights that it is sent, and what an engine on a CPU computes.
 
-One process with SGLang builds every class on a CPU and lets its ``load_weights`` read. Nothing is computed, so no GPU
-is needed.
+One process with SGLang builds every class on a CPU and lets its ``load_weights`` read: each parameter has to be
+written, and no name be unknown. Where sequences are given, it then computes their log-probs, model after model, with
+what a CPU engine runs but its scheduler and server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_rollout.engine.process import CPU_SHIMS, torchvision_directory
+from sglang_rollout.engine.process import CPU_SHIMS, cpu_environment, torchvision_directory
 
 SCRIPT = CPU_SHIMS / "load_into_engine_models.py"
 
@@ -24,46 +25,64 @@ class Load:
     """Weights to load.
 
     Attributes:
-        directory: with the config.json that chooses and shapes the class.
+        directory: with the config.json that chooses and shapes the class; an engine's weights too.
         tensors: safetensors file.
         override: of config.json.
+        sequences: token ids to score with an engine of ``directory``, seven or more each; none: no engine is built.
     """
 
     name: str
     directory: str
     tensors: str
     override: dict[str, Any] = field(default_factory=dict)
+    sequences: list[list[int]] = field(default_factory=list)
 
 
-def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float = 500) -> dict[str, str]:
-    """What went wrong with each load, by name; empty where every parameter was written whole.
+@dataclass(frozen=True)
+class Loaded:
+    """What became of a ``Load``.
+
+    Attributes:
+        wrong: what went wrong with the class; empty: every parameter was written whole.
+        log_probs: of each sequence's tokens but the first, at temperature 1, in float32.
+        failed: why there are no ``log_probs``; empty: they are there, or were not asked for.
+    """
+
+    wrong: str
+    log_probs: list[list[float]] = field(default_factory=list)
+    failed: str = ""
+
+
+def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float = 500) -> dict[str, Loaded]:
+    """What became of each load, by name.
 
     Args:
         directory: for files of this call.
 
     Raises:
-        RuntimeError: the process ended without an answer.
+        RuntimeError: the process ended without an answer, or did not end in time.
     """
     cases, answers = directory / "cases.json", directory / "answers.json"
     cases.write_text(json.dumps([asdict(load) for load in loads]))
     paths = [str(CPU_SHIMS), str(torchvision_directory()), *sys.path]
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(cases), str(answers)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
-        timeout=timeout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    search = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    try:
+        found = subprocess.run(
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(cases), str(answers)],
+            env={**os.environ, **search, **cpu_environment(threads=1)},
+            timeout=timeout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"SGLang's classes were not loaded within {timeout:.0f} s") from None
     if found.returncode or not answers.is_file():
         raise RuntimeError(f"SGLang's classes could not be loaded: {found.stdout[-2000:]}")
-    return {name: _said(answer) for name, answer in json.loads(answers.read_text()).items()}
+    return {
+        name: Loaded(_said(answer), answer.get("log_probs", []), answer.get("failed", ""))
+        for name, answer in json.loads(answers.read_text()).items()
+    }
 
 
 def _said(answer: dict[str, Any]) -> str:

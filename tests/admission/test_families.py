@@ -3,13 +3,18 @@ parts of families that no published model of theirs has."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from conversion.model.family import built_in_families
 from megatron_retool.admission.admit import Request, examine, one_of_each_family
+from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
 from megatron_retool.admission.outcome import Admission, Verdict
 from megatron_retool.planning.models import MODELS, model_of_each_family
 
+GPU_ALONE = {"deepseek_v3", "gpt_oss", "minimax_m2", "qwen3_next"}
+"""Families that SGLang does not serve on a CPU."""
 VARIANTS = {
     "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
 }
@@ -37,3 +42,6 @@ def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     assert "unpacked, recompute" in passed or {"unpacked", "recompute"} <= passed
     assert {"parameters", "FLOPs", "names and shapes"} <= passed
     assert ("ep2 tp2" in passed) == ("routing replay" in passed)
+    sglang = importlib.util.find_spec("sglang") is not None
+    assert (PARAMETERS in passed) == (sglang and name not in VARIANTS)
+    assert (LOG_PROBS in passed) == (sglang and name not in GPU_ALONE.union(VARIANTS))

@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: batched attention, seeded sampling, weights in shared memory, routed experts.
+"""SGLang plugin for CPU engines: batched attention, seeded sampling, weights in shared memory, routed experts, gates.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -39,6 +39,12 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register", plain_host_memory, HookType.REPLACE
     )
+    # What multiplies Qwen2-MoE's shared expert by its gate is a Triton kernel, on every device.
+    HookRegistry.register(
+        "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        gate_shared_expert,
+        HookType.REPLACE,
+    )
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
@@ -52,6 +58,23 @@ def make_batch_invariant(*arguments: Any, **kwargs: Any) -> None:
 def plain_host_memory(dims: Any, dtype: torch.dtype, device: str, *arguments: Any, **kwargs: Any) -> torch.Tensor:
     """In place of host memory that a GPU can read: there is none."""
     return torch.empty(dims, dtype=dtype, device=device)
+
+
+def gate_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    """sigmoid(hidden_states . gate_weight) * shared_output into ``output`` [tokens, hidden size], or added to it.
+
+    In float32, as the kernel that it stands for. A row's sum does not depend on its neighbours.
+    """
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    gated = gate * shared_output.float()
+    output.copy_(output.float() + gated if do_add else gated)
 
 
 def map_weights(payload: Any, *arguments: Any, **kwargs: Any) -> Any:
