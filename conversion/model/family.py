@@ -23,6 +23,15 @@ from conversion.model.rules import EMBEDDING_NAME, OUTPUT_NAME, SIZES, Rules
 from megatron_retool.registry import ExtensionError, load_object
 
 KEY = "model.families"
+LANGUAGE_MODEL = (
+    "python -c \"import json; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = 'DIR', 'DIR-text'; "
+    "m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); m.__dict__.pop('_weight_conversions', None); "
+    "t = json.load(open(a + '/config.json'))['text_config']; "
+    "m.config.full_attention_interval = t.get('full_attention_interval', 4); "
+    'm.save_pretrained(b); AutoTokenizer.from_pretrained(a).save_pretrained(b)"'
+)
+"""Saves the language model of a model with a tower for images, under the names that a model of language alone has, and
+with the key of config.json that transformers leaves out and SGLang reads."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Family:
         aliases: other values of model_type, of models whose computation and tensors are the family's. transformers
             knows them by code from the hub, which nothing here runs.
         block_fp8: the form of block-FP8 weights that SGLang's class of the family takes, see ``block_fp8.FORMS``.
+        within: model_type of models with a tower for images, whose language model is of the family.
     """
 
     model_type: str
@@ -47,6 +57,7 @@ class Family:
     engine_classes: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     block_fp8: Literal["fp8", "compressed-tensors"] = "fp8"
+    within: tuple[str, ...] = ()
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -122,6 +133,12 @@ def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None,
     if model_type in own:
         target, family = own[model_type]
         return _absolute(target), family
+    inner = next((name for name, family in built_in_families().items() if model_type in family.within), None)
+    if inner is not None:
+        raise UnsupportedArchitecture(
+            f"model_type={model_type!r} has a tower for images, which is not trained, around its language model "
+            f"({inner}): save the latter alone, with this directory in DIR's place: {LANGUAGE_MODEL}"
+        )
     if model_type not in known:
         raise UnsupportedArchitecture(
             f"model_type={model_type!r} is not one of {', '.join((*own, *known))}; declare it in a file of your own "

@@ -55,8 +55,8 @@ class Rule:
     """Shape of each Hugging Face tensor, as names of ``SIZES``."""
     arrangement: Arrangement = Arrangement.COPY
     sections: tuple[str, ...] = ()
-    """Where a tensor fuses several: the rows of each in turn, through all tensors, as names of ``SIZES``. They are arranged
-    as if each were one by itself."""
+    """Where a tensor fuses several: the rows of each in turn, through all tensors, as names of ``SIZES``. They are
+    arranged as if each were one by itself."""
     tp_dim: int | None = None
     """Dimension that tensor parallelism (expert tensor parallelism for experts) splits; None: replicated."""
     layers: Layers = Layers.ALL

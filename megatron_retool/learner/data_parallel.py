@@ -23,8 +23,8 @@ from megatron_retool.learner.performance import data_parallel_options
 
 
 class _Collectable(DistributedDataParallel):
-    """Megatron's, which Python's collector can free: autograd holds its hooks where the collector does not look, so they
-    must not hold it, and with it the whole learner and the process groups of its layout."""
+    """Megatron's, which Python's collector can free: autograd holds its hooks where the collector does not look, so
+    that they must not hold it, and with it the whole learner and the process groups of its layout."""
 
     def _make_backward_post_hook(self, param: Parameter) -> Any:
         return DistributedDataParallel._make_backward_post_hook(weakref.proxy(self), param)

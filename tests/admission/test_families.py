@@ -13,7 +13,7 @@ from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
 from megatron_retool.admission.outcome import Admission, Verdict
 from megatron_retool.planning.models import MODELS, model_of_each_family
 
-GPU_ALONE = {"deepseek_v3", "gpt_oss", "minimax_m2", "qwen3_next"}
+GPU_ALONE = {"deepseek_v3", "gpt_oss", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """Families that SGLang does not serve on a CPU."""
 VARIANTS = {
     "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},

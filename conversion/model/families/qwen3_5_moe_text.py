@@ -29,4 +29,5 @@ FAMILY = Family(
     rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *EXPERTS, *SHARED_EXPERT, *SHARED_EXPERT_GATE),
     read=read,
     engine_classes={"Qwen3_5MoeForCausalLM": "sglang.srt.models.qwen3_5_text:Qwen3_5MoeForCausalLM"},
+    within=("qwen3_5_moe",),
 )

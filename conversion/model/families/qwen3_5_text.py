@@ -28,4 +28,5 @@ FAMILY = Family(
     rules=decoder_rules(*GATED_ATTENTION, *SPLIT_GATED_DELTA_NET, *SWIGLU),
     read=read,
     engine_classes={"Qwen3_5ForCausalLM": "sglang.srt.models.qwen3_5_text:Qwen3_5ForCausalLM"},
+    within=("qwen3_5",),
 )

@@ -7,6 +7,9 @@ import itertools
 import json
 import pickle
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,14 @@ import pytest
 import torch
 
 from conversion import hf_to_mcore, mcore_to_hf
+from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
 from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
+from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.planning.models import MODELS
 from megatron_retool.registry import ExtensionError
 from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
 
@@ -163,6 +169,36 @@ def test_an_alias_is_the_family_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "second.py").write_text(SEED_OSS.replace("seed_oss", "other"))
     with pytest.raises(ExtensionError, match="both declare model_type='other'"):
         find_family("llama", [target, f"{tmp_path / 'second.py'}:FAMILY"])
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-9b", "qwen3.5-35b-a3b"])
+def test_the_language_model_of_a_model_that_sees_is_saved_alone(tmp_path: Path, name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text = shrunk(MODELS[name], 4)
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model(
+        text["model_type"].removesuffix("_text"),
+        text_config=text,
+        vision_config={**sizes, "num_position_embeddings": 16},
+    )
+    seeing = AutoModelForImageTextToText.from_config(config)
+    seeing.save_pretrained(tmp_path / "both")
+    with pytest.raises(UnsupportedArchitecture, match="tower for images") as refused:
+        Architecture.from_pretrained(tmp_path / "both")
+    command = re.search(r'python -c "(.*)"$', str(refused.value))
+    assert command is not None
+    # The tiny model has no tokenizer.
+    code = command[1].replace("AutoTokenizer.from_pretrained(a).save_pretrained(b)", "0")
+    subprocess.run([sys.executable, "-c", code.replace("DIR", f"{tmp_path}/both")], check=True, timeout=300)
+    saved = tmp_path / "both-text"
+    architecture = Architecture.from_pretrained(saved)
+    HFCheckpoint(saved).check(WeightMap(architecture))
+    assert architecture.hf_config["full_attention_interval"] == 4
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, found = seeing(ids).logits, AutoModelForCausalLM.from_pretrained(saved)(ids).logits
+    assert torch.equal(found, expected)
 
 
 def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:

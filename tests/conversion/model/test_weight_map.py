@@ -26,6 +26,7 @@ from conversion.model.weight_map import (
     to_mcore,
 )
 
+DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 DENSE_AMONG_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
 
 
@@ -60,9 +61,9 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family in DENSE_AMONG_EXPERTS[:4] else None,
         latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family == "deepseek_v3" else None,
         rotary_dim=1 if family == "deepseek_v3" else None,
-        attention_gate=family == "qwen3_next",
-        delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family == "qwen3_next" else None,
-        linear_layers=(0,) if family == "qwen3_next" else (),
+        attention_gate=family in DELTA_NETS,
+        delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
+        linear_layers=(0,) if family in DELTA_NETS else (),
     )
 
 
