@@ -66,8 +66,8 @@ refused with it.
 
 Multi-head latent attention (DeepSeek-V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
-refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family; what is converted says `deepseek_v3`, which SGLang
-and transformers know without code from the hub. Kimi K2 Thinking is refused: its `rms_norm_eps` is not 1e-6, and its
+refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
+converted says `deepseek_v3`, which SGLang and transformers know without code from the hub. Kimi K2 Thinking is refused: its `rms_norm_eps` is not 1e-6, and its
 weights are INT4. Published weights in block FP8 are [made bfloat16 first](cluster.md#2-models-and-data), by the
 conversion.
 

@@ -1,5 +1,5 @@
 """Every built-in family is admitted: in every named layout on up to two processes, two of them on up to four. So are
-parts of families that no published model of theirs has."""
+published models that leave their family's first one, and parts of families that no published model of theirs has."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_retool.planning.models import MODELS, model_of_each_family
 
 VARIANTS = {
     "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
+    "kimi-k2": MODELS["kimi-k2"],
 }
 
 
