@@ -106,8 +106,10 @@ class Architecture:
     router_bias: bool = False
     """A bias of each expert is added to its score where experts are chosen, and not to its gate."""
     router_groups: tuple[int, int] | None = None
-    """(n, m): experts lie in n groups, and a token chooses among the m groups with the largest sums of their two best
-    scores; None: among all."""
+    """(n, m): experts lie in n groups, and a token chooses among those of the m groups with the largest
+    ``router_group_score``; None: among all."""
+    router_group_score: Literal["sum of two", "best"] = "sum of two"
+    """What a group is worth to a token: the sum of its two best experts' scores, or the best one's."""
     routed_scaling_factor: float = 1.0
     """Gates are multiplied by it."""
     initializer_range: float = 0.02

@@ -234,10 +234,7 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
             than two.
     """
     gates = sigmoid_gates(config)
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
-    chosen, width = gates["num_experts_per_tok"], config.integer("moe_intermediate_size")
-    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    chosen, groups, limit = gates["num_experts_per_tok"], config.integer("n_group", 1), config.integer("topk_group", 1)
     if groups > 1 and chosen != 2 * limit:
         raise UnsupportedArchitecture(
             f"topk_group={limit} with num_experts_per_tok={chosen}: a choice of groups by their two best scores is "
@@ -247,8 +244,50 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
         **gates,
         "num_experts": config.integer("n_routed_experts"),
         "moe_ffn_hidden_size": width,
-        "shared_expert_ffn_hidden_size": width * config.integer("n_shared_experts", 1),
+        "shared_expert_ffn_hidden_size": width * config.integer("n_shared_experts", shared),
+        **_routed_and_shared_experts(config, shared=1),
         "router_groups": (groups, limit) if groups > 1 else None,
+    }
+
+
+def softmax_router(config: ConfigReader) -> dict[str, Any]:
+    """Fields of DeepSeek-V2's experts (arXiv:2405.04434, section 2.2): softmax scores that are the gates as they are,
+    groups chosen by their best expert (topk_method=group_limited_greedy) or none (greedy), shared experts, dense layers
+    first.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, gates are normalised, scores are of another kind, or the choice of
+            groups is none.
+    """
+    config.require(scoring_func="softmax", norm_topk_prob=False)
+    method, chosen = config.mapping.get("topk_method") or "greedy", config.integer("num_experts_per_tok")
+    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    fields = _routed_and_shared_experts(config, shared=2)
+    count = fields["num_experts"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedArchitecture(
+            f"topk_method={json.dumps(method)} is not supported for {config.text('model_type')}: only greedy and "
+            "group_limited_greedy are"
+        )
+    if method == "greedy" and limit < groups:
+        raise UnsupportedArchitecture(
+            f'n_group={groups} with topk_method="greedy": transformers chooses among all experts then, and engines '
+            "among those of some groups: set n_group and topk_group to 1, or topk_method to group_limited_greedy"
+        )
+    if count % groups or limit > groups or chosen > limit * (count // groups):
+        raise UnsupportedArchitecture(
+            f"n_group={groups} and topk_group={limit}: {chosen} of {count} experts cannot be chosen so"
+        )
+    grouped = {"router_groups": (groups, limit), "router_group_score": "best"} if limit < groups else {}
+    return {**fields, **grouped, "num_experts_per_tok": chosen, "norm_topk_prob": False}
+
+
+def _routed_and_shared_experts(config: ConfigReader, shared: int) -> dict[str, Any]:
+    """Fields of DeepSeek's experts beside those of the choice; ``shared`` where n_shared_experts is absent."""
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
+    width = config.integer("moe_intermediate_size")
+    return {
         "routed_scaling_factor": config.number("routed_scaling_factor", 1.0),
         **first_dense_layers(config),
     }

@@ -64,12 +64,19 @@ SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does no
 `use_routing_bias`) and reads `rotary_dim` alone: a configuration without them, as transformers writes its defaults, is
 refused with it.
 
-Multi-head latent attention (DeepSeek-V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
+Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
 refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
-converted says `deepseek_v3`, which SGLang and transformers know without code from the hub. Kimi K2 Thinking is refused: its `rms_norm_eps` is not 1e-6, and its
-weights are INT4. Published weights in block FP8 are [made bfloat16 first](cluster.md#2-models-and-data), by the
-conversion.
+converted says `deepseek_v3`, which SGLang and transformers know without code from the hub. Kimi K2 Thinking is refused:
+its `rms_norm_eps` is not 1e-6, and its weights are INT4. Published weights in block FP8 are [made bfloat16
+first](cluster.md#2-models-and-data), by the conversion.
+
+DeepSeek-V2's router (`deepseek_v2`: V2, V2-Lite, Coder-V2) gives each chosen expert its softmax score times
+`routed_scaling_factor`, and chooses groups of experts by their best one (`topk_method=group_limited_greedy`), or none
+(`greedy`). Megatron-Core adds up several scores of a group, so the learner has a choice of its own, which routing
+replay knows too; `learner.moe_router_fusion` is refused with it. `norm_topk_prob=true` is refused, since transformers
+leaves it out; so is `greedy` with groups, which SGLang would choose. SGLang needs `scoring_func`, `moe_layer_freq`,
+`n_group` and `topk_group` in config.json, as the published ones have them.
 
 gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
 Megatron-Core's local layers on a CPU, is refused with CUDA or Transformer Engine, and with

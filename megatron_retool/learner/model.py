@@ -45,6 +45,7 @@ from megatron_retool.learner.attention import (
     SwiGLUMLP,
 )
 from megatron_retool.learner.biased_experts import place_biased_experts
+from megatron_retool.learner.expert_groups import place_group_choice
 from megatron_retool.learner.gated_attention import GatedSelfAttention
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
@@ -482,3 +483,4 @@ def build_model_chunks(
         repair_experts(chunk)
         chunks.append(chunk)
     return chunks
+        place_group_choice(chunk, architecture)

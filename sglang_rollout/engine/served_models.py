@@ -47,6 +47,7 @@ WHOLE_PAST = frozenset(
 
 ATTENTION_GROUPS = frozenset(
     {
+        "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
@@ -63,6 +64,7 @@ EXPERTS_EVERYWHERE = frozenset({"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Q
 """Classes whose every layer has experts whatever ``mlp_only_layers`` and ``decoder_sparse_step`` say."""
 
 ASKED_FOR: Mapping[str, tuple[str, ...]] = {
+    "DeepseekV2ForCausalLM": ("scoring_func", "moe_layer_freq", "n_group", "topk_group"),
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "scoring_func"),
 }
 """Keys of config.json without which a class leaves out a part that transformers computes, or does not start."""

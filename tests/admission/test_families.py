@@ -8,12 +8,8 @@ import pytest
 from conversion.model.family import built_in_families
 from megatron_retool.admission.admit import Request, examine, one_of_each_family
 from megatron_retool.admission.outcome import Admission, Verdict
-from megatron_retool.planning.models import MODELS, model_of_each_family
-
-VARIANTS = {
-    "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
-    "kimi-k2": MODELS["kimi-k2"],
-}
+from megatron_retool.planning.models import model_of_each_family
+from tests.admission.variants import VARIANTS
 
 
 @pytest.fixture(scope="module")

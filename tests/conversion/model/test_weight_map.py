@@ -26,7 +26,8 @@ from conversion.model.weight_map import (
     to_mcore,
 )
 
-DENSE_AMONG_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+DENSE_AMONG_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
 
 
 NEXT = Architecture(
@@ -57,9 +58,9 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         dense_layers=draw(st.sampled_from([(), (0,)])) if layers == 2 and family in DENSE_AMONG_EXPERTS else (),
         num_experts_per_tok=1 if moe else None,
         moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
-        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family in DENSE_AMONG_EXPERTS[:4] else None,
-        latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family == "deepseek_v3" else None,
-        rotary_dim=1 if family == "deepseek_v3" else None,
+        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family in DENSE_AMONG_EXPERTS[:5] else None,
+        latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family in LATENT else None,
+        rotary_dim=1 if family in LATENT else None,
         attention_gate=family == "qwen3_next",
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family == "qwen3_next" else None,
         linear_layers=(0,) if family == "qwen3_next" else (),

@@ -166,6 +166,13 @@ def test_gated_delta_nets_are_refused_on_a_cpu(tmp_path: Path) -> None:
     check_served_model(configured(tmp_path, ON_A_GPU, **keys))
     check_served_model(configured(tmp_path, "rollout.engine.backend=transformers", **keys))
 
+def test_keys_of_deepseek_v2_that_transformers_leaves_out_are_asked_for(tmp_path: Path) -> None:
+    keys = {**shrunk(MODELS["deepseek-v2-lite"], 4), "architectures": ["DeepseekV2ForCausalLM"]}
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    with pytest.raises(ConfigError, match="DeepseekV2ForCausalLM needs scoring_func, moe_layer_freq in config.json"):
+        check_served_model(configured(tmp_path, ON_A_GPU, **{**keys, "scoring_func": None, "moe_layer_freq": None}))
+
+
 
 def test_keys_that_sglang_reads_for_gated_delta_nets_are_asked_for(tmp_path: Path) -> None:
     """As transformers 5 saves a config.json, the interval is lost, and rope_theta elsewhere."""
@@ -223,7 +230,7 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
         inherits = parent is not None and parent[1] in classes
         if not inherits and "tie_word_embeddings" not in source:
             own_head.add(name)
-        in_groups = "attn_tp_size" in source and not inherits
+        in_groups = "attn_tp_size" in (source_of(parent[1]) if inherits and parent else source)
         assert in_groups is (name in ATTENTION_GROUPS), name
     assert own_head == OWN_OUTPUT_LAYER
     for family in built_in_families().values():
