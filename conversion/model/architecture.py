@@ -21,6 +21,7 @@ from conversion.model.hf_config import (
     RopeScaling,
     UnsupportedArchitecture,
     check_layer_types,
+    check_short_factors,
 )
 from megatron_retool.registry import ExtensionError
 
@@ -163,6 +164,12 @@ class Architecture:
         return tuple(self.sliding_window if each else None for each in windowed[: self.num_layers])
 
     @property
+    def longest_text(self) -> int | None:
+        """Tokens beyond which a whole text has other positions than the learner's; None: it never has."""
+        scaling = self.rope_scaling
+        return None if scaling is None or scaling.kind != "longrope" else scaling.original_max_position_embeddings
+
+    @property
     def query_size(self) -> int:
         """Output features of q_proj: num_attention_heads x head_dim."""
         return self.num_attention_heads * self.head_dim
@@ -281,6 +288,7 @@ class Architecture:
                 **family.read(config),
             )
             check_layer_types(config, architecture.windows, architecture.linear_layers)
+            check_short_factors(architecture.rope_scaling, architecture.rotary_dim or architecture.head_dim)
             return architecture
         except UnsupportedArchitecture:
             raise

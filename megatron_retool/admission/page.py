@@ -50,8 +50,20 @@ learner recorded it. **parameters, FLOPs**: the planner's counts against the bui
 **SGLang's class** loads the weights under the names of the weight sync, and nothing of it stays unwritten. GPUs,
 bfloat16 and Transformer Engine's layers are not part of it.
 
-In every family positions may be stretched as `linear`, `llama3` and `yarn` do. Some layers alone may have a window
-(`layer_types`, `max_window_layers`); common prefixes are not shared where any layer has one.
+In every family positions may be stretched as `linear`, `llama3` and `yarn` do, and as `longrope` does where all layers
+have the same. Some layers alone may have a window (`layer_types`, `max_window_layers`); common prefixes are not shared
+where any layer has one.
+
+`longrope` (Phi-3 128k, Phi-3.5-mini, Phi-4-mini) has two sets of factors: `short_factor`, and `long_factor` for texts
+of more than `original_max_position_embeddings` tokens. Engines change to the long ones in the middle of a text, and
+keep the keys that they have rotated by the short ones; SGLang does so for all that it computes together. No weights
+have such log-probs. So every text of a run has the short factors, and a run whose `data.max_prompt_length` +
+`data.max_response_length` (or `sft.stages[…].max_length`) is more than `original_max_position_embeddings` is refused.
+For longer texts have all of them computed by the long factors, in config.json: `short_factor` as `long_factor`,
+`original_max_position_embeddings` as `max_position_embeddings`, and in the positions' own keys `attention_factor`,
+`short_mscale` and `long_mscale`, of which the refusal says the number. Learner, transformers and SGLang then compute
+the same at any length. SGLang's class of Phi-3 reads `partial_rotary_factor` outside of `rope_parameters` alone: where
+only the latter has it, the run is refused.
 
 Mixtures of experts may have dense layers (`mlp_only_layers`, `decoder_sparse_step`). SGLang's classes of Qwen2-MoE and
 Qwen3-MoE have experts in every layer all the same: such a model is refused with them, and sampled from with
@@ -97,8 +109,8 @@ model begins with slower decays than a new one of transformers, with which float
 _MISSING = """\
 ## What has no family yet
 
-Refused by name, each for a part that the learner lacks: groups of experts chosen by their best one (DeepSeek-V2),
-longrope positions (Phi-3.5). A family like Llama takes one file: [extending.md](extending.md).
+A model is refused by the names of the parts that the learner lacks, such as soft-capped logits (Gemma 2), a vision
+tower or a state space. A family like Llama takes one file: [extending.md](extending.md).
 """
 
 
