@@ -21,6 +21,7 @@ from conversion.model.hf_config import (
     RopeScaling,
     UnsupportedArchitecture,
     check_layer_types,
+    check_short_factors,
 )
 from megatron_retool.registry import ExtensionError
 
@@ -106,8 +107,10 @@ class Architecture:
     router_bias: bool = False
     """A bias of each expert is added to its score where experts are chosen, and not to its gate."""
     router_groups: tuple[int, int] | None = None
-    """(n, m): experts lie in n groups, and a token chooses among the m groups with the largest sums of their two best
-    scores; None: among all."""
+    """(n, m): experts lie in n groups, and a token chooses among those of the m groups with the largest
+    ``router_group_score``; None: among all."""
+    router_group_score: Literal["sum of two", "best"] = "sum of two"
+    """What a group is worth to a token: the sum of its two best experts' scores, or the best one's."""
     routed_scaling_factor: float = 1.0
     """Gates are multiplied by it."""
     initializer_range: float = 0.02
@@ -159,6 +162,12 @@ class Architecture:
         """The window of each layer."""
         windowed = (True,) * self.num_layers if self.windowed_layers is None else self.windowed_layers
         return tuple(self.sliding_window if each else None for each in windowed[: self.num_layers])
+
+    @property
+    def longest_text(self) -> int | None:
+        """Tokens beyond which a whole text has other positions than the learner's; None: it never has."""
+        scaling = self.rope_scaling
+        return None if scaling is None or scaling.kind != "longrope" else scaling.original_max_position_embeddings
 
     @property
     def query_size(self) -> int:
@@ -279,6 +288,7 @@ class Architecture:
                 **family.read(config),
             )
             check_layer_types(config, architecture.windows, architecture.linear_layers)
+            check_short_factors(architecture.rope_scaling, architecture.rotary_dim or architecture.head_dim)
             return architecture
         except UnsupportedArchitecture:
             raise

@@ -19,7 +19,8 @@ class UnsupportedArchitecture(ValueError):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling (``rope_type: llama3``), linear position interpolation (``linear``), or YaRN."""
+    """Llama 3's frequency scaling (``rope_type: llama3``), linear position interpolation (``linear``), YaRN, or
+    LongRoPE."""
 
     kind: str
     factor: float
@@ -33,7 +34,10 @@ class RopeScaling:
     truncate: bool = True
     """Of yarn: the dimensions between which it goes from one to the other are whole numbers."""
     attention_factor: float = 1.0
-    """Of yarn: what rotated queries and keys are multiplied by."""
+    """Of yarn and longrope: what rotated queries and keys are multiplied by."""
+    short_factors: tuple[float, ...] = ()
+    """Of longrope: what each frequency is divided by, in texts of up to ``original_max_position_embeddings`` tokens.
+    Longer ones have others, which nothing here computes."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +238,7 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
             than two.
     """
     gates = sigmoid_gates(config)
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
-    chosen, width = gates["num_experts_per_tok"], config.integer("moe_intermediate_size")
-    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    chosen, groups, limit = gates["num_experts_per_tok"], config.integer("n_group", 1), config.integer("topk_group", 1)
     if groups > 1 and chosen != 2 * limit:
         raise UnsupportedArchitecture(
             f"topk_group={limit} with num_experts_per_tok={chosen}: a choice of groups by their two best scores is "
@@ -245,10 +246,52 @@ def sigmoid_router(config: ConfigReader) -> dict[str, Any]:
         )
     return {
         **gates,
+        **_routed_and_shared_experts(config, shared=1),
+        "router_groups": (groups, limit) if groups > 1 else None,
+    }
+
+
+def softmax_router(config: ConfigReader) -> dict[str, Any]:
+    """Fields of DeepSeek-V2's experts (arXiv:2405.04434, section 2.2): softmax scores that are the gates as they are,
+    groups chosen by their best expert (topk_method=group_limited_greedy) or none (greedy), shared experts, dense layers
+    first.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, gates are normalised, scores are of another kind, or the choice of
+            groups is none.
+    """
+    config.require(scoring_func="softmax", norm_topk_prob=False)
+    method, chosen = config.mapping.get("topk_method") or "greedy", config.integer("num_experts_per_tok")
+    groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
+    fields = _routed_and_shared_experts(config, shared=2)
+    count = fields["num_experts"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedArchitecture(
+            f"topk_method={json.dumps(method)} is not supported for {config.text('model_type')}: only greedy and "
+            "group_limited_greedy are"
+        )
+    if method == "greedy" and limit < groups:
+        raise UnsupportedArchitecture(
+            f'n_group={groups} with topk_method="greedy": transformers chooses among all experts then, and engines '
+            "among those of some groups: set n_group and topk_group to 1, or topk_method to group_limited_greedy"
+        )
+    if count % groups or limit > groups or chosen > limit * (count // groups):
+        raise UnsupportedArchitecture(
+            f"n_group={groups} and topk_group={limit}: {chosen} of {count} experts cannot be chosen so"
+        )
+    grouped = {"router_groups": (groups, limit), "router_group_score": "best"} if limit < groups else {}
+    return {**fields, **grouped, "num_experts_per_tok": chosen, "norm_topk_prob": False}
+
+
+def _routed_and_shared_experts(config: ConfigReader, shared: int) -> dict[str, Any]:
+    """Fields of DeepSeek's experts beside those of the choice; ``shared`` where n_shared_experts is absent."""
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
+    width = config.integer("moe_intermediate_size")
+    return {
         "num_experts": config.integer("n_routed_experts"),
         "moe_ffn_hidden_size": width,
-        "shared_expert_ffn_hidden_size": width * config.integer("n_shared_experts", 1),
-        "router_groups": (groups, limit) if groups > 1 else None,
+        "shared_expert_ffn_hidden_size": width * config.integer("n_shared_experts", shared),
         "routed_scaling_factor": config.number("routed_scaling_factor", 1.0),
         **first_dense_layers(config),
     }
@@ -311,11 +354,12 @@ def first_dense_layers(config: ConfigReader) -> dict[str, Any]:
     return _dense_layers(config, list(range(first)))
 
 
-def partial_rotary(config: ConfigReader, default: float = 1.0) -> dict[str, Any]:
+def partial_rotary(config: ConfigReader, default: float = 1.0, *, scaled: bool = False) -> dict[str, Any]:
     """``rotary_dim`` of a model whose positions rotate a part of each head; nothing where they rotate all of it.
 
     Args:
         default: of partial_rotary_factor, where config.json is silent.
+        scaled: whether a factor on the rotated features alone has been tried with the family.
 
     Raises:
         UnsupportedArchitecture: as ``decoder``, or the part is no even number of features.
@@ -327,9 +371,10 @@ def partial_rotary(config: ConfigReader, default: float = 1.0) -> dict[str, Any]
     fields = decoder(config)
     head, scaling = fields["head_dim"], fields["rope_scaling"]
     size = int(head * share)
-    if size < head and scaling is not None and scaling.kind == "yarn":
+    if size < head and scaling is not None and scaling.kind in ("yarn", "longrope") and not scaled:
         raise UnsupportedArchitecture(
-            f"yarn positions with partial_rotary_factor={share}: a factor on rotated features alone is missing"
+            f"{scaling.kind} positions with partial_rotary_factor={share}: a factor on rotated features alone is "
+            "missing"
         )
     if share > 1 or size < 2 or size % 2:
         raise UnsupportedArchitecture(f"partial_rotary_factor={share}: {size} of a head's {head} features are no pairs")
@@ -511,18 +556,20 @@ def _rope(config: ConfigReader) -> dict[str, Any]:
         raise UnsupportedArchitecture(f'{key}={parameters!r} is no mapping, such as {{"rope_theta": 10000.0}}')
     theta = config.number("rope_theta", 10000.0)
     if _FULL not in parameters and _SLIDING not in parameters:
-        theta, scaling = _positions(parameters, theta)
+        theta, scaling = _positions(config, parameters, theta)
         return {"rope_theta": theta, "rope_scaling": scaling}
-    local, stretched = _positions(parameters.get(_SLIDING) or {}, config.number("rope_local_base_freq", theta))
-    theta, scaling = _positions(parameters.get(_FULL) or {}, theta)
+    local, stretched = _positions(config, parameters.get(_SLIDING) or {}, config.number("rope_local_base_freq", theta))
+    theta, scaling = _positions(config, parameters.get(_FULL) or {}, theta)
     if stretched is not None:
         raise UnsupportedArchitecture(
             f"{key}.{_SLIDING}={json.dumps(parameters[_SLIDING])}: stretched positions under a window are missing"
         )
+    if scaling is not None and scaling.kind == "longrope":
+        raise UnsupportedArchitecture(f"{key}.{_FULL}: longrope positions beside a window's own are missing")
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
-def _positions(parameters: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+def _positions(config: ConfigReader, parameters: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Base (where it is absent, ``theta``), and how positions are stretched."""
     inner = ConfigReader(parameters)
     theta = inner.number("rope_theta", theta)
@@ -541,9 +588,44 @@ def _positions(parameters: Mapping[str, Any], theta: float) -> tuple[float, Rope
         )
     if kind == "yarn":
         return theta, _yarn(inner)
+    if kind == "longrope":
+        return theta, _longrope(config, inner)
     raise UnsupportedArchitecture(
-        f"rope type {kind!r} is not one of default, linear, llama3, yarn: {kind} positions are missing"
+        f"rope type {kind!r} is not one of default, linear, llama3, yarn, longrope: {kind} positions are missing"
     )
+
+
+def _longrope(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
+    """arXiv:2402.13753, with the attention factor of Phi-3 (arXiv:2404.14219)."""
+    key, longest = "original_max_position_embeddings", config.integer("max_position_embeddings", 32768)
+    # transformers prefers the key that lies outside of the positions' own.
+    original = config.integer(key, parameters.integer(key, longest))
+    factors = {name: parameters.mapping.get(name) for name in ("short_factor", "long_factor")}
+    for name, values in factors.items():
+        if not isinstance(values, list) or not all(isinstance(each, (int, float)) and each > 0 for each in values):
+            raise UnsupportedArchitecture(f"{name}={values!r} of longrope positions is no list of positive numbers")
+    factor = parameters.number("factor", longest / original)
+    found = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=parameters.number("attention_factor", found),
+        short_factors=tuple(float(each) for each in factors["short_factor"] or ()),
+    )
+
+
+def check_short_factors(scaling: RopeScaling | None, rotated: int) -> None:
+    """Make sure that longrope has a factor for each pair of the ``rotated`` features of a head.
+
+    Raises:
+        UnsupportedArchitecture: it has not.
+    """
+    if scaling is not None and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
+        raise UnsupportedArchitecture(
+            f"short_factor has {len(scaling.short_factors)} numbers, and positions rotate {rotated // 2} pairs of a "
+            "head's features"
+        )
 
 
 def _yarn(parameters: ConfigReader) -> RopeScaling:

@@ -65,7 +65,7 @@ def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[st
         missing[f"the activation {activation}"] = None
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
-    if kind not in (None, "default", "linear", "llama3", "yarn"):
+    if kind not in (None, "default", "linear", "llama3", "yarn", "longrope", "su"):
         missing[f"{kind} positions"] = None
     known = {
         _numberless(tensor_of(name))

@@ -56,8 +56,20 @@ window; where SGLang's class knows no window (Mistral) they end within it, as a 
 where SGLang does not serve the family on a CPU: multi-head latent attention, attention sinks, gated delta nets,
 MiniMax-M2. GPUs, bfloat16 and Transformer Engine's layers are not part of it.
 
-In every family positions may be stretched as `linear`, `llama3` and `yarn` do. Some layers alone may have a window
-(`layer_types`, `max_window_layers`); common prefixes are not shared where any layer has one.
+In every family positions may be stretched as `linear`, `llama3` and `yarn` do, and as `longrope` does where all layers
+have the same. Some layers alone may have a window (`layer_types`, `max_window_layers`); common prefixes are not shared
+where any layer has one.
+
+`longrope` (Phi-3 128k, Phi-3.5-mini, Phi-4-mini) has two sets of factors: `short_factor`, and `long_factor` for texts
+of more than `original_max_position_embeddings` tokens. Engines change to the long ones in the middle of a text, and
+keep the keys that they have rotated by the short ones; SGLang does so for all that it computes together. No weights
+have such log-probs. So every text of a run has the short factors, and a run whose `data.max_prompt_length` +
+`data.max_response_length` (or `sft.stages[…].max_length`) is more than `original_max_position_embeddings` is refused.
+For longer texts have all of them computed by the long factors, in config.json: `short_factor` as `long_factor`,
+`original_max_position_embeddings` as `max_position_embeddings`, and in the positions' own keys `attention_factor`,
+`short_mscale` and `long_mscale`, of which the refusal says the number. Learner, transformers and SGLang then compute
+the same at any length. SGLang's class of Phi-3 reads `partial_rotary_factor` outside of `rope_parameters` alone: where
+only the latter has it, the run is refused.
 
 Mixtures of experts may have dense layers (`mlp_only_layers`, `decoder_sparse_step`). SGLang's classes of Qwen2-MoE and
 Qwen3-MoE have experts in every layer all the same: such a model is refused with them, and sampled from with
@@ -70,12 +82,19 @@ SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does no
 `use_routing_bias`) and reads `rotary_dim` alone: a configuration without them, as transformers writes its defaults, is
 refused with it.
 
-Multi-head latent attention (DeepSeek-V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
+Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
-refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family; what is converted says `deepseek_v3`, which SGLang
-and transformers know without code from the hub. Kimi K2 Thinking is refused: its `rms_norm_eps` is not 1e-6, and its
-weights are INT4. Published weights in block FP8 are [made bfloat16 first](cluster.md#2-models-and-data), by the
-conversion.
+refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
+converted says `deepseek_v3`, which SGLang and transformers know without code from the hub. Kimi K2 Thinking is refused:
+its `rms_norm_eps` is not 1e-6, and its weights are INT4. Published weights in block FP8 are [made bfloat16
+first](cluster.md#2-models-and-data), by the conversion.
+
+DeepSeek-V2's router (`deepseek_v2`: V2, V2-Lite, Coder-V2) gives each chosen expert its softmax score times
+`routed_scaling_factor`, and chooses groups of experts by their best one (`topk_method=group_limited_greedy`), or none
+(`greedy`). Megatron-Core adds up several scores of a group, so the learner has a choice of its own, which routing
+replay knows too; `learner.moe_router_fusion` is refused with it. `norm_topk_prob=true` is refused, since transformers
+leaves it out; so is `greedy` with groups, which SGLang would choose. SGLang needs `scoring_func`, `moe_layer_freq`,
+`n_group` and `topk_group` in config.json, as the published ones have them.
 
 gpt-oss has attention sinks, biases on all matrices of attention and experts, and a clamped SwiGLU. It trains in
 Megatron-Core's local layers on a CPU, is refused with CUDA or Transformer Engine, and with
@@ -96,8 +115,8 @@ model begins with slower decays than a new one of transformers, with which float
 _MISSING = """\
 ## What has no family yet
 
-Refused by name, each for a part that the learner lacks: groups of experts chosen by their best one (DeepSeek-V2),
-longrope positions (Phi-3.5). A family like Llama takes one file: [extending.md](extending.md).
+A model is refused by the names of the parts that the learner lacks, such as soft-capped logits (Gemma 2), a vision
+tower or a state space. A family like Llama takes one file: [extending.md](extending.md).
 """
 
 

@@ -12,6 +12,9 @@ VOCAB_SIZE = 101
 """No multiple of anything: the learner has to pad it."""
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN = 32, 48, 24, 40
 HEADS, EXPERTS, CHOSEN, WINDOW, POSITIONS = 4, 4, 2, 16, 128
+LONGROPE_POSITIONS = POSITIONS // 2
+"""From which longrope stretches."""
+_FACTORS = ("short_factor", "long_factor")
 
 _SIZES: dict[str, int] = {
     "hidden_size": HIDDEN,
@@ -63,6 +66,7 @@ def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         small["swiglu_limit"] = LIMIT
     for key in ("rope_parameters", "rope_scaling"):
         small |= {key: _small_rope(hf_config[key])} if isinstance(hf_config.get(key), Mapping) else {}
+    small |= _small_longrope(hf_config, small)
     small |= _layers(hf_config, layers)
     for key in ("dtype", "torch_dtype"):
         small.pop(key, None)
@@ -107,3 +111,20 @@ def _small_rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "original_max_position_embeddings" in small:
         small["original_max_position_embeddings"] = POSITIONS // 4
     return small
+
+
+def _small_longrope(hf_config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """Longrope's keys: factors for as many pairs as a tiny head has, and no text beyond the original positions, which
+    transformers would compute by other factors."""
+    key, found = "original_max_position_embeddings", dict[str, Any]()
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = small.get(name)
+        if not isinstance(rope, Mapping) or "short_factor" not in rope:
+            continue
+        share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) or 1.0
+        pairs = int(small.get("head_dim", HIDDEN // HEADS) * share) // 2
+        factors = {k: [v[n * len(v) // pairs] for n in range(pairs)] for k, v in rope.items() if k in _FACTORS}
+        original = hf_config.get(key, hf_config[name].get(key, 0))
+        stretched = original < (hf_config.get("max_position_embeddings") or 0)
+        found |= {name: {**rope, **factors}, key: LONGROPE_POSITIONS if stretched else POSITIONS}
+    return found

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from megatron_retool.admission.admit import Request, examine, one_of_each_family, read_config
+    from megatron_retool.admission.admit import Request, enough_layers, examine, one_of_each_family, read_config
     from megatron_retool.admission.layouts import FEW, NAMED
     from megatron_retool.admission.report import table, write_json
     from megatron_retool.interruption import interrupts
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     requests = one_of_each_family() if options.every_family else []
     for model in options.models:
         hf_config, source = read_config(model)
-        requests.append(Request(model, hf_config, source, tuple(options.families), layers=8, names=names))
+        layers = enough_layers(hf_config)
+        requests.append(Request(model, hf_config, source, tuple(options.families), layers=layers, names=names))
     if not requests:
         raise ConfigError("nothing to examine: name a directory, a config.json or a published model, or --every-family")
     with interrupts(), tempfile.TemporaryDirectory(prefix="admit_") as directory, console.status("…") as status:

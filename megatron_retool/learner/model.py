@@ -45,6 +45,7 @@ from megatron_retool.learner.attention import (
     SwiGLUMLP,
 )
 from megatron_retool.learner.biased_experts import place_biased_experts
+from megatron_retool.learner.expert_groups import place_group_choice
 from megatron_retool.learner.gated_attention import GatedSelfAttention
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
@@ -296,7 +297,16 @@ class PackedModel(GPTModel):
         Returns:
             Hidden states [t, 1, h] (with sequence parallelism [t / TP, 1, h]) on stages before the last; what ``_head``
             returns on the last.
+
+        Raises:
+            ValueError: a text, padding included, is longer than ``Architecture.longest_text``.
         """
+        longest = self.architecture.longest_text
+        if longest is not None and micro_batch.max_seqlen > longest:
+            raise ValueError(
+                f"a text of {micro_batch.max_seqlen} tokens: the model's longrope positions are other ones beyond "
+                f"{longest}, which the learner does not compute"
+            )
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids)
@@ -479,6 +489,7 @@ def build_model_chunks(
                 buffer.data = buffer.data.float()
         if architecture.is_moe and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             mark_experts(chunk)
+        place_group_choice(chunk, architecture)
         repair_experts(chunk)
         chunks.append(chunk)
     return chunks

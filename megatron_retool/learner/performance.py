@@ -88,6 +88,11 @@ def _check_experts(
                 f"{key} needs Transformer Engine {version[0]}.{version[1]} or later, found "
                 f"{acceleration.transformer_engine}: {cure}"
             )
+    if learner.moe_router_fusion and architecture.router_group_score == "best":
+        raise ConfigError(
+            f"learner.moe_router_fusion=true does not go with this {architecture.family} model, whose groups of "
+            "experts are chosen by their best one: the kernel adds up several. Set it to false"
+        )
     if not flex:
         return
     if layout.expert * layout.expert_tensor == 1:

@@ -21,7 +21,8 @@ def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tens
     scaling says.
 
     llama3 keeps wavelengths below original / high_freq_factor, divides the frequency of those above
-    original / low_freq_factor by ``factor``, and interpolates between.
+    original / low_freq_factor by ``factor``, and interpolates between.  longrope divides each by a number of its own,
+    here that of texts of up to ``Architecture.longest_text`` tokens.
 
     Args:
         local: of the layers with a window, by ``local_rope_theta``.
@@ -39,6 +40,8 @@ def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tens
         return frequencies / scaling.factor
     if scaling.kind == "yarn":
         return _yarn(frequencies, theta, scaling)
+    if scaling.kind == "longrope":
+        return 1.0 / (torch.tensor(scaling.short_factors) * theta**exponents)
     wavelengths = 2 * math.pi / frequencies
     original = scaling.original_max_position_embeddings
     smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -68,11 +71,34 @@ def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 def softmax_scale(architecture: Architecture, local: bool = False) -> float:
     """What attention scores are multiplied by; ``local``: in the layers with a window, by ``local_rope_theta``.
 
-    YaRN's factor on rotated queries and on keys is its square on scores.
+    The factor of YaRN and LongRoPE on rotated queries and on keys is its square on scores, unless a part of each head
+    is not rotated: then it is ``query_factor``.
     """
-    scaling = None if local else architecture.rope_scaling
-    stretched = 1.0 if scaling is None else scaling.attention_factor**2
+    stretched = 1.0 if local or architecture.rotary_dim is not None else _squared_factor(architecture)
     return stretched * (architecture.softmax_scale or 1.0 / math.sqrt(architecture.head_dim))
+
+
+def query_factor(architecture: Architecture) -> float:
+    """What rotated features of queries are multiplied by, where a part of each head is not rotated: the square of the
+    factor that queries and keys have."""
+    return 1.0 if architecture.rotary_dim is None else _squared_factor(architecture)
+
+
+def _squared_factor(architecture: Architecture) -> float:
+    return 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor**2
+
+
+class ScaledQueries(SelfAttention):
+    """With queries whose first ``rotated`` features are multiplied by ``factor``, ahead of the rotation."""
+
+    def __init__(self, *args: Any, rotated: int, factor: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotated, self.factor = rotated, factor
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        turned, plain = query.split([self.rotated, query.size(-1) - self.rotated], -1)
+        return torch.cat([turned * self.factor, plain], -1), key, value
 
 
 class MixedSelfAttention(SelfAttention):
@@ -114,4 +140,13 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
         layer.self_attention.params = {
             **layer.self_attention.params,
             "local_scale": softmax_scale(architecture, local=True),
+        }
+    elif (factor := query_factor(architecture)) != 1.0:
+        if architecture.linear_layers or architecture.attention_gate or architecture.latent is not None:
+            raise ValueError("a factor on rotated features alone is missing beside this kind of attention")
+        layer.self_attention.module = ScaledQueries
+        layer.self_attention.params = {
+            **layer.self_attention.params,
+            "rotated": architecture.rotary_dim,
+            "factor": factor,
         }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,12 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.learner.expert_groups import BestGroups, TopK
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.routed_experts import ExpertArray, RoutedExperts, expert_dtype, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
 
 Int64Array = npt.NDArray[np.int64]
-TopK = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
 
 _REDUCED_BYTES = 64 * 2**20
 """Of recorded experts that ranks exchange at a time."""
@@ -56,11 +56,15 @@ class LayerReplay:
     """What the router of one layer asks for its experts, in place of its own top-k.
 
     Between passes the router chooses for itself.
+
+    Args:
+        layer: its place among the layers that choose experts.
+        own: the router's own choice, where that is not Megatron's.
     """
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, own: BestGroups | None = None) -> None:
         self.layer = layer
-        """Its place among the layers that choose experts."""
+        self._own = own
         self.recorded: Tensor | None = None
         """int64 [t, k]: the router's own choice in the forward pass that was recorded last."""
         self._choice: _Choice | None = None
@@ -110,9 +114,10 @@ class LayerReplay:
         Raises:
             RuntimeError: the layer is computed again for a micro-batch that it has not seen, or for another one.
         """
-        assert default_compute_topk is not None
+        choose = default_compute_topk if self._own is None else self._own.get_replay_topk
+        assert choose is not None
         if self._choice is None and not self._learning:
-            own_scores, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            own_scores, own = choose(scores, topk, num_groups, group_topk)
             if self._recording:
                 self.recorded = own
             return own_scores, own
@@ -120,7 +125,7 @@ class LayerReplay:
         if len(choice.experts) != len(scores):
             raise RuntimeError(f"layer {self.layer} routes {len(scores)} tokens by {len(choice.experts)} rows")
         with torch.no_grad():
-            own_scores, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            own_scores, own = choose(scores, topk, num_groups, group_topk)
             experts = torch.where(choice.known, choice.experts.to(torch.int64), own)
         taken = scores.gather(1, experts)
         if self._choice is not None and choice.differing is not None:
@@ -415,7 +420,8 @@ def _stand_in(model: torch.nn.Module, architecture: Architecture) -> list[LayerR
     layers = []
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            layers.append(LayerReplay(architecture.expert_layers.index(module.layer_number - 1)))
+            place = architecture.expert_layers.index(module.layer_number - 1)
+            layers.append(LayerReplay(place, module.router_replay))
             module.router_replay = layers[-1]
     return layers
 

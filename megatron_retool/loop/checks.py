@@ -17,7 +17,7 @@ from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.parquet_files import damage_named
 from megatron_retool.runs.metrics_file import read_metrics
-from sglang_rollout.engine.served_models import check_served_model
+from sglang_rollout.engine.served_models import check_longest_text, check_served_model
 
 
 def check_run(config: Config) -> None:
@@ -103,6 +103,14 @@ def check_model(config: Config, *, learns: bool) -> None:
     if not learns:
         return
     architecture = Architecture.from_pretrained(directory, config.model.families)
+    check_longest_text(config, architecture)
+    for number, stage in enumerate(config.sft.stages):
+        if architecture.longest_text is not None and stage.max_length > architecture.longest_text:
+            raise ConfigError(
+                f"sft.stages[{number}].max_length={stage.max_length}: the longrope positions of "
+                f"model.path={config.model.path} are other ones in longer texts than {architecture.longest_text} "
+                "tokens, which the learner does not compute: set it to that at most"
+            )
     config.learner.layout(architecture)
     if config.learner.routing_replay != "none" and not architecture.is_moe:
         raise ConfigError(

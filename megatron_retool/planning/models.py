@@ -129,6 +129,32 @@ _DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+def _deepseek_v2(
+    layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int, experts: int, query_rank: int | None, **more: Any
+) -> dict[str, Any]:
+    return {
+        **_decoder("deepseek_v2", layers, hidden, heads, heads, ffn, 102400),
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_intermediate_size": expert_ffn,
+        "moe_layer_freq": 1,
+        "n_routed_experts": experts,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "first_k_dense_replace": 1,
+        "rope_theta": 10000.0,
+        "rope_scaling": {**_DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840,
+        **more,
+    }
+
+
 def _olmo(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
     common = {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 4096}
     return _decoder(model_type, *sizes, **{**common, **more})
@@ -249,6 +275,32 @@ MODELS: dict[str, dict[str, Any]] = {
         attention_bias=True,
         rope_theta=10000000.0,
         max_position_embeddings=524288,
+    ),  # fmt: skip
+    "deepseek-v2": _deepseek_v2(
+        60,
+        5120,
+        128,
+        12288,
+        1536,
+        160,
+        1536,
+        topk_method="group_limited_greedy",
+        n_group=8,
+        topk_group=3,
+        routed_scaling_factor=16.0,
+    ),  # fmt: skip
+    "deepseek-v2-lite": _deepseek_v2(
+        27,
+        2048,
+        16,
+        10944,
+        1408,
+        64,
+        None,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
     ),  # fmt: skip
     "deepseek-v3": _DEEPSEEK_V3,
     "kimi-k2": {

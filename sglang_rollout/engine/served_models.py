@@ -47,6 +47,7 @@ WHOLE_PAST = frozenset(
 
 ATTENTION_GROUPS = frozenset(
     {
+        "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
@@ -63,6 +64,7 @@ EXPERTS_EVERYWHERE = frozenset({"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Q
 """Classes whose every layer has experts whatever ``mlp_only_layers`` and ``decoder_sparse_step`` say."""
 
 ASKED_FOR: Mapping[str, tuple[str, ...]] = {
+    "DeepseekV2ForCausalLM": ("scoring_func", "moe_layer_freq", "n_group", "topk_group"),
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "scoring_func"),
 }
 """Keys of config.json without which a class leaves out a part that transformers computes, or does not start."""
@@ -115,6 +117,8 @@ def check_served_model(config: Config) -> None:
         )
     if architecture.sliding_window is not None:
         _check_window(config, served, architecture.sliding_window)
+    check_longest_text(config, architecture)
+    _check_longrope(config.model.path, served, architecture)
     _check_expert_groups(config, architecture)
     on_cpu = resolve_device(config.rollout.engine.device) == "cpu"
     if on_cpu and (reason := unserved_on_cpu(architecture, served)):
@@ -124,6 +128,31 @@ def check_served_model(config: Config) -> None:
     _check_stacked_experts(config, architecture)
     if reason := unserved(architecture, served):
         raise ConfigError(f"model.path={config.model.path}: {reason}: set rollout.engine.backend=transformers")
+
+
+def check_longest_text(config: Config, architecture: Architecture) -> None:
+    """Refuse texts that are longer than ``Architecture.longest_text``, with any engine.
+
+    SGLang takes longrope's long factors for all that it computes together, from the first token beyond
+    ``original_max_position_embeddings`` on, and keeps the keys that were rotated by the short ones; so does
+    transformers, sequence by sequence. No weights have such log-probs.
+
+    Raises:
+        ConfigError: naming the keys and both cures.
+    """
+    limit = architecture.longest_text
+    longest = _longest_text(config)
+    if limit is None or longest <= limit or architecture.rope_scaling is None:
+        return
+    factor = architecture.rope_scaling.attention_factor
+    raise ConfigError(
+        f"model.path={config.model.path}: its longrope positions have other factors in texts of more than "
+        f"original_max_position_embeddings={limit} tokens, which engines change to in the middle of a text, and the "
+        f"learner does not compute. Keep data.max_prompt_length + data.max_response_length, {longest} now, within it; "
+        "or have every text use the long factors: in config.json set short_factor to long_factor, "
+        "original_max_position_embeddings to max_position_embeddings, and attention_factor, short_mscale and "
+        f"long_mscale of the positions to {factor!r}"
+    )
 
 
 def unserved(architecture: Architecture, served: Sequence[str]) -> str:
@@ -214,6 +243,30 @@ def misread_positions(hf_config: Mapping[str, Any]) -> str:
     return ""
 
 
+def _check_longrope(path: str, served: Sequence[str], architecture: Architecture) -> None:
+    scaling, hf_config = architecture.rope_scaling, architecture.hf_config
+    if scaling is None or scaling.kind != "longrope":
+        return
+    parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    original = scaling.original_max_position_embeddings
+    stretch = architecture.max_position_embeddings / original
+    taken = parameters.get("short_mscale") or math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
+    if not math.isclose(taken, scaling.attention_factor, rel_tol=1e-6):
+        raise ConfigError(
+            f"model.path={path}: SGLang multiplies rotated queries and keys by {taken!r}, from short_mscale or "
+            "max_position_embeddings of config.json, and transformers and the learner by "
+            f"{scaling.attention_factor!r}, from attention_factor or factor: set short_mscale and long_mscale of the "
+            "positions to the latter"
+        )
+    share = hf_config.get("partial_rotary_factor") or 1.0
+    rotated = architecture.rotary_dim or architecture.head_dim
+    if "Phi3ForCausalLM" in served and int(share * architecture.head_dim) != rotated:
+        raise ConfigError(
+            f"model.path={path}: SGLang's Phi3ForCausalLM reads partial_rotary_factor={share} of config.json, and not "
+            f"the one of rope_parameters, by which positions rotate {rotated} features of a head: set it there too"
+        )
+
+
 def _check_attention_groups(config: Config, served: Sequence[str]) -> None:
     groups = config.rollout.engine.attention_data_parallel_size
     if groups > 1 and served and not ATTENTION_GROUPS.intersection(served):
@@ -250,9 +303,7 @@ def unfilled_output_layer(hf_config: Mapping[str, Any], served: Sequence[str]) -
 
 def _check_window(config: Config, served: Sequence[str], window: int) -> None:
     whole = [name for name in served if name in WHOLE_PAST]
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if config.rollout.engine.context_length is not None:
-        longest = min(longest, config.rollout.engine.context_length)
+    longest = _longest_text(config)
     if whole and window < longest:
         raise ConfigError(
             f"model.path={config.model.path}: its attention has a window (sliding_window={window}), but that of "
@@ -260,3 +311,9 @@ def _check_window(config: Config, served: Sequence[str], window: int) -> None:
             f"data.max_prompt_length + data.max_response_length, {longest} now, within the window; or set "
             "sliding_window to null in config.json, and both see the whole past"
         )
+
+
+def _longest_text(config: Config) -> int:
+    """Tokens of a prompt and its response."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return min(longest, config.rollout.engine.context_length or longest)

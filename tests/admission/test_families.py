@@ -1,5 +1,5 @@
 """Every built-in family is admitted: in every named layout on up to two processes, two of them on up to four. So are
-parts of families that no published model of theirs has."""
+published models that leave their family's first one, and parts of families that no published model of theirs has."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from conversion.model.family import built_in_families
 from megatron_retool.admission.admit import Request, examine, one_of_each_family
 from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
 from megatron_retool.admission.outcome import Admission, Verdict
-from megatron_retool.planning.models import MODELS, model_of_each_family
+from megatron_retool.planning.models import model_of_each_family
+from tests.admission.variants import VARIANTS
 
-GPU_ALONE = {"deepseek_v3", "gpt_oss", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-"""Families that SGLang does not serve on a CPU."""
-VARIANTS = {
-    "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
-}
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek-v2-lite", "kimi-k2"}
+GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""What SGLang does not serve on a CPU."""
+UNSERVED = {"dense layers among experts"}
+"""What it serves nowhere."""
 
 
 @pytest.fixture(scope="module")
@@ -43,5 +44,5 @@ def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     assert {"parameters", "FLOPs", "names and shapes"} <= passed
     assert ("ep2 tp2" in passed) == ("routing replay" in passed)
     sglang = importlib.util.find_spec("sglang") is not None
-    assert (PARAMETERS in passed) == (sglang and name not in VARIANTS)
-    assert (LOG_PROBS in passed) == (sglang and name not in GPU_ALONE.union(VARIANTS))
+    assert (PARAMETERS in passed) == (sglang and name not in UNSERVED)
+    assert (LOG_PROBS in passed) == (sglang and name not in GPU_ALONE | UNSERVED)

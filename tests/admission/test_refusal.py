@@ -45,8 +45,9 @@ def test_a_newcomer_whose_parts_are_all_there(tmp_path: Path) -> None:
 
 
 def test_a_known_family_with_a_part_that_is_missing(tmp_path: Path) -> None:
-    phi_mini = {**MODELS["phi-4"], "partial_rotary_factor": 0.75}
-    assert "partial_rotary_factor=0.75: positions on a part of each head are missing" in refusal(phi_mini, tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    said = refusal({**MODELS["glm-4.5"], "rope_scaling": yarn}, tmp_path)
+    assert "yarn positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing" in said
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ def test_parts_by_tensors(name: str, part: str) -> None:
 
 
 def test_parts_by_configuration() -> None:
-    config = {"hidden_act": "gelu", "final_logit_softcapping": 30.0, "rope_scaling": {"rope_type": "longrope"}}
-    assert missing_parts(config, []) == ["soft-capped logits", "the activation gelu", "longrope positions"]
+    config = {"hidden_act": "gelu", "final_logit_softcapping": 30.0, "rope_scaling": {"rope_type": "dynamic"}}
+    assert missing_parts(config, []) == ["soft-capped logits", "the activation gelu", "dynamic positions"]
     fused = [f"model.layers.0.{name}.weight" for name in ("mlp.gate_up_proj", "mlp.down_proj")]
     assert known_parts(fused) == ["FUSED_SWIGLU"]
 

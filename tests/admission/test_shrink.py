@@ -39,6 +39,18 @@ def test_heads_stay_grouped_and_heads_of_their_own_size_stay_so() -> None:
     assert shrunk({**BIG, "head_dim": 256, "rotary_dim": 64}, 4)["rotary_dim"] == 4
 
 
+def test_longrope_keeps_a_factor_for_each_pair_of_features() -> None:
+    rope = {"type": "longrope", "short_factor": list(range(1, 49)), "long_factor": list(range(2, 50))}
+    positions = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    small = shrunk({**BIG, **positions, "rope_scaling": rope}, 4)
+    assert small["rope_scaling"] == {**rope, "short_factor": [1, 13, 25, 37], "long_factor": [2, 14, 26, 38]}
+    assert (small["max_position_embeddings"], small["original_max_position_embeddings"]) == (128, 64)
+    small = shrunk({**BIG, **positions, "partial_rotary_factor": 0.75, "rope_scaling": rope}, 4)
+    assert small["rope_scaling"]["short_factor"] == [1, 17, 33]
+    positions["original_max_position_embeddings"] = 131072
+    assert shrunk({**BIG, **positions, "rope_scaling": rope}, 4)["original_max_position_embeddings"] == 128
+
+
 def test_switches_stay_and_token_ids_go() -> None:
     given_ = {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 24, "norm_topk_prob": False}
     rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}

@@ -28,6 +28,7 @@ from tests.learner.test_precision import BARE_H200, CPU, H200
 ENGINE = replace(H200, apex=False, fused_weight_gradient=False)
 FLEX = {"moe_token_dispatcher_type": "flex"}
 AWARE = {"use_precision_aware_optimizer": True}
+BEST = replace(EXPERTS, router_groups=(2, 1), router_group_score="best")
 
 
 def check(
@@ -50,6 +51,7 @@ def check(
         ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which nobody has tried beside"),
         ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "does not go with this model's gated delta"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),
+        ({"moe_router_fusion": True}, {}, {"model": BEST}, "whose groups of experts are chosen by their best one"),
         (FLEX, {}, {"machine": CPU}, "flex needs CUDA and Transformer Engine: set learner.*=alltoall"),
         (FLEX, {}, {}, "needs learner.expert_model_parallel_size above 1"),
         (FLEX | {"expert_model_parallel_size": 2}, {}, {}, "deep_ep .*not installed"),

@@ -11,6 +11,7 @@ import torch
 
 from conversion.model.architecture import Architecture
 from megatron_retool.planning.models import MODELS
+from tests.admission.variants import FACTOR, LONG_TEXTS, PHI_3_5_MINI, PHI_4_MINI
 
 STRETCHED: dict[str, dict[str, Any]] = {
     "default": {},
@@ -28,6 +29,11 @@ STRETCHED: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
         "mscale": 1.0,
         "mscale_all_dim": 0.7,
+    },
+    "longrope": {
+        "short_factor": [1.0 + 0.01 * pair for pair in range(64)],
+        "long_factor": [1.0 + pair for pair in range(64)],
+        "original_max_position_embeddings": 8192,
     },
     "yarn, attention_factor": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 0.8},
 }
@@ -63,6 +69,18 @@ def test_layers_with_a_window_have_plain_positions() -> None:
     assert not torch.equal(inverse_frequencies(architecture), inverse_frequencies(plain))
     assert softmax_scale(architecture, local=True) == softmax_scale(plain) == 1 / math.sqrt(128)
     assert architecture.windows == (4096, 4096, 4096, None) * 8
+
+
+def test_a_factor_on_a_part_of_each_head_is_the_queries() -> None:
+    from megatron_retool.learner.positions import query_factor, softmax_scale
+
+    whole, part = Architecture.from_hf_config(PHI_3_5_MINI), Architecture.from_hf_config(PHI_4_MINI)
+    squared = 1 + math.log(32) / math.log(4096)
+    assert softmax_scale(whole) == pytest.approx(squared / math.sqrt(96)) and query_factor(whole) == 1.0
+    assert softmax_scale(part) == 1 / math.sqrt(128) and query_factor(part) == pytest.approx(squared)
+    assert (whole.longest_text, part.longest_text) == (4096, 4096)
+    assert Architecture.from_hf_config(LONG_TEXTS).longest_text == 131072
+    assert query_factor(Architecture.from_hf_config(LONG_TEXTS)) == pytest.approx(FACTOR**2)
 
 
 def test_each_layer_has_its_own_window() -> None:

@@ -1,10 +1,12 @@
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.loop.checks import check_extensions, check_model, check_run
+from tests.admission.variants import PHI_4_MINI
 
 MODEL = Path(__file__).parents[1] / "sglang_rollout" / "traced_model"
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -40,6 +42,17 @@ def test_a_checkpoint_in_a_models_place_is_told_what_it_is(tmp_path):
         else:
             with pytest.raises(ConfigError, match=words):
                 check_model(config, learns=True)
+
+
+def test_texts_that_outgrow_longrope_are_refused_with_any_engine(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PHI_4_MINI))
+    keys = [f"model.path={tmp_path}", "rollout.engine.backend=transformers", "data.max_prompt_length=1096"]
+    short, long = [*keys, "data.max_response_length=3000"], [*keys, "data.max_response_length=3001"]
+    check_model(load_config(None, short), learns=True)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings=4096 tokens.* 4097 now"):
+        check_model(load_config(None, long), learns=True)
+    with pytest.raises(ConfigError, match=r"sft\.stages\[0\]\.max_length=4097: .*set it to that at most"):
+        check_model(load_config(None, [*short, "sft.stages=[{name: warm, max_length: 4097}]"]), learns=True)
 
 
 def test_compression_needs_its_package(tmp_path, monkeypatch):

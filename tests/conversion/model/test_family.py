@@ -69,6 +69,11 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 8,
 }
 
+DEEPSEEK_V2: dict[str, Any] = {**LATENT, "model_type": "deepseek_v2", "norm_topk_prob": False}
+PHI: dict[str, Any] = {"model_type": "phi3", "max_position_embeddings": 8192}
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+GROUPED = {"topk_method": "group_limited_greedy"}
+
 
 @pytest.fixture
 def seed_oss(tmp_path: Path) -> tuple[str, Path]:
@@ -233,8 +238,8 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             "quantization_config is set: start from the full-precision weights",
         ),
         (
-            {"rope_scaling": {"rope_type": "longrope"}},
-            "rope type 'longrope' is not one of default, linear, llama3, yarn",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope type 'dynamic' is not one of default, linear, llama3, yarn, longrope",
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
         (
@@ -271,6 +276,45 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             {**GLM, "n_group": 4, "topk_group": 2},
             "topk_group=2 with num_experts_per_tok=2: a choice of groups by their",
         ),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "long_factor": None}},
+            "long_factor=None of longrope positions is no list of positive numbers",
+        ),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
+            "short_factor has 3 numbers, and positions rotate 4 pairs of a head's features",
+        ),
+        (
+            {**PHI, "partial_rotary_factor": 0.75, "rope_scaling": LONGROPE},
+            "short_factor has 4 numbers, and positions rotate 3 pairs of a head's features",
+        ),
+        (
+            {**GLM, "rope_scaling": {**LONGROPE, "short_factor": [1.0, 1.0]}},
+            "longrope positions with partial_rotary_factor=0.5: a factor on rotated features alone is missing",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {}}},
+            "rope_parameters.full_attention: longrope positions beside a window's own are missing",
+        ),
+        (
+            {**DEEPSEEK_V2, "scoring_func": "sigmoid"},
+            'scoring_func="sigmoid" is not supported for deepseek_v2: only "s',
+        ),
+        (
+            {**DEEPSEEK_V2, "norm_topk_prob": True},
+            "norm_topk_prob=true is not supported for deepseek_v2: only false is",
+        ),
+        (
+            {**DEEPSEEK_V2, "rope_interleave": False},
+            "rope_interleave=false is not supported for deepseek_v2: only true",
+        ),
+        (
+            {**DEEPSEEK_V2, "topk_method": "noaux_tc"},
+            'topk_method="noaux_tc" is not supported for deepseek_v2: only gr',
+        ),
+        ({**DEEPSEEK_V2, "n_group": 2}, 'n_group=2 with topk_method="greedy": transformers chooses among all experts'),
+        ({**DEEPSEEK_V2, **GROUPED, "n_group": 3}, "n_group=3 and topk_group=1: 2 of 4 experts cannot be chosen so"),
+        ({**DEEPSEEK_V2, **GROUPED, "n_group": 4}, "n_group=4 and topk_group=1: 2 of 4 experts cannot be chosen so"),
         ({**MINIMAX, "use_qk_norm": False}, "use_qk_norm=false is not supported for minimax_m2: only true is"),
         ({**MINIMAX, "qk_norm_type": "per_head"}, 'qk_norm_type="per_head" is not supported for minimax_m2: only "per'),
         ({**MINIMAX, "use_routing_bias": False}, "use_routing_bias=false is not supported for minimax_m2"),
@@ -304,6 +348,33 @@ def test_what_no_family_computes_is_named(tmp_path: Path, change: dict[str, Any]
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
     with pytest.raises(UnsupportedArchitecture, match=rf"config\.json: {message}"):
         Architecture.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+@pytest.mark.parametrize("given", [{}, {"factor": 4.0}, {"attention_factor": 1.1}, {"original": 2048}])
+def test_longrope_is_that_of_transformers_phi_3(kind: str, given: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    key, change = "original_max_position_embeddings", dict(given)
+    outside = {key: change.pop("original")} if "original" in change else {}
+    config = {**LLAMA, **PHI, **outside, "rope_scaling": {**LONGROPE, key: 1024, **change, "type": kind}}
+    found = Architecture.from_hf_config(json.loads(json.dumps(config))).rope_scaling
+    expected = Phi3RotaryEmbedding(AutoConfig.for_model(**config))
+    assert found is not None and found.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
+    original = expected.config.rope_parameters[key]
+    assert found.original_max_position_embeddings == original == outside.get(key, 4096)
+
+
+def test_groups_by_their_best_expert_and_groups_that_limit_nothing() -> None:
+    def groups(**change: Any) -> tuple[tuple[int, int] | None, str]:
+        found = Architecture.from_hf_config({**LLAMA, **DEEPSEEK_V2, **change})
+        assert (found.norm_topk_prob, found.router_scores, found.router_bias) == (False, "softmax", False)
+        return found.router_groups, found.router_group_score
+
+    assert groups(**GROUPED, n_group=2) == ((2, 1), "best")
+    assert groups(**GROUPED, n_group=2, topk_group=2) == groups(n_group=1) == groups() == (None, "sum of two")
+    assert Architecture.from_hf_config({**LLAMA, **DEEPSEEK_V2}).shared_expert_ffn_hidden_size == 2 * 24
 
 
 def test_a_config_that_is_a_list(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from conversion.model.weight_map import (
 )
 
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-DENSE_AMONG_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+DENSE_AMONG_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
 
 
 NEXT = Architecture(
@@ -43,7 +44,8 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     family = draw(st.sampled_from(sorted(built_in_families())))
     layers = draw(st.integers(1, 2))
     groups = draw(st.sampled_from([1, 2, 4]))
-    moe = family in ("gpt_oss", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
+    shared = family in ("qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:5])
+    moe = shared or family in ("gpt_oss", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
     return Architecture(
         family=family,
         num_layers=layers,
@@ -58,9 +60,9 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         dense_layers=draw(st.sampled_from([(), (0,)])) if layers == 2 and family in DENSE_AMONG_EXPERTS else (),
         num_experts_per_tok=1 if moe else None,
         moe_ffn_hidden_size=tp * draw(st.integers(1, 3)) if moe else None,
-        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if family in DENSE_AMONG_EXPERTS[:4] else None,
-        latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family == "deepseek_v3" else None,
-        rotary_dim=1 if family == "deepseek_v3" else None,
+        shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if shared else None,
+        latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family in LATENT else None,
+        rotary_dim=1 if family in LATENT else None,
         attention_gate=family in DELTA_NETS,
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
         linear_layers=(0,) if family in DELTA_NETS else (),

@@ -26,6 +26,7 @@ from sglang_rollout.engine.served_models import (
     WHOLE_PAST,
     check_served_model,
 )
+from tests.admission.variants import LONG_TEXTS, PHI_4_MINI
 from tests.learner.tiny_models import hf_model
 
 
@@ -111,6 +112,27 @@ def test_positions_that_sglang_reads_otherwise_are_refused(tmp_path: Path) -> No
             check_served_model(configured(tmp_path, **qwen, **{key: {**yarn, "attention_factor": 0.9}}))
 
 
+def test_longrope_that_sglang_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**PHI_4_MINI, "architectures": ["Phi3ForCausalLM"]}
+    short = ["data.max_prompt_length=1096", "data.max_response_length=3000"]
+    check_served_model(configured(tmp_path, *short, **keys))
+    check_served_model(configured(tmp_path, "rollout.engine.context_length=4096", **keys))
+    long = ["data.max_prompt_length=1097", *short[1:]]
+    with pytest.raises(
+        ConfigError, match=r"other factors .*=4096 tokens.*max_response_length, 4097 now.*to 1\.190238071"
+    ):
+        check_served_model(configured(tmp_path, *long, **keys))
+    check_served_model(configured(tmp_path, **{**LONG_TEXTS, "architectures": ["Phi3ForCausalLM"]}))
+    rope = keys["rope_scaling"]
+    for change in ({"attention_factor": 1.5}, {"factor": 4.0}, {"short_mscale": 1.5}):
+        with pytest.raises(ConfigError, match="SGLang multiplies rotated queries and keys by 1.*short_mscale and long"):
+            check_served_model(configured(tmp_path, *short, **{**keys, "rope_scaling": {**rope, **change}}))
+    moved = {key: value for key, value in keys.items() if key not in ("partial_rotary_factor", "rope_scaling")}
+    moved["rope_parameters"] = {**rope, "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    with pytest.raises(ConfigError, match=r"Phi3ForCausalLM reads partial_rotary_factor=1.0 .*rotate 96 features"):
+        check_served_model(configured(tmp_path, *short, **moved))
+
+
 def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
     keys = shrunk(MODELS["deepseek-v3"], 4)
     with pytest.raises(ConfigError, match=r"other log-probs on a CPU for multi-head latent attention \(deepseek_v3\)"):
@@ -142,6 +164,13 @@ def test_minimax_is_refused_where_sglang_would_compute_another_model(tmp_path: P
             check_served_model(configured(tmp_path, gpu, **{**keys, **change}))
     whole = {key: value for key, value in keys.items() if key != "rotary_dim"}
     check_served_model(configured(tmp_path, gpu, **whole))
+
+
+def test_keys_of_deepseek_v2_that_transformers_leaves_out_are_asked_for(tmp_path: Path) -> None:
+    keys = {**shrunk(MODELS["deepseek-v2-lite"], 4), "architectures": ["DeepseekV2ForCausalLM"]}
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    with pytest.raises(ConfigError, match="DeepseekV2ForCausalLM needs scoring_func, moe_layer_freq in config.json"):
+        check_served_model(configured(tmp_path, ON_A_GPU, **{**keys, "scoring_func": None, "moe_layer_freq": None}))
 
 
 def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
@@ -227,7 +256,7 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
         inherits = parent is not None and parent[1] in classes
         if not inherits and "tie_word_embeddings" not in source:
             own_head.add(name)
-        in_groups = "attn_tp_size" in source and not inherits
+        in_groups = "attn_tp_size" in (source_of(parent[1]) if inherits and parent else source)
         assert in_groups is (name in ATTENTION_GROUPS), name
     assert own_head == OWN_OUTPUT_LAYER
     for family in built_in_families().values():
