@@ -67,8 +67,8 @@ class _Job:
 
 
 def enough_layers(hf_config: Mapping[str, Any]) -> int:
-    """8, for which virtual pipelines have a use; 4 with gated delta nets, in more of which float32 loses the digits that
-    are compared."""
+    """8, for which virtual pipelines have a use; 4 with gated delta nets, in more of which float32 loses the digits
+    that are compared."""
     return 8 if hf_config.get("linear_num_key_heads") is None else 4
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md from what ``megatron-retool admit --every-family --json docs/models.json`` found.
+"""docs/models.md from what ``megatron-retool admit --every-family --layouts named`` wrote into docs/models.json.
 
 python -m megatron_retool.admission.page > docs/models.md
 """
@@ -20,11 +20,11 @@ _HEAD = """\
 # Models
 
 A model family is admitted by one function: `megatron-retool admit HF_DIR_OR_CONFIG`. It shrinks the configuration to a
-few thousand parameters in eight layers of the same kinds, makes random weights with transformers, and holds the learner
-against transformers in every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the
-weights after one update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient
-that is the norm of the difference, relative to its own. A model that no family covers is refused by the name of the
-part that is missing.
+few thousand parameters in eight layers of the same kinds (four with gated delta nets, in more of which float32 loses
+the digits that are compared), makes random weights with transformers, and holds the learner against transformers in
+every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the weights after one
+update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient that is the norm of
+the difference, relative to its own. A model that no family covers is refused by the name of the part that is missing.
 
 ```bash
 megatron-retool admit qwen3-8b --layouts few --without-engine
@@ -32,10 +32,11 @@ megatron-retool admit qwen3-8b --layouts few --without-engine
 
 `--layouts few` starts up to two processes, `named`, the default, up to four, `all` also goes through every product of
 the kinds of parallelism on up to four. The tests run the same function for the models below in few layouts, and for two
-of them, which stand for dense models and for experts, in all that have a name. This page is made of its JSON file:
+of them, which stand for dense models and for experts, in all that have a name. This page is made of its JSON file, of
+all of them in all that have a name; those two have eight layers there, for virtual pipelines, and the others four:
 
 ```bash
-megatron-retool admit --every-family --json docs/models.json
+megatron-retool admit --every-family --layouts named --json docs/models.json
 python -m megatron_retool.admission.page > docs/models.md
 ```
 
@@ -104,12 +105,16 @@ attention on a CPU has no sinks, so that a run with such an engine is refused; o
 `weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of tool
 calls (harmony) is not read.
 
-Gated delta nets, the linear attention of Qwen3-Next, train in Megatron-Core's local layers too, in torch alone:
-sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value heads.
-Transformer Engine's layers, context parallelism, shared prefixes and SGLang on a CPU are refused by name. The reference
-of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the model is,
-and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A tiny
-model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
+Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
+alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value
+heads. Transformer Engine's layers, context parallelism, shared prefixes and SGLang on a CPU are refused by name. The
+reference of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the
+model is, and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A
+tiny model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
+
+Qwen3.5 is published with a tower for images (`qwen3_5`, `qwen3_5_moe`), which is not trained. Such a directory is
+refused with a command that saves its language model alone (`qwen3_5_text`, `qwen3_5_moe_text`), as which SGLang serves
+it too; layers for multi-token prediction stay behind.
 """
 
 _MISSING = """\

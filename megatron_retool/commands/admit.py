@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         choices=("few", "named", "all"),
-        default="named",
-        help="few: up to 2 processes; named: up to 4; all: also every product on up to 4 (default: named)",
+        help="few: up to 2 processes; named: up to 4; all: also every product on up to 4 (default: named; with "
+        "--every-family few, and named for two of them)",
     )
     parser.add_argument("--without-engine", action="store_true", help="leave SGLang out")
     parser.add_argument("--json", dest="output", metavar="FILE", type=Path, help="write what was found")
@@ -53,8 +54,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.admission.report import table, write_json
     from megatron_retool.interruption import interrupts
 
-    names = {"few": FEW, "named": NAMED, "all": None}[options.layouts]
+    names = {"few": FEW, "named": NAMED, "all": None}[options.layouts or "named"]
     requests = one_of_each_family() if options.every_family else []
+    if options.layouts:
+        requests = [replace(request, names=names) for request in requests]
     for model in options.models:
         hf_config, source = read_config(model)
         layers = enough_layers(hf_config)
