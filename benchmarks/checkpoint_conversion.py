@@ -1,7 +1,7 @@
 """Peak memory and speed of the converters on a generated model, against a plain copy of the same files.
 
-    python benchmarks/checkpoint_conversion.py [--gigabytes 3] [--file-bytes 1e9] [--workers 1] [--tp 1] [--cold]
-                                               [--rounds 3] [--directory DIR]
+    python benchmarks/checkpoint_conversion.py [--model NAME] [--gigabytes 3] [--file-bytes 1e9] [--workers 1]
+                                               [--tp 1] [--cold] [--rounds 3] [--directory DIR]
 
 Prints, for each direction: seconds and GiB/s; the ratio to copying the same files (target: at most 1.5); peak memory
 beyond what an idle converter takes, and the bound (1.3 x the largest file + one layer); the processor's seconds.
@@ -25,6 +25,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -34,39 +35,54 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conversion.files.hf_checkpoint import FileWriter, TensorSpec, plan_files, write_index
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
+from megatron_retool.admission.admit import read_config
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "conversion"
 
 
-def make_model(directory: Path, nbytes: float, file_bytes: int) -> tuple[int, int]:
-    """A Qwen2-shaped directory of about ``nbytes`` bfloat16 bytes; bytes of the largest file and of one layer."""
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "intermediate_size": 8192,
-        "vocab_size": 65536,
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-    }
-    one = WeightMap(Architecture.from_hf_config(config))
-    layer = sum(2 * torch.Size(shape).numel() for m in one if m.layer is not None for shape in m.hf_shapes)
-    rest = sum(2 * torch.Size(shape).numel() for m in one if m.layer is None for shape in m.hf_shapes)
-    config["num_hidden_layers"] = max(1, round((nbytes - rest) / layer))
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text("{}")
-    groups = [
-        [TensorSpec(n, s, torch.bfloat16) for n, s in zip(m.hf_names, m.hf_shapes, strict=True)]
-        for m in WeightMap(Architecture.from_hf_config(config))
+QWEN2_SHAPED: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 8192,
+    "vocab_size": 65536,
+    "tie_word_embeddings": False,
+}
+
+
+def weight_map(config: dict[str, Any], layers: int) -> WeightMap:
+    """Of a model of ``config`` with so many layers, of its kinds."""
+    types = config.get("layer_types")
+    kinds = {} if types is None else {"layer_types": [types[number % len(types)] for number in range(layers)]}
+    return WeightMap(Architecture.from_hf_config({**config, **kinds, "num_hidden_layers": layers}))
+
+
+def tensors(of: WeightMap) -> list[list[TensorSpec]]:
+    """bfloat16, and buffers float32, as checkpoints have them."""
+    return [
+        [TensorSpec(n, of.hf_shapes[n], torch.float32 if group[0].rule.is_buffer else torch.bfloat16) for n in names]
+        for names, group in of.exported_groups()
     ]
-    files = plan_files(groups, file_bytes)
+
+
+def make_model(directory: Path, config: dict[str, Any], nbytes: float, file_bytes: int) -> tuple[int, int]:
+    """A directory of about ``nbytes`` bytes; bytes of the largest file and of one layer."""
+    some, more = (sum(spec.nbytes for g in tensors(weight_map(config, layers)) for spec in g) for layers in (8, 12))
+    layer = (more - some) // 4  # the mean of four: kinds may take turns
+    of = weight_map(config, max(2, round(8 + (nbytes - some) / layer)))
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(of.architecture.hf_config))
+    (directory / "tokenizer.json").write_text("{}")
+    files = plan_files(tensors(of), file_bytes)
     numbers = torch.randn(2**22).bfloat16()
     for name, specs in files:
         with FileWriter(directory / name, specs) as writer:
             for spec in specs:
-                writer.write(spec.name, (numbers[: rest // 2] for rest in range(spec.nbytes, 0, -numbers.nbytes)))
+                wanted = numbers.to(spec.dtype)
+                writer.write(
+                    spec.name, (wanted[: rest // wanted.itemsize] for rest in range(spec.nbytes, 0, -wanted.nbytes))
+                )
     write_index(directory, files)
     return max((directory / name).stat().st_size for name, _ in files), layer
 
@@ -133,7 +149,10 @@ def private_bytes(pid: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--gigabytes", type=float, default=3.0, help="as many layers as make this")
+    parser.add_argument(
+        "--model", help="a published model's name, or a config.json: its kinds of layers and their sizes"
+    )
     parser.add_argument("--file-bytes", type=float, default=1e9, help="size of a safetensors file")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="target of hf_to_mcore: above 1, columns go through memory")
@@ -151,7 +170,8 @@ def measure(scratch: Path, options: argparse.Namespace) -> None:
         "mcore_to_hf.py": ("--mcore-dir", scratch / "mcore", "--hf-dir", scratch / "back"),
     }
     idle = {script: run(SCRIPTS / script, "--help") for script in ways}
-    largest, layer = make_model(scratch / "hf", options.gigabytes * 1e9, int(options.file_bytes))
+    config = QWEN2_SHAPED if options.model is None else read_config(options.model)[0]
+    largest, layer = make_model(scratch / "hf", dict(config), options.gigabytes * 1e9, int(options.file_bytes))
     size = sum(path.stat().st_size for path in (scratch / "hf").iterdir())
     bound = 1.3 * largest + layer
     copies: list[Measured] = []
