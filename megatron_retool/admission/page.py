@@ -20,11 +20,11 @@ _HEAD = """\
 # Models
 
 A model family is admitted by one function: `megatron-retool admit HF_DIR_OR_CONFIG`. It shrinks the configuration to a
-few thousand parameters in eight layers of the same kinds (four with gated delta nets, in more of which float32 loses
-the digits that are compared), makes random weights with transformers, and holds the learner against transformers in
-every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the weights after one
-update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient that is the norm of
-the difference, relative to its own. A model that no family covers is refused by the name of the part that is missing.
+few thousand parameters in four layers of the same kinds, makes random weights with transformers, and holds the learner
+against transformers in every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the
+weights after one update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient
+that is the norm of the difference, relative to its own. A model that no family covers is refused by the name of the
+part that is missing.
 
 ```bash
 megatron-retool admit qwen3-8b --layouts few --without-engine
@@ -32,8 +32,8 @@ megatron-retool admit qwen3-8b --layouts few --without-engine
 
 `--layouts few` starts up to two processes, `named`, the default, up to four, `all` also goes through every product of
 the kinds of parallelism on up to four. The tests run the same function for the models below in few layouts, and for two
-of them, which stand for dense models and for experts, in all that have a name. This page is made of its JSON file, of
-all of them in all that have a name; those two have eight layers there, for virtual pipelines, and the others four:
+of them, which stand for dense models and for experts, in all that have a name, with the eight layers (`--layers 8`)
+that virtual pipelines need. This page is made of its JSON file, of all models in all layouts that have a name:
 
 ```bash
 megatron-retool admit --every-family --layouts named --json docs/models.json

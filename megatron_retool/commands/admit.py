@@ -44,12 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="few: up to 2 processes; named: up to 4; all: also every product on up to 4 (default: named; with "
         "--every-family few, and named for two of them)",
     )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        choices=(4, 8),
+        default=4,
+        help="of the shrunk model; virtual pipelines need 8, in which float32 may lose the digits that are compared "
+        "(default: 4)",
+    )
     parser.add_argument("--without-engine", action="store_true", help="leave SGLang out")
     parser.add_argument("--json", dest="output", metavar="FILE", type=Path, help="write what was found")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from megatron_retool.admission.admit import Request, enough_layers, examine, one_of_each_family, read_config
+    from megatron_retool.admission.admit import Request, examine, one_of_each_family, read_config
     from megatron_retool.admission.layouts import FEW, NAMED
     from megatron_retool.admission.report import table, write_json
     from megatron_retool.interruption import interrupts
@@ -60,8 +68,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         requests = [replace(request, names=names) for request in requests]
     for model in options.models:
         hf_config, source = read_config(model)
-        layers = enough_layers(hf_config)
-        requests.append(Request(model, hf_config, source, tuple(options.families), layers=layers, names=names))
+        requests.append(Request(model, hf_config, source, tuple(options.families), options.layers, names))
     if not requests:
         raise ConfigError("nothing to examine: name a directory, a config.json or a published model, or --every-family")
     with interrupts(), tempfile.TemporaryDirectory(prefix="admit_") as directory, console.status("…") as status:
