@@ -77,7 +77,9 @@ def test_demo_survives_the_loss_of_a_node(slurm: VirtualCluster, demo_data: Path
     # Engines on both nodes serve the learner's weights, after each sync and after the restart.
     assert all(row["rollout_corr/log_prob_abs_diff"] < 1e-4 for row in rows)
     assert "resuming from" in output.read_text()
-    assert "\x1b" not in output.read_text(), "the job's output has terminal codes"
+    # Ray colours its servers' last words, which sometimes still reach the driver, on whatever they are written to.
+    own = [line for line in output.read_text().splitlines() if "(raylet)" not in line]
+    assert not [line for line in own if "\x1b" in line], "the job's output has terminal codes"
     assert (run_dir / "checkpoints" / f"global_step_{STEPS}" / "COMPLETE").exists()
     for node in slurm.nodes:
         left = slurm.processes(node)
