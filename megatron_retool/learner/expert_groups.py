@@ -6,6 +6,7 @@ Megatron's own choice of groups adds up the best topk / group_topk scores of eac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -33,8 +34,15 @@ def best_group_topk(scores: Tensor, topk: int, num_groups: int | None, group_top
     return groups.masked_fill(closed.unsqueeze(-1), -torch.inf).flatten(1).topk(topk, dim=1)
 
 
-class BestGroups:
-    """What a TopKRouter asks for its experts, in its attribute ``router_replay``: ``best_group_topk``."""
+class ExpertChoice:
+    """What a TopKRouter asks for its experts, in its attribute ``router_replay``.
+
+    Args:
+        own: the router's own choice, where that is not Megatron's.
+    """
+
+    def __init__(self, own: TopK | None = None) -> None:
+        self.own = own
 
     def get_replay_topk(
         self,
@@ -44,8 +52,16 @@ class BestGroups:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As ``best_group_topk``, whatever Megatron's ``default_compute_topk`` would choose."""
-        return best_group_topk(scores, topk, num_groups, group_topk)
+        """The scores [t, k] of the experts to take, and the experts, int64 [t, k]; TopKRouter calls it."""
+        own = default_compute_topk if self.own is None else self.own
+        assert own is not None
+        return self.choose(scores, partial(own, scores, topk, num_groups, group_topk), limited=bool(group_topk))
+
+    def choose(
+        self, scores: Tensor, own: Callable[[], tuple[Tensor, Tensor]], *, limited: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As ``get_replay_topk``; ``own`` makes the router's own choice, ``limited`` to some groups of experts."""
+        return own()
 
 
 def place_group_choice(model: torch.nn.Module, architecture: Architecture) -> None:
@@ -53,4 +69,4 @@ def place_group_choice(model: torch.nn.Module, architecture: Architecture) -> No
     if architecture.router_group_score == "best":
         for module in model.modules():
             if isinstance(module, TopKRouter):
-                module.router_replay = BestGroups()
+                module.router_replay = ExpertChoice(best_group_topk)

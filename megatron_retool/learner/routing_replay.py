@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.learner.expert_groups import BestGroups, TopK
+from megatron_retool.learner.expert_groups import ExpertChoice, TopK
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.routed_experts import ExpertArray, RoutedExperts, expert_dtype, is_missing, missing_expert
 from megatron_retool.trajectory import TrajectoryBatch
@@ -52,7 +52,7 @@ class _Choice:
     """int32 [t]: counts up where the router would have chosen otherwise; None: nobody asks."""
 
 
-class LayerReplay:
+class LayerReplay(ExpertChoice):
     """What the router of one layer asks for its experts, in place of its own top-k.
 
     Between passes the router chooses for itself.
@@ -62,9 +62,9 @@ class LayerReplay:
         own: the router's own choice, where that is not Megatron's.
     """
 
-    def __init__(self, layer: int, own: BestGroups | None = None) -> None:
+    def __init__(self, layer: int, own: TopK | None = None) -> None:
+        super().__init__(own)
         self.layer = layer
-        self._own = own
         self.recorded: Tensor | None = None
         """int64 [t, k]: the router's own choice in the forward pass that was recorded last."""
         self._choice: _Choice | None = None
@@ -101,36 +101,29 @@ class LayerReplay:
         finally:
             self._recording = False
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
+    def choose(
+        self, scores: Tensor, own: Callable[[], tuple[Tensor, Tensor]], *, limited: bool
     ) -> tuple[Tensor, Tensor]:
-        """The scores [t, k] of the experts to take, and the experts, int64 [t, k]; TopKRouter calls it.
+        """The experts to replay where there are some, else the router's own.
 
         Raises:
             RuntimeError: the layer is computed again for a micro-batch that it has not seen, or for another one.
         """
-        choose = default_compute_topk if self._own is None else self._own.get_replay_topk
-        assert choose is not None
         if self._choice is None and not self._learning:
-            own_scores, own = choose(scores, topk, num_groups, group_topk)
+            own_scores, own_experts = own()
             if self._recording:
-                self.recorded = own
-            return own_scores, own
+                self.recorded = own_experts
+            return own_scores, own_experts
         choice = self._take_choice()
         if len(choice.experts) != len(scores):
             raise RuntimeError(f"layer {self.layer} routes {len(scores)} tokens by {len(choice.experts)} rows")
         with torch.no_grad():
-            own_scores, own = choose(scores, topk, num_groups, group_topk)
-            experts = torch.where(choice.known, choice.experts.to(torch.int64), own)
+            own_scores, own_experts = own()
+            experts = torch.where(choice.known, choice.experts.to(torch.int64), own_experts)
         taken = scores.gather(1, experts)
         if self._choice is not None and choice.differing is not None:
-            if group_topk:
-                different = (experts.sort(1).values != own.sort(1).values).any(1)
+            if limited:
+                different = (experts.sort(1).values != own_experts.sort(1).values).any(1)
             else:  # The smallest score tells the sets apart: no other k experts have that of the k best, but for ties.
                 different = taken.detach().amin(1) != own_scores.amin(1)
             choice.differing.add_(different)

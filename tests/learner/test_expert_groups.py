@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_retool.learner.expert_groups import BestGroups, best_group_topk
+from megatron_retool.learner.expert_groups import ExpertChoice, best_group_topk
 from megatron_retool.learner.routing_replay import LayerReplay, _Choice
 
 TOKENS, HIDDEN, EXPERTS, CHOSEN, FACTOR = 200, 12, 12, 3, 16.0
@@ -51,8 +51,8 @@ def test_gates_and_gradients_are_those_of_transformers(groups: int, limit: int) 
     expected = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, gates)
     (expected * pull).sum().backward()
     weight = theirs.weight.detach().clone().requires_grad_()
-    replay = LayerReplay(0, BestGroups())
-    for own in (BestGroups(), replay):
+    replay = LayerReplay(0, best_group_topk)
+    for own in (ExpertChoice(best_group_topk), replay):
         found, chosen = routed(hidden @ weight.t(), groups, limit, own)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         assert torch.equal(chosen, expected > 0)
@@ -79,7 +79,7 @@ def test_what_is_replayed_is_counted_against_the_groups_own_choice() -> None:
     assert own.max() < 6
     rows = torch.cat([own[:1], own[:1].flip(1), torch.tensor([[6, 7, 8]])])
     differing = torch.zeros(3, dtype=torch.int32)
-    replay = LayerReplay(0, BestGroups())
+    replay = LayerReplay(0, best_group_topk)
     with replay.replaying(_Choice(rows.to(torch.uint8), torch.ones(3, 1, dtype=torch.bool), differing)):
         gates, chosen = routed(logits, 2, 1, replay)
     assert differing.tolist() == [0, 0, 1]
