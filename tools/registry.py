@@ -17,6 +17,7 @@ from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json
+from tools.arguments import typed_arguments
 from tools.loading import NamedTool, make_tools
 from tools.tool import ToolResult, TrajectoryInfo, run_method
 
@@ -257,6 +258,7 @@ class TrajectoryTools:
                 arguments = load_json(arguments)
             except ValueError as error:
                 return ToolResult("bad_arguments", f"Error: the arguments are not valid JSON: {error}")
+        arguments = typed_arguments(arguments, named.validator.schema)
         return bad_arguments(name, arguments, named.validator) or await self._run(named, arguments)
 
     async def close(self, returned: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ class Check:
     """
     Attributes:
         kind: its row of docs/models.md: "layout" and the like.
-        reason: why it failed or does not apply; empty where it passed.
+        reason: why it failed or does not apply, or which setting passed.
         figures: what was measured, by name.
     """
 

@@ -103,7 +103,7 @@ Megatron-Core's local layers on a CPU, is refused with CUDA or Transformer Engin
 `conversion/hf_to_mcore.py` makes bfloat16 and `conversion/mcore_to_hf.py` then writes as a model directory. SGLang's
 attention on a CPU has no sinks, so that a run with such an engine is refused; of engines on GPUs so are
 `weight_sync.verify`, `weight_sync.round_to` and FP8, which do not know experts in one tensor. Its own format of tool
-calls (harmony) is not read.
+calls is `rollout.multi_turn.format: harmony`.
 
 Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
 alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value

@@ -38,7 +38,7 @@ def _worst_of_each_kind(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def _found(check: Check) -> str:
-    if check.verdict is not Verdict.PASS:
+    if check.reason or check.verdict is not Verdict.PASS:
         return check.reason
     if {"log_probs", "gradient"} <= check.figures.keys():
         return f"log-probs {check.figures['log_probs']:.0e}, gradients {check.figures['gradient']:.0e}"

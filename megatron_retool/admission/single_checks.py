@@ -18,7 +18,8 @@ from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.outcome import Check, Verdict, judged
 from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.planning.memory import parameter_count
-from sglang_rollout.agent.tool_call_formats import HermesFormat
+from sglang_rollout.agent.tool_call_formats import formats
+from tools.arguments import typed_arguments
 
 FLOPS_TOLERANCE = 0.01
 FLOPS_TOKENS = 24
@@ -119,9 +120,24 @@ def chat_template(directory: Path | None) -> list[Check]:
         reason = "the template leaves out tools or their results: use a format with tags of its own (retool)"
         return [template, Check("chat", "tool calls", Verdict.NOT_APPLICABLE, reason)]
     shared = len(asked) if called.startswith(asked) else len(plain)
-    calls = HermesFormat().parse(called[shared:])
-    read = [(call.name, call.arguments) for call in calls if call.error is None]
-    if read != [(_CALL["name"], _CALL["arguments"])]:
+    name = _reader(called[shared:])
+    if name is None:
         reason = f"no format of ours reads {json.dumps(called[shared:][:80])}: declare one (docs/extending.md)"
         return [template, Check("chat", "tool calls", Verdict.FAIL, reason)]
-    return [template, Check("chat", "tool calls", Verdict.PASS)]
+    return [template, Check("chat", "tool calls", Verdict.PASS, f"rollout.multi_turn.format={name}")]
+
+
+def _reader(written: str) -> str | None:
+    """The first format that reads ``_CALL`` in what a template has written of a turn; None: no one does."""
+    for name in formats.names:
+        call_format = formats.load(name)()
+        closing = "".join(call_format.closing_tags[:1])
+        calls = call_format.parse(written if closing in written else written.rstrip() + closing)
+        read = [
+            (call.name, typed_arguments(call.arguments, _TOOL["function"]["parameters"]))
+            for call in calls
+            if call.error is None
+        ]
+        if read == [(_CALL["name"], _CALL["arguments"])]:
+            return name
+    return None

@@ -151,7 +151,7 @@ class LearnerConfig:
     share_prefixes: bool = False
     """Compute what several responses begin with once: the prompt of a group, the stem of forks, the context of an
     agent's segments. Needs context_parallel_size=1 and a model without sliding windows. On a GPU attention is then
-    torch's FlexAttention."""
+    torch's FlexAttention. Fine-tuning shares nothing."""
     log_prob_chunk_tokens: int = at_least_one(1024)
     """Tokens whose vocabulary logits exist at one time while log-probs and entropy are computed."""
     routing_replay: str = choice("none", "rollout", "old_log_probs")
@@ -187,7 +187,7 @@ class LearnerConfig:
         if self.share_prefixes and self.context_parallel_size > 1:
             raise ConfigError(
                 "learner.share_prefixes=true needs learner.context_parallel_size=1: context parallelism cuts each "
-                "sequence over ranks, and a shared prefix belongs to many"
+                "sequence over ranks, and a shared prefix belongs to many; set one of the two"
             )
 
     def _check_overlap(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class Run:
         from megatron_retool.learner.learner import Learner
 
         self.learner = Learner(
-            config,
+            # Random conversations seldom begin alike, and attention that shares what they begin with takes longer.
+            replace(config, learner=replace(config.learner, share_prefixes=False)),
             optimizer=stage.settings.optimizer,
             total_optimizer_steps=stage.steps,
             hf_dir=config.model.path,

@@ -371,7 +371,7 @@ class AgentLoop:
             return
         finally:
             state.timing = state.timing.plus(tools=time.monotonic() - began)
-        rendered = self.glue.render(texts)
+        rendered = self.glue.render(texts, [call.name for call in calls])
         state.pending_calls = []
         before = call_positions(self.tokenizer, state.response_ids[state.turn_start :], [call.raw for call in calls])
         for record, position, tokens, truncated in zip(

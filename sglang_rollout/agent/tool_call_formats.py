@@ -1,13 +1,18 @@
-"""How a policy writes tool calls and how results come back: hermes, ReTool and ARPO. Pure text, no tokenizer state.
+"""How a policy writes tool calls and how results come back. Pure text, no tokenizer state.
 
 | format | call | result | a turn ends at |
 |---|---|---|---|
 | hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` | the chat template's tool messages | end of turn |
+| qwen3_coder | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` | as hermes | end of turn |
+| glm45 | ``<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>`` | ``<tool_response>…</tool_response>`` | \
+``<|observation|>`` or end of text |
+| harmony | ``to=functions.name …<|message|>{…}<|call|>`` | a message of the function | ``<|call|>`` or end of text |
 | retool | ``<code>…</code>`` | ``<interpreter>…</interpreter>`` | ``</code>`` or end of text |
 | arpo | ``<search>…</search>``, ``<python>…</python>`` | ``<result>…</result>`` | closing tag or end of text |
 
-Hermes is what Qwen2.5 and Qwen3 write, with several calls in a turn; retool is arXiv:2504.11536, where code may lie in
-a Markdown fence; arpo is arXiv:2507.19849.
+Hermes is what Qwen2.5 and Qwen3 write, qwen3_coder Qwen3-Coder and Qwen3.5, glm45 GLM-4.5 and 4.6, all with several
+calls in a turn; harmony is gpt-oss's, with one; retool is arXiv:2504.11536, where code may lie in a Markdown fence;
+arpo is arXiv:2507.19849.
 
 A call that cannot be understood is a ``ParsedCall`` with ``error`` set: the message goes back to the model as the
 tool's output, so that it can correct itself. Parsing never raises.
@@ -21,11 +26,12 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
 from megatron_retool.untrusted import load_json
+from tools.arguments import WrittenText
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,15 @@ class ToolCallFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class NamesResults(Protocol):
+    """A format without a chat template whose results say which tool they are of."""
+
+    def render_named_results(self, names: Sequence[str], results: Sequence[str]) -> str:
+        """Text that follows the turn, in place of ``render_results``."""
+        ...
+
+
 formats: Registry[Callable[..., Any]] = Registry("rollout.multi_turn.format", takes=())
 
 
@@ -69,18 +84,120 @@ class HermesFormat:
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
     def parse(self, text: str) -> list[ParsedCall]:
-        calls = []
-        pieces = without_reasoning(text).split(self._OPEN)[1:]
-        for piece in pieces:
-            body, closed, _ = piece.partition(self._CLOSE)
-            if closed:
-                calls.append(_hermes_call(body.strip()))
-            else:
-                calls.append(_malformed(body.strip(), f"the tool call has no {self._CLOSE}"))
-        return calls
+        return [
+            self.read(body.strip()) if closed else _malformed(body.strip(), f"the tool call has no {self._CLOSE}")
+            for body, closed in _opened_blocks(without_reasoning(text), self._OPEN, self._CLOSE)
+        ]
+
+    def read(self, body: str) -> ParsedCall:
+        """A call from what is between its tags."""
+        return _hermes_call(body)
 
     def render_results(self, results: Sequence[str]) -> str:
-        raise NotImplementedError("hermes results are tool messages of the chat template")
+        raise NotImplementedError("results are tool messages of the chat template")
+
+
+@formats.register("qwen3_coder")
+class Qwen3CoderFormat(HermesFormat):
+    """Functions and parameters in tags within <tool_call>, as Qwen3-Coder and Qwen3.5 are trained to write.
+
+    Values are texts where the tool's schema takes one, else JSON.
+    """
+
+    def read(self, body: str) -> ParsedCall:
+        head, opened, rest = body.partition(">")
+        inside, closed, after = rest.rpartition("</function>")
+        name = head.removeprefix("<function=").strip()
+        if not (opened and closed and head.startswith("<function=") and name) or after.strip():
+            return _malformed(body, "expected <function=name>…</function>")
+        arguments: dict[str, Any] = {}
+        for parameter, finished in _opened_blocks(inside, "<parameter=", "</parameter>"):
+            key, found, value = parameter.partition(">")
+            if not (finished and found and key.strip()):
+                return _malformed(body, "expected <parameter=name>…</parameter>", name)
+            arguments[key.strip()] = WrittenText(value.removeprefix("\n").removesuffix("\n"))
+        return ParsedCall(name, arguments, body)
+
+
+@formats.register("glm45")
+class Glm45Format:
+    """A name, keys and values in tags, as GLM-4.5 and GLM-4.6 are trained to write.
+
+    Their template ends no turn: what the model samples last is the token that opens the next message. A turn that calls
+    tools ends at <|observation|>, which opens their results. Values are as in ``Qwen3CoderFormat``.
+
+    Args:
+        turn_header: what opens the policy's next turn; with thinking turned off ``<|assistant|>\\n<think></think>``.
+    """
+
+    uses_chat_template = False
+    closing_tags: tuple[str, ...] = ("<|observation|>",)
+
+    def __init__(self, *, turn_header: str = "<|assistant|>") -> None:
+        self.turn_header = turn_header
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        if not text.endswith(self.closing_tags):
+            return []
+        spoken = without_reasoning(text.removesuffix(self.closing_tags[0]))
+        return [
+            self._read(body) if closed else _malformed(body.strip(), "the tool call has no </tool_call>")
+            for body, closed in _opened_blocks(spoken, "<tool_call>", "</tool_call>")
+        ]
+
+    def _read(self, body: str) -> ParsedCall:
+        head, *pairs = body.split("<arg_key>")
+        name = head.strip()
+        if not name or "<" in name:
+            return _malformed(body, "expected the name of a function", name)
+        arguments: dict[str, Any] = {}
+        for pair in pairs:
+            key, closed, rest = pair.partition("</arg_key>")
+            between, opened, value = rest.partition("<arg_value>")
+            value, ended, after = value.rpartition("</arg_value>")
+            if not (closed and opened and ended and key.strip()) or between.strip() or after.strip():
+                return _malformed(body, "expected <arg_key>…</arg_key><arg_value>…</arg_value>", name)
+            arguments[key.strip()] = WrittenText(value)
+        return ParsedCall(name, arguments, body)
+
+    def render_results(self, results: Sequence[str]) -> str:
+        shown = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
+        return shown + self.turn_header
+
+
+@formats.register("harmony")
+class HarmonyFormat:
+    """Messages on channels, as gpt-oss is trained to write: a call is a message to a function and ends the turn.
+
+    What the policy writes on its other channels before a call (its analysis) stays in the context.
+    """
+
+    uses_chat_template = False
+    closing_tags: tuple[str, ...] = ("<|call|>",)
+
+    _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+    _NAME = re.compile(r"[\w-]{1,64}")
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        message, called, _ = text.partition("<|call|>")
+        if not called:
+            return []
+        header, found, body = message.rpartition("<|message|>")
+        recipient = self._RECIPIENT.search(header.rpartition("<|start|>")[2]) if found else None
+        name = "" if recipient is None else recipient[1].rpartition(".")[2]
+        if not self._NAME.fullmatch(name):
+            return [_malformed(body, "expected to=functions.name and <|message|> before <|call|>")]
+        return [_call_of_json(name, body.strip() or "{}", body)]
+
+    def render_results(self, results: Sequence[str]) -> str:
+        return self.render_named_results([""] * len(results), results)
+
+    def render_named_results(self, names: Sequence[str], results: Sequence[str]) -> str:
+        shown = "".join(
+            f"<|start|>functions.{name or 'unknown'} to=assistant<|channel|>commentary<|message|>{result}<|end|>"
+            for name, result in zip(names, results, strict=True)
+        )
+        return f"{shown}<|start|>assistant"
 
 
 @formats.register("retool")
@@ -264,6 +381,12 @@ def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]
     return blocks
 
 
+def _opened_blocks(text: str, opening: str, closing: str) -> list[tuple[str, bool]]:
+    """What follows every ``opening`` up to the next ``closing`` or ``opening``, and whether it is closed."""
+    pieces = (piece.partition(closing) for piece in text.split(opening)[1:])
+    return [(body, bool(closed)) for body, closed, _ in pieces]
+
+
 _FENCE = re.compile(r"```[a-zA-Z0-9_+-]*[ \t]*")
 
 
@@ -292,13 +415,21 @@ def _hermes_call(body: str) -> ParsedCall:
     if not isinstance(name, str) or not name:
         return _malformed(body, '"name" is missing')
     if isinstance(arguments, str):
-        try:
-            arguments = load_json(arguments, strict=False)
-        except ValueError:
-            return _malformed(body, '"arguments" is not an object', name)
+        return _call_of_json(name, arguments, body)
     if not isinstance(arguments, dict):
         return _malformed(body, '"arguments" is not an object', name)
     return ParsedCall(name, arguments, body)
+
+
+def _call_of_json(name: str, written: str, raw: str) -> ParsedCall:
+    """A call whose arguments are ``written`` as JSON."""
+    try:
+        arguments = load_json(written, strict=False)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return _malformed(raw, '"arguments" is not an object', name)
+    return ParsedCall(name, arguments, raw)
 
 
 def _malformed(body: str, reason: str, name: str = "") -> ParsedCall:

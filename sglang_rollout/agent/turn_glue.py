@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_retool.untrusted import without_surrogates
-from sglang_rollout.agent.tool_call_formats import ToolCallFormat, truncate_middle
+from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat, truncate_middle
 
 _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"
@@ -106,18 +106,24 @@ class TurnGlue:
         """The tokens of ``limited``, and whether the result's middle is left out."""
         return self._limited(result)[1:]
 
-    def render(self, results: Sequence[str]) -> RenderedResults:
-        """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order."""
+    def render(self, results: Sequence[str], names: Sequence[str] = ()) -> RenderedResults:
+        """Ids to append after a turn's end-of-turn token, for the results of that turn's calls in order.
+
+        Args:
+            names: of the tools that were called; none: the chat template's messages do not show them.
+        """
         texts, lengths, truncated = [], [], []
         for result in results:
             text, length, cut = self._limited(result)
             texts.append(text)
             lengths.append(length)
             truncated.append(cut)
-        ids = self._encode(self._text(texts))
+        ids = self._encode(self._text(texts, [self._defused(name)[0] for name in names]))
         return RenderedResults(ids, lengths, truncated)
 
-    def _text(self, results: Sequence[str]) -> str:
+    def _text(self, results: Sequence[str], names: Sequence[str]) -> str:
+        if names and isinstance(self._format, NamesResults):
+            return self._format.render_named_results(names, results)
         if not self._format.uses_chat_template:
             return self._format.render_results(results)
         parts = self._parts(len(results))

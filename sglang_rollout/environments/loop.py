@@ -32,6 +32,7 @@ from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.session import MAX_EMPTY_ANSWERS
 from sglang_rollout.task_agents.outcome import AgentEnd
+from tools.arguments import typed_arguments
 from tools.registry import refused
 from tools.tool import ToolResult
 
@@ -234,7 +235,8 @@ class EnvironmentLoop(AgentLoop):
         visible = ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids
         text = self.tokenizer.decode(list(visible), skip_special_tokens=False)
         # As the built-in loop: what ends otherwise than a turn of the template is no call.
-        written = parsed_calls(self.format, text) if ids and ids[-1] == self.glue.end_of_turn_id else []
+        ended = bool(ids) and ids[-1] == self.glue.end_of_turn_id
+        written = [_typed(call, episode) for call in parsed_calls(self.format, text)] if ended else []
         refusals = [
             ToolResult("bad_arguments", call.error)
             if call.error
@@ -253,6 +255,11 @@ class EnvironmentLoop(AgentLoop):
 
     def _seconds_left(self, state: TrajectoryState) -> float:
         return max(self.config.max_wall_seconds - state.seconds, 0.0)
+
+
+def _typed(call: ParsedCall, episode: Episode) -> ParsedCall:
+    validator = episode.validators.get(call.name)
+    return call if validator is None else replace(call, arguments=typed_arguments(call.arguments, validator.schema))
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlu
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
+from tools.arguments import typed_arguments
 
 PROMPTS_KEPT = 128
 """New histories whose ids are kept: the rollouts of a group begin with the same one."""
@@ -123,12 +124,18 @@ class ContextRenderer:
         return call_positions(self._tokenizer, sampled, [call.raw for call in calls])
 
     def answer(
-        self, result: GenerateResult, stop: Sequence[str], prompt_tokens: int, with_tokens: bool = False
+        self,
+        result: GenerateResult,
+        stop: Sequence[str],
+        prompt_tokens: int,
+        with_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Answer:
         """What a client reads of a turn.
 
         Args:
             stop: the call's own stop texts.
+            tools: whose schemas say what arguments written as text are.
             with_tokens: fill ``Answer.tokens``.
         """
         ids = result.output_ids
@@ -142,7 +149,7 @@ class ContextRenderer:
             if found:
                 place, matched = min(found)
                 text = text[:place]
-        calls = tuple(_spoken(call) for call in parsed)
+        calls = tuple(_spoken(call, tools or ()) for call in parsed)
         reason = "tool_calls" if calls else "length" if result.finish_reason != "stop" else "stop"
         return Answer(
             content=_before_calls(text, parsed),
@@ -183,11 +190,14 @@ class ContextRenderer:
         return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False)
 
 
-def _spoken(call: ParsedCall) -> SpokenCall:
+def _spoken(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> SpokenCall:
     identifier = f"call_{secrets.token_hex(12)}"
     if call.error:
         return SpokenCall(identifier, call.name, call.raw, call.raw, call.error)
-    return SpokenCall(identifier, call.name, json.dumps(call.arguments, ensure_ascii=False), call.raw)
+    functions = (tool.get("function") or {} for tool in tools)
+    schema = next((each.get("parameters") or {} for each in functions if each.get("name") == call.name), {})
+    arguments = typed_arguments(call.arguments, schema)
+    return SpokenCall(identifier, call.name, json.dumps(arguments, ensure_ascii=False), call.raw)
 
 
 def _before_calls(text: str, calls: Sequence[ParsedCall]) -> str:

@@ -174,7 +174,7 @@ class OpenSession:
             raise session_closed()
         answers = []
         for result in results:
-            answer = self._renderer.answer(result, call.stop, state.length, with_tokens)
+            answer = self._renderer.answer(result, call.stop, state.length, with_tokens, tools)
             self._sampled_tokens += len(result.output_ids)
             if result.output_ids:
                 self._tree.add(context, result, answer)

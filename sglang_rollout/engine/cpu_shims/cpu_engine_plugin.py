@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: batched attention, seeded sampling, weights in shared memory, routed experts, gates.
+"""SGLang plugin for CPU engines: batched attention and prefills, seeded sampling, weights in shared memory, experts.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -17,6 +17,9 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _PADDED_LIMIT = 2**20
 """Query-key pairs that padding may add to a prefill whatever its share; beyond it, requests are taken one by one."""
+
+_RUNNING_FOR_ONE_WAITING, _MOST_PASSES_HELD = 8, 8
+"""A prefill waits until there is one request for so many that decode, but at most so many passes."""
 
 
 def register() -> None:
@@ -45,9 +48,28 @@ def register() -> None:
         gate_shared_expert,
         HookType.REPLACE,
     )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
+    )
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
+
+
+def hold_prefills(original: Any, scheduler: Any, *, running_batch: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The next batch of prefills, or none yet: requests whose tools have answered come back one by one.
+
+    On a CPU a forward pass of a small model takes about as long for one new request as for ten, and decoding stands
+    still meanwhile. SGLang's own --enable-prefill-delayer needs the overlapping scheduler, which CPUs do not have.
+    """
+    waiting, running = len(scheduler.waiting_queue), len(running_batch.reqs)
+    held = getattr(scheduler, "prefill_passes_held", 0)
+    few = 0 < waiting * _RUNNING_FOR_ONE_WAITING < running and scheduler.chunked_req is None
+    if few and held < _MOST_PASSES_HELD:
+        scheduler.prefill_passes_held = held + 1
+        return None, running_batch
+    scheduler.prefill_passes_held = 0
+    return original(scheduler, running_batch=running_batch, **kwargs)
 
 
 def make_batch_invariant(*arguments: Any, **kwargs: Any) -> None:

@@ -19,9 +19,11 @@ from megatron_retool.trajectory import FinishReason, read_trajectories, write_tr
 from sglang_rollout.agent.loop import TrajectoryState, run_call
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.tool_call_formats import (
-    ArpoFormat,
+    Glm45Format,
+    HarmonyFormat,
     HermesFormat,
-    ReToolFormat,
+    Qwen3CoderFormat,
+    formats,
     tagged_blocks,
     without_fence,
     without_reasoning,
@@ -34,7 +36,7 @@ from tools.loading import named_tool
 from tools.registry import ToolRegistry
 from tools.tool import Tool, ToolResult, TrajectoryInfo, run_method
 
-FORMATS = [HermesFormat(), ReToolFormat(), ArpoFormat()]
+FORMATS = [formats.load(name)() for name in formats.names]
 # Halves of surrogate pairs and control characters too.
 anything = st.text(st.characters(exclude_categories=()), max_size=30)
 pieces = st.sampled_from(
@@ -42,6 +44,8 @@ pieces = st.sampled_from(
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<code>", "</code>", "<search>", "</search>"),
         *("<python>", "</python>", "<result>", "```", "```python", "\n", " ", "<|im_end|>", "<|im_start|>"),
         *('"', "\\", "\\ud800", "\x00", "\ud83d", "\ude00", "{", "}", "[", "]", ":", ",", "NaN", "-Infinity", "1e999"),
+        *("<function=", "</function>", "<parameter=", "</parameter>", ">", "<arg_key>", "</arg_key>", "<arg_value>"),
+        *("</arg_value>", "<|observation|>", "<|start|>assistant", "<|message|>", "<|call|>", " to=functions."),
         *('"name"', '"arguments"', '"code_interpreter"'),
     ]
 )
@@ -140,6 +144,10 @@ def test_fences_and_reasoning_are_found_as_expressions_would_find_them(parts):
         (lambda text: without_fence(f"```\n{text}x"), "```\n"),
         (HermesFormat().parse, "<tool_call>"),
         (HermesFormat().parse, "</tool_call>"),
+        (lambda text: Qwen3CoderFormat().parse(f"<tool_call><function=f>{text}</function>"), "<parameter=x>"),
+        (lambda text: Glm45Format().parse(f"<tool_call>f{text}<|observation|>"), "<arg_key>x</arg_key>"),
+        (lambda text: HarmonyFormat().parse(f"{text}<|call|>"), "<|start|> to="),
+        (lambda text: HarmonyFormat().parse(f"{text}<|message|><|call|>"), " to="),
         (lambda text: tagged_blocks(text, ("search", "python")), "<search></python>"),
         (lambda text: tagged_blocks(text, ("search", "python")), "<search>"),
     ],
