@@ -1,15 +1,15 @@
 """How a policy writes tool calls and how results come back. Pure text, no tokenizer state.
 
-| format | call | result | a turn ends at |
-|---|---|---|---|
-| hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` | the chat template's tool messages | end of turn |
-| qwen3_coder | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` | as hermes | end of turn |
-| glm45 | ``<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>`` | ``<tool_response>…</tool_response>`` | \
-``<|observation|>`` or end of text |
-| harmony | ``to=functions.name …<|message|>{…}<|call|>`` | a message of the function | ``<|call|>`` or end of text |
-| retool | ``<code>…</code>`` | ``<interpreter>…</interpreter>`` | ``</code>`` or end of text |
-| arpo | ``<search>…</search>``, ``<python>…</python>`` | ``<result>…</result>`` | closing tag or end of text |
+| format | a call | its result |
+|---|---|---|
+| hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` | the chat template's tool message |
+| qwen3_coder | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` | the same |
+| glm45 | ``<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>`` | ``<tool_response>`` |
+| harmony | ``to=functions.name<|channel|>…<|message|>{…}<|call|>`` | a message of the function |
+| retool | ``<code>…</code>`` | ``<interpreter>…</interpreter>`` |
+| arpo | ``<search>…</search>``, ``<python>…</python>`` | ``<result>…</result>`` |
 
+A turn ends at the chat template's end of turn with the first two, else at a closing tag or the end of text.
 Hermes is what Qwen2.5 and Qwen3 write, qwen3_coder Qwen3-Coder and Qwen3.5, glm45 GLM-4.5 and 4.6, all with several
 calls in a turn; harmony is gpt-oss's, with one; retool is arXiv:2504.11536, where code may lie in a Markdown fence;
 arpo is arXiv:2507.19849.
@@ -331,16 +331,21 @@ def checked_format(made: Any, label: str) -> ToolCallFormat:
         if not isinstance(calls, list) or not all(isinstance(call, ParsedCall) for call in calls):
             raise ExtensionError(f"{label}: parse({text!r}) returned {calls!r:.60}, which is no list of ParsedCall")
     if not made.uses_chat_template:
-        try:
-            rendered = made.render_results(["1", ""])
-        except Exception as error:
-            raise ExtensionError(
-                f"{label}: render_results(['1', '']) raised {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(rendered, str):
-            raise ExtensionError(f"{label}: render_results(['1', '']) returned {rendered!r:.60}, which is no text")
+        _check_rendering(label, "render_results(['1', ''])", lambda: made.render_results(["1", ""]))
+    if isinstance(made, NamesResults):
+        tried = "render_named_results(['search', ''], ['1', ''])"
+        _check_rendering(label, tried, lambda: made.render_named_results(["search", ""], ["1", ""]))
     found: ToolCallFormat = made
     return found
+
+
+def _check_rendering(label: str, tried: str, render: Callable[[], Any]) -> None:
+    try:
+        rendered = render()
+    except Exception as error:
+        raise ExtensionError(f"{label}: {tried} raised {type(error).__name__}: {error}") from error
+    if not isinstance(rendered, str):
+        raise ExtensionError(f"{label}: {tried} returned {rendered!r:.60}, which is no text")
 
 
 def without_reasoning(text: str) -> str:

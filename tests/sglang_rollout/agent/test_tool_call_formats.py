@@ -154,6 +154,8 @@ class Dicts(Ask):
     def parse(self, text): return [{"name": "x"}]
 class Silent(Ask):
     def render_results(self, results): return None
+class Named(Ask):
+    def render_named_results(self, names, results): return names[2]
 class Raises(Ask):
     def __init__(self): raise KeyError("model")
 """
@@ -179,6 +181,7 @@ def test_a_format_of_ones_own_and_settings_of_a_built_in(tmp_path):
         ("Fragile", {}, r"parse\(''\) raised ValueError: substring not found. What is malformed must come back"),
         ("Dicts", {}, r"parse\(''\) returned \[\{'name': 'x'\}\], which is no list of ParsedCall"),
         ("Silent", {}, "returned None, which is no text"),
+        ("Named", {}, r"render_named_results\(.*\) raised IndexError"),
         ("Raises", {}, "making it failed: KeyError: 'model'"),
     ],
 )
