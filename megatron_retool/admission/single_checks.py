@@ -82,13 +82,10 @@ def planned_flops(architecture: Architecture, model: Any) -> Check:
 
 
 _CALL = {"name": "run", "arguments": {"code": "print(1 + 1)"}}
+_PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 _TOOL = {
     "type": "function",
-    "function": {
-        "name": "run",
-        "description": "Runs Python.",
-        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
-    },
+    "function": {"name": "run", "description": "Runs Python.", "parameters": _PARAMETERS},
 }
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is 1 + 1?"}]
 _CALLED = [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}]
@@ -133,11 +130,7 @@ def _reader(written: str) -> str | None:
         call_format = formats.load(name)()
         closing = "".join(call_format.closing_tags[:1])
         calls = call_format.parse(written if closing in written else written.rstrip() + closing)
-        read = [
-            (call.name, typed_arguments(call.arguments, _TOOL["function"]["parameters"]))
-            for call in calls
-            if call.error is None
-        ]
+        read = [(call.name, typed_arguments(call.arguments, _PARAMETERS)) for call in calls if call.error is None]
         if read == [(_CALL["name"], _CALL["arguments"])]:
             return name
     return None
