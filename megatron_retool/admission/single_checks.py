@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,12 @@ _TOOL = {
     "function": {"name": "run", "description": "Runs Python.", "parameters": _PARAMETERS},
 }
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is 1 + 1?"}]
-_CALLED = [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}]
-_ANSWERED = [*_CALLED, {"role": "tool", "name": "run", "content": "2"}]
+_ANSWER: dict[str, Any] = {"role": "tool", "name": "run", "tool_call_id": "call00000", "content": "2"}
+
+
+def _called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "id": "call00000", "function": {**_CALL, "arguments": arguments}}
+    return [*_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def chat_template(directory: Path | None) -> list[Check]:
@@ -109,28 +114,44 @@ def chat_template(directory: Path | None) -> list[Check]:
     template = Check("chat", "chat template", Verdict.PASS)
     try:
         asked = tokenizer.apply_chat_template(_ASKED, tools=[_TOOL], tokenize=False, add_generation_prompt=True)
-        called = tokenizer.apply_chat_template(_CALLED, tools=[_TOOL], tokenize=False)
-        answered = tokenizer.apply_chat_template(_ANSWERED, tools=[_TOOL], tokenize=False)
+        try:
+            turn = _called(_CALL["arguments"])
+            called = tokenizer.apply_chat_template(turn, tools=[_TOOL], tokenize=False)
+        except Exception:  # DeepSeek's templates take arguments as JSON alone
+            turn = _called(json.dumps(_CALL["arguments"]))
+            called = tokenizer.apply_chat_template(turn, tools=[_TOOL], tokenize=False)
+        answered = tokenizer.apply_chat_template([*turn, _ANSWER], tools=[_TOOL], tokenize=False)
     except Exception as error:
         return [template, Check("chat", "tool calls", Verdict.FAIL, f"{type(error).__name__}: {error}")]
     if asked == plain or _CALL["name"] not in asked or "2" not in answered[len(called.rstrip()) :]:
         reason = "the template leaves out tools or their results: use a format with tags of its own (retool)"
         return [template, Check("chat", "tool calls", Verdict.NOT_APPLICABLE, reason)]
     shared = len(asked) if called.startswith(asked) else len(plain)
-    name = _reader(called[shared:])
+    name = _reader(called[shared:], tokenizer.get_added_vocab())
     if name is None:
         reason = f"no format of ours reads {json.dumps(called[shared:][:80])}: declare one (docs/extending.md)"
         return [template, Check("chat", "tool calls", Verdict.FAIL, reason)]
     return [template, Check("chat", "tool calls", Verdict.PASS, f"rollout.multi_turn.format={name}")]
 
 
-def _reader(written: str) -> str | None:
-    """The first format that reads ``_CALL`` in what a template has written of a turn; None: no one does."""
+def _reader(written: str, tokens: Collection[str]) -> str | None:
+    """The first format that reads ``_CALL`` in what a template has written of a turn; None: no one does.
+
+    Args:
+        tokens: one of them may end the turn, which a format does not see.
+    """
+    ended = written.rstrip()
+    turn = ended.removesuffix(max((token for token in tokens if ended.endswith(token)), key=len, default=""))
     for name in formats.names:
         call_format = formats.load(name)()
         closing = "".join(call_format.closing_tags[:1])
-        calls = call_format.parse(written if closing in written else written.rstrip() + closing)
-        read = [(call.name, typed_arguments(call.arguments, _PARAMETERS)) for call in calls if call.error is None]
-        if read == [(_CALL["name"], _CALL["arguments"])]:
-            return name
+        texts = (written, turn) if not closing or closing in written else (ended + closing,)
+        for text in texts:
+            read = [
+                (call.name, typed_arguments(call.arguments, _PARAMETERS))
+                for call in call_format.parse(text)
+                if call.error is None
+            ]
+            if read == [(_CALL["name"], _CALL["arguments"])]:
+                return name
     return None

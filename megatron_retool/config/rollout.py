@@ -46,8 +46,8 @@ class ToolEntry:
 @dataclass(frozen=True)
 class MultiTurnConfig:
     format: str = "hermes"
-    """"hermes", "qwen3_coder", "glm45", "harmony", "retool", "arpo", or package.module:Class or path/to/file.py:Class
-    of a ToolCallFormat."""
+    """"hermes", "qwen3_coder", "seed_oss", "minimax_m2", "deepseek_v3", "llama3", "glm45", "harmony", "retool", "arpo"
+    (docs/extending.md), or package.module:Class or path/to/file.py:Class of a ToolCallFormat."""
     format_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that class."""
     max_assistant_turns: int = at_least_one(8)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import ToolCall
 from sglang_rollout.agent.loop import run_call
-from sglang_rollout.agent.tool_call_formats import ParsedCall
+from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall, followed_by, history_digests
 from tools.tool import ToolSession
 

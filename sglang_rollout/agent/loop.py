@@ -26,8 +26,9 @@ from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.routing_record import still_true, whole_column
-from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
+from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult, StopConditions
 from tools.tool import EarlierCall, ToolCaller, ToolResult, ToolSession, TrajectoryInfo
 

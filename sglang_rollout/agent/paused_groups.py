@@ -31,7 +31,7 @@ from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from megatron_retool.untrusted import load_json
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.agent.tool_call_formats import ParsedCall
+from sglang_rollout.agent.written_calls import ParsedCall
 
 _TOKEN_COLUMNS = {
     "response_ids": pa.int32(),

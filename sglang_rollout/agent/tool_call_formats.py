@@ -1,18 +1,21 @@
 """How a policy writes tool calls and how results come back. Pure text, no tokenizer state.
 
-| format | a call | its result |
+| format | of | a call |
 |---|---|---|
-| hermes | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` | the chat template's tool message |
-| qwen3_coder | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` | the same |
-| glm45 | ``<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>`` | ``<tool_response>`` |
-| harmony | ``to=functions.name<|channel|>…<|message|>{…}<|call|>`` | a message of the function |
-| retool | ``<code>…</code>`` | ``<interpreter>…</interpreter>`` |
-| arpo | ``<search>…</search>``, ``<python>…</python>`` | ``<result>…</result>`` |
+| hermes | Qwen2.5, Qwen3 | ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` |
+| qwen3_coder | Qwen3-Coder, Qwen3.5 | ``<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`` |
+| seed_oss | Seed-OSS | ``<seed:tool_call><function=…><parameter=…>…</parameter></function></seed:tool_call>`` |
+| minimax_m2 | MiniMax-M2 | ``<minimax:tool_call><invoke name="…"><parameter name="…">…`` |
+| deepseek_v3 | DeepSeek-V3, R1, V3.1 | ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`` |
+| llama3 | Llama 3.1 to 3.3 | ``{"name": …, "parameters": {…}}``, which is the whole turn |
+| glm45 | GLM-4.5, GLM-4.6 | ``<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>`` |
+| harmony | gpt-oss | ``to=functions.name<|channel|>…<|message|>{…}<|call|>`` |
+| retool | arXiv:2504.11536 | ``<code>…</code>``, answered in ``<interpreter>`` |
+| arpo | arXiv:2507.19849 | ``<search>…</search>``, ``<python>…</python>``, answered in ``<result>`` |
 
-A turn ends at the chat template's end of turn with the first two, else at a closing tag or the end of text.
-Hermes is what Qwen2.5 and Qwen3 write, qwen3_coder Qwen3-Coder and Qwen3.5, glm45 GLM-4.5 and 4.6, all with several
-calls in a turn; harmony is gpt-oss's, with one; retool is arXiv:2504.11536, where code may lie in a Markdown fence;
-arpo is arXiv:2507.19849.
+Down to llama3, results are tool messages of the chat template, which ends the turn of calls as any other. With the
+others a turn ends at a closing tag or token, and the format writes the results itself. llama3 and harmony have one call
+in a turn, the others as many as the model writes.
 
 A call that cannot be understood is a ``ParsedCall`` with ``error`` set: the message goes back to the model as the
 tool's output, so that it can correct itself. Parsing never raises.
@@ -25,25 +28,23 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
-from megatron_retool.untrusted import load_json
+from sglang_rollout.agent.written_calls import (
+    ParsedCall,
+    call_of_json,
+    json_call,
+    malformed,
+    opened_blocks,
+    tagged_blocks,
+    without_fence,
+    without_reasoning,
+)
 from tools.arguments import WrittenText
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ParsedCall:
-    """One tool call. ``arguments`` is what the tool gets; ``raw`` is what the model wrote; ``error`` excludes both."""
-
-    name: str
-    arguments: dict[str, Any]
-    raw: str
-    error: str | None = None
 
 
 class ToolCallFormat(Protocol):
@@ -74,49 +75,89 @@ class NamesResults(Protocol):
 formats: Registry[Callable[..., Any]] = Registry("rollout.multi_turn.format", takes=())
 
 
-@formats.register("hermes")
-class HermesFormat:
-    """JSON in <tool_call> tags, as Qwen2.5 and Qwen3 are trained to write."""
+class _ResultsByChatTemplate:
+    """Results are tool messages of the chat template, and a turn of calls ends as any other does."""
 
     uses_chat_template = True
     closing_tags: tuple[str, ...] = ()
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-
-    def parse(self, text: str) -> list[ParsedCall]:
-        return [
-            self.read(body.strip()) if closed else _malformed(body.strip(), f"the tool call has no {self._CLOSE}")
-            for body, closed in _opened_blocks(without_reasoning(text), self._OPEN, self._CLOSE)
-        ]
-
-    def read(self, body: str) -> ParsedCall:
-        """A call from what is between its tags."""
-        return _hermes_call(body)
 
     def render_results(self, results: Sequence[str]) -> str:
         raise NotImplementedError("results are tool messages of the chat template")
 
 
+@formats.register("hermes")
+class HermesFormat(_ResultsByChatTemplate):
+    """JSON in <tool_call> tags, as Qwen2.5 and Qwen3 are trained to write."""
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        return _calls_between("<tool_call>", "</tool_call>", without_reasoning(text), json_call)
+
+
 @formats.register("qwen3_coder")
-class Qwen3CoderFormat(HermesFormat):
+class Qwen3CoderFormat(_ResultsByChatTemplate):
     """Functions and parameters in tags within <tool_call>, as Qwen3-Coder and Qwen3.5 are trained to write.
 
     Values are texts where the tool's schema takes one, else JSON.
     """
 
-    def read(self, body: str) -> ParsedCall:
-        head, opened, rest = body.partition(">")
-        inside, closed, after = rest.rpartition("</function>")
-        name = head.removeprefix("<function=").strip()
-        if not (opened and closed and head.startswith("<function=") and name) or after.strip():
-            return _malformed(body, "expected <function=name>…</function>")
-        arguments: dict[str, Any] = {}
-        for parameter, finished in _opened_blocks(inside, "<parameter=", "</parameter>"):
-            key, found, value = parameter.partition(">")
-            if not (finished and found and key.strip()):
-                return _malformed(body, "expected <parameter=name>…</parameter>", name)
-            arguments[key.strip()] = WrittenText(value.removeprefix("\n").removesuffix("\n"))
-        return ParsedCall(name, arguments, body)
+    def parse(self, text: str) -> list[ParsedCall]:
+        return _calls_between("<tool_call>", "</tool_call>", without_reasoning(text), _call_in_tags)
+
+
+@formats.register("seed_oss")
+class SeedOssFormat(_ResultsByChatTemplate):
+    """As ``Qwen3CoderFormat``, in Seed-OSS's own tags."""
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        spoken = without_reasoning(text, "seed:think")
+        return _calls_between("<seed:tool_call>", "</seed:tool_call>", spoken, _call_in_tags)
+
+
+@formats.register("minimax_m2")
+class MiniMaxM2Format(_ResultsByChatTemplate):
+    """<invoke> tags in <minimax:tool_call>, as MiniMax-M2 is trained to write; values as in ``Qwen3CoderFormat``."""
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        calls: list[ParsedCall] = []
+        for body, closed in opened_blocks(without_reasoning(text), "<minimax:tool_call>", "</minimax:tool_call>"):
+            invocations = opened_blocks(body, "<invoke ", "</invoke>") if closed else []
+            calls += [_invocation(inside) if ended else malformed(inside, _INVOKE) for inside, ended in invocations]
+            if not invocations:
+                calls.append(malformed(body, _INVOKE if closed else "the tool call has no </minimax:tool_call>"))
+        return calls
+
+
+@formats.register("deepseek_v3")
+class DeepSeekV3Format(_ResultsByChatTemplate):
+    """Names and JSON between control tokens, as DeepSeek-V3, R1 and V3.1 are trained to write; several in a turn.
+
+    V3 and R1 write the kind of tool before its name and put the JSON in a Markdown fence, V3.1 does neither.
+    """
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        return _calls_between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", without_reasoning(text), self._read)
+
+    def _read(self, body: str) -> ParsedCall:
+        head, found, rest = body.partition("<｜tool▁sep｜>")
+        fenced = head.strip() == "function" and "```" in rest
+        name, _, written = rest.partition("\n") if fenced else (head, "", rest)
+        if not (found and name.strip()):
+            return malformed(body, "expected name<｜tool▁sep｜>{…}")
+        return call_of_json(name.strip(), without_fence(written), body)
+
+
+@formats.register("llama3")
+class Llama3Format(_ResultsByChatTemplate):
+    """A turn that is one JSON object with a name and parameters, as Llama 3.1 to 3.3 are trained to write."""
+
+    def parse(self, text: str) -> list[ParsedCall]:
+        before, tagged, body = text.partition("<|python_tag|>")
+        body = (body if tagged else before).strip()
+        if not body.startswith("{"):
+            return [malformed(body, "expected an object after <|python_tag|>")] if tagged else []
+        call = json_call(body)
+        # Without the tag, an object may also be the answer.
+        return [call] if tagged or call.name else []
 
 
 @formats.register("glm45")
@@ -140,23 +181,20 @@ class Glm45Format:
         if not text.endswith(self.closing_tags):
             return []
         spoken = without_reasoning(text.removesuffix(self.closing_tags[0]))
-        return [
-            self._read(body) if closed else _malformed(body.strip(), "the tool call has no </tool_call>")
-            for body, closed in _opened_blocks(spoken, "<tool_call>", "</tool_call>")
-        ]
+        return _calls_between("<tool_call>", "</tool_call>", spoken, self._read)
 
     def _read(self, body: str) -> ParsedCall:
         head, *pairs = body.split("<arg_key>")
         name = head.strip()
         if not name or "<" in name:
-            return _malformed(body, "expected the name of a function", name)
+            return malformed(body, "expected the name of a function", name)
         arguments: dict[str, Any] = {}
         for pair in pairs:
             key, closed, rest = pair.partition("</arg_key>")
             between, opened, value = rest.partition("<arg_value>")
             value, ended, after = value.rpartition("</arg_value>")
             if not (closed and opened and ended and key.strip()) or between.strip() or after.strip():
-                return _malformed(body, "expected <arg_key>…</arg_key><arg_value>…</arg_value>", name)
+                return malformed(body, "expected <arg_key>…</arg_key><arg_value>…</arg_value>", name)
             arguments[key.strip()] = WrittenText(value)
         return ParsedCall(name, arguments, body)
 
@@ -186,8 +224,8 @@ class HarmonyFormat:
         recipient = self._RECIPIENT.search(header.rpartition("<|start|>")[2]) if found else None
         name = "" if recipient is None else recipient[1].rpartition(".")[2]
         if not self._NAME.fullmatch(name):
-            return [_malformed(body, "expected to=functions.name and <|message|> before <|call|>")]
-        return [_call_of_json(name, body.strip() or "{}", body)]
+            return [malformed(body, "expected to=functions.name and <|message|> before <|call|>")]
+        return [call_of_json(name, body.strip() or "{}", body)]
 
     def render_results(self, results: Sequence[str]) -> str:
         return self.render_named_results([""] * len(results), results)
@@ -218,7 +256,7 @@ class ReToolFormat:
         return [
             ParsedCall(self.code_tool, {"code": without_fence(body)}, body)
             if body is not None
-            else _malformed("", f"</{tag}> without <{tag}>")
+            else malformed("", f"</{tag}> without <{tag}>")
             for tag, body in tagged_blocks(text, ("code",))
         ]
 
@@ -246,7 +284,7 @@ class ArpoFormat:
         calls = []
         for tag, body in tagged_blocks(text, ("search", "python")):
             if body is None:
-                calls.append(_malformed("", f"</{tag}> without <{tag}>"))
+                calls.append(malformed("", f"</{tag}> without <{tag}>"))
             elif tag == "search":
                 calls.append(ParsedCall(self.search_tool, {"query": body.strip()}, body))
             else:
@@ -348,95 +386,49 @@ def _check_rendering(label: str, tried: str, render: Callable[[], Any]) -> None:
         raise ExtensionError(f"{label}: {tried} returned {rendered!r:.60}, which is no text")
 
 
-def without_reasoning(text: str) -> str:
-    """``text`` without <think> blocks: a call that the model only considers is not a call.
-
-    A closing tag without an opening one ends reasoning that began in the prompt (Qwen3 opens it there); an opening tag
-    without a closing one means that all that follows is reasoning.
-    """
-    head, closing, tail = text.partition("</think>")
-    if closing and "<think>" not in head:
-        text = tail
-    spoken: list[str] = []
-    position = 0
-    while True:
-        opening = text.find("<think>", position)
-        if opening < 0:
-            return "".join([*spoken, text[position:]])
-        spoken.append(text[position:opening])
-        # Found by find and not by an expression, which looks for each opening tag's end anew.
-        end = text.find("</think>", opening)
-        if end < 0:
-            return "".join(spoken)
-        position = end + len("</think>")
+_INVOKE = 'expected <invoke name="…">…</invoke>'
+_NAMED = re.compile(r"name=[\"']?([^\"'>\s]+)[\"']?\s*>")
 
 
-def tagged_blocks(text: str, tags: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(tag, content) of every ``<tag>…</tag>`` in order. A block begins at the last opening tag before its end.
-
-    The content is None where there is no opening tag.
-    """
-    blocks: list[tuple[str, str | None]] = []
-    start = 0
-    for closing in re.finditer("|".join(f"</({tag})>" for tag in tags), text):
-        tag = next(group for group in closing.groups() if group)
-        opening = text.rfind(f"<{tag}>", start, closing.start())
-        blocks.append((tag, text[opening + len(tag) + 2 : closing.start()] if opening >= 0 else None))
-        start = closing.end()
-    return blocks
+def _named(text: str) -> tuple[str, str]:
+    """The name that a tag's attribute gives, and what follows the tag."""
+    found = _NAMED.match(text)
+    return ("", text) if found is None else (found[1], text[found.end() :])
 
 
-def _opened_blocks(text: str, opening: str, closing: str) -> list[tuple[str, bool]]:
-    """What follows every ``opening`` up to the next ``closing`` or ``opening``, and whether it is closed."""
-    pieces = (piece.partition(closing) for piece in text.split(opening)[1:])
-    return [(body, bool(closed)) for body, closed, _ in pieces]
+def _calls_between(opening: str, closing: str, text: str, read: Callable[[str], ParsedCall]) -> list[ParsedCall]:
+    """The calls of ``text``, one between each ``opening`` and its ``closing``."""
+    return [
+        read(body.strip()) if closed else malformed(body.strip(), f"the tool call has no {closing}")
+        for body, closed in opened_blocks(text, opening, closing)
+    ]
 
 
-_FENCE = re.compile(r"```[a-zA-Z0-9_+-]*[ \t]*")
+def _invocation(inside: str) -> ParsedCall:
+    """A call from ``name="…"><parameter name="…">value</parameter>…``."""
+    name, rest = _named(inside)
+    if not name:
+        return malformed(inside, _INVOKE)
+    arguments: dict[str, Any] = {}
+    for parameter, closed in opened_blocks(rest, "<parameter ", "</parameter>"):
+        key, value = _named(parameter)
+        if not (closed and key):
+            return malformed(inside, 'expected <parameter name="…">…</parameter>', name)
+        arguments[key] = WrittenText(value)
+    return ParsedCall(name, arguments, inside)
 
 
-def without_fence(code: str) -> str:
-    """Code without the Markdown fence that may surround it."""
-    opening, newline, rest = code.strip().partition("\n")
-    if not newline or not rest.endswith("```") or _FENCE.fullmatch(opening) is None:
-        return code.strip("\n")
-    return rest.removesuffix("```").rstrip(" \t").removesuffix("\n")
-
-
-def truncate_middle(head: str, tail: str, removed: int, unit: str = "tokens") -> str:
-    """``head`` and ``tail`` of an over-long text with a line between them that says how much is missing."""
-    return f"{head}\n[... {removed} {unit} left out ...]\n{tail}"
-
-
-def _hermes_call(body: str) -> ParsedCall:
-    try:
-        # Newlines and tabs inside strings are what a program is made of; refusing them would only cost turns.
-        call = load_json(body, strict=False)
-    except ValueError as error:
-        return _malformed(body, str(error))
-    if not isinstance(call, dict):
-        return _malformed(body, 'expected an object with "name" and "arguments"')
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-    if not isinstance(name, str) or not name:
-        return _malformed(body, '"name" is missing')
-    if isinstance(arguments, str):
-        return _call_of_json(name, arguments, body)
-    if not isinstance(arguments, dict):
-        return _malformed(body, '"arguments" is not an object', name)
+def _call_in_tags(body: str) -> ParsedCall:
+    """A call from ``<function=name><parameter=key>value</parameter>…</function>``."""
+    head, opened, rest = body.partition(">")
+    inside, closed, after = rest.rpartition("</function>")
+    name = head.removeprefix("<function=").strip()
+    if not (opened and closed and head.startswith("<function=") and name) or after.strip():
+        return malformed(body, "expected <function=name>…</function>")
+    arguments: dict[str, Any] = {}
+    for parameter, finished in opened_blocks(inside, "<parameter=", "</parameter>"):
+        key, found, value = parameter.partition(">")
+        if not (finished and found and key.strip()):
+            return malformed(body, "expected <parameter=name>…</parameter>", name)
+        arguments[key.strip()] = WrittenText(value.removeprefix("\n").removesuffix("\n"))
     return ParsedCall(name, arguments, body)
-
-
-def _call_of_json(name: str, written: str, raw: str) -> ParsedCall:
-    """A call whose arguments are ``written`` as JSON."""
-    try:
-        arguments = load_json(written, strict=False)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        return _malformed(raw, '"arguments" is not an object', name)
-    return ParsedCall(name, arguments, raw)
-
-
-def _malformed(body: str, reason: str, name: str = "") -> ParsedCall:
-    # Short on purpose: it is part of the response and of its length limit.
-    return ParsedCall(name, {}, body, error=f"Error: invalid tool call: {reason}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_retool.untrusted import without_surrogates
-from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat, truncate_middle
+from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
 
 _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"
@@ -146,9 +146,9 @@ class TurnGlue:
             head = self._decode(begin[: (keep + 1) // 2])
             tail = self._decode(end[max(0, len(end) - keep // 2) :])
             if begin is end:
-                shortened = truncate_middle(head, tail, len(begin) - keep)
+                shortened = _truncate_middle(head, tail, len(begin) - keep)
             else:
-                shortened = truncate_middle(head, tail, len(text) - len(head) - len(tail), "characters")
+                shortened = _truncate_middle(head, tail, len(text) - len(head) - len(tail), "characters")
             length = len(self._encode(shortened))
             if length <= limit:
                 return shortened, length, True
@@ -189,13 +189,17 @@ class TurnGlue:
         return self._delta_parts[count]
 
     def _template_delta(self, results: int) -> str:
-        messages = [
-            {"role": "user", "content": "question"},
-            {"role": "assistant", "content": _ASSISTANT},
-            *({"role": "tool", "content": _RESULT.format(index)} for index in range(results)),
-        ]
-        after_turn = self._rendered_after_turn(messages)
+        asked = {"role": "user", "content": "question"}
+        turn: dict[str, Any] = {"role": "assistant", "content": _ASSISTANT}
+        answers = [{"role": "tool", "content": _RESULT.format(index)} for index in range(results)]
         end_of_turn = self.end_of_turn_text
+        try:
+            after_turn = self._rendered_after_turn([asked, turn, *answers])
+        except ChatTemplateError:
+            # MiniMax-M2's, for one, renders results only after a turn that has calls: their text ends with the turn.
+            calls = [{"type": "function", "function": {"name": "tool", "arguments": {}}}] * results
+            after_turn = self._rendered_after_turn([asked, {**turn, "tool_calls": calls}, *answers])
+            after_turn = after_turn[max(0, after_turn.find(end_of_turn)) :]
         if not after_turn.startswith(end_of_turn):
             raise ChatTemplateError(
                 f"the chat template ends an assistant turn differently before a tool message: {_CURE}"
@@ -225,3 +229,8 @@ class TurnGlue:
             f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that "
             f"a model could sample to stop: {_CURE}"
         )
+
+
+def _truncate_middle(head: str, tail: str, removed: int, unit: str = "tokens") -> str:
+    """``head`` and ``tail`` of an over-long text with a line between them that says how much is missing."""
+    return f"{head}\n[... {removed} {unit} left out ...]\n{tail}"

@@ -25,7 +25,8 @@ from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, TrajectoryState, row_of
-from sglang_rollout.agent.tool_call_formats import ParsedCall, parsed_calls
+from sglang_rollout.agent.tool_call_formats import parsed_calls
+from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.environments.base import Action, Call, Environment, Message, environments
 from sglang_rollout.environments.episode import EnvironmentFailure, Episode
 from sglang_rollout.gateway.errors import ApiError

@@ -20,8 +20,9 @@ from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.loop import stop_conditions
-from sglang_rollout.agent.tool_call_formats import ParsedCall, ToolCallFormat, make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
+from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid

@@ -29,6 +29,25 @@ TURNS = {
         " to=functions.{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}<|call|>",
         "<|start|>functions.run to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>",
     ),
+    "seed_oss": (
+        "<seed:tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>{{ v }}"
+        "</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+        "tool\n{{ m.content }}",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="{{ c.name }}">\n{% for k, v in c.arguments.items() %}'
+        '<parameter name="{{ k }}">{{ v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>',
+        "<response>{{ m.content }}</response>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n"
+        "{{ c.arguments + '\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}",
+        "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>",
+    ),
+    "llama3": (
+        '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}<|im_end|>',
+        "{{ m.content | tojson }}",
+    ),
     "unknown": ("[CALL {{ c.name }} WITH {{ c.arguments | tojson }}]", "[RESULT {{ m.content }}]"),
 }
 

@@ -23,7 +23,7 @@ from megatron_retool.runs.checkpoints import Checkpoint
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory, read_trajectories, write_trajectories
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
-from sglang_rollout.agent.tool_call_formats import ParsedCall
+from sglang_rollout.agent.written_calls import ParsedCall
 from tests.data.test_prompts import TOOLBOX, data_config, verl_row, write
 
 

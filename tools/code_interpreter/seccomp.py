@@ -91,6 +91,10 @@ _OFFSET_NUMBER, _OFFSET_ARCHITECTURE, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
 _SECCOMP_MODE_FILTER = 2
 
 
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+
 def supported() -> bool:
     """Whether the system-call numbers of this machine are known."""
     return platform.machine() in _ARCHITECTURES
@@ -152,11 +156,7 @@ def build_filter(socket_families: Sequence[int], only_signal: int | None = None)
 def install(program: bytes) -> None:
     """Bind this process and all its descendants to ``program``; needs no_new_privs or CAP_SYS_ADMIN."""
     buffer = ctypes.create_string_buffer(program, len(program))
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-
-    header = Program(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    header = _Program(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     linux.prctl(linux.PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(header))
 
 

@@ -17,7 +17,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from tools.code_interpreter import console, notebook
@@ -247,9 +247,14 @@ def _compile(code: str, print_last_expression: bool, name: str = FILE_NAME) -> l
     return [compile(part, name, mode, dont_inherit=True) for part, mode in ((tree, "exec"), (last, "single"))]
 
 
-def forget_own_modules() -> None:
-    """Leave the snippet none of the sandbox's modules; what runs holds on to them."""
-    for name in [name for name in sys.modules if name == "tools" or name.startswith("tools.")]:
+def own_modules() -> list[str]:
+    """The sandbox's modules that are imported, by name."""
+    return [name for name in sys.modules if name == "tools" or name.startswith("tools.")]
+
+
+def forget(modules: Sequence[str]) -> None:
+    """Leave the snippet none of ``modules``; what runs holds on to them."""
+    for name in modules:
         del sys.modules[name]
 
 
@@ -265,7 +270,7 @@ def main() -> None:
         set_limits(header["limits"], in_use)
         write_files(request, offset, header["files"], os.getcwd())
         os.close(request)
-        forget_own_modules()
+        forget(own_modules())
         os.write(status, STARTED)
     except BaseException as error:
         os.write(status, SETUP_FAILED + str(error).encode(errors="replace")[:1000])

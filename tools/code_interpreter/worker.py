@@ -77,6 +77,7 @@ class Worker:
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
             self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
+            _set_environment(filesystem.HOME, filesystem.temporary_directory())
         else:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
             self._workspace = filesystem.DirectoryWorkspace(plan.scratch, self._uid)
@@ -85,6 +86,9 @@ class Worker:
             linux.drop_bounding_set()
         isolated_network = plan.kind != "rlimits"
         self._families = seccomp.LOCAL_AND_INTERNET if isolated_network else ()
+        # Made here once: a snippet's process pays for each page of memory that it touches.
+        self._filter = seccomp.build_filter(self._families) if plan.seccomp else b""
+        self._own_modules = snippet.own_modules()
 
     def serve(self) -> NoReturn:
         """Answer requests until the server closes the channel."""
@@ -224,28 +228,35 @@ class Worker:
             home, temporary = filesystem.HOME, filesystem.temporary_directory()
         else:
             home, temporary = f"{directory}/home", f"{directory}/tmp"
+            _set_environment(home, temporary)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # The kernel, short of memory, takes the snippet and not its worker.
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        with contextlib.suppress(OSError):
+            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+            os.write(score, b"1000")
+            os.close(score)
         self._drop_privileges()
         snippet.set_limits(header["limits"], self._address_space)
         os.chdir(home)
         snippet.write_files(request_fd, offset, header["files"], home)
         os.close(request_fd)
-        os.environ.clear()
-        os.environ.update(snippet.environment(home, temporary))
-        tempfile.tempdir = None  # remembered from before the environment changed
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         if self._plan.landlock:
             readable = [*filesystem.readable_paths(), *self._plan.python_directories, f"/proc/{os.getpid()}"]
             landlock.restrict(readable, [home, temporary], filesystem.device_paths())
         if self._plan.seccomp:
             shares_uid = self._plan.kind == "rlimits" and self._uid is None
-            seccomp.install(seccomp.build_filter(self._families, os.getpid() if shares_uid else None))
-        _leave_nothing_of_the_sandbox()
+            seccomp.install(seccomp.build_filter(self._families, os.getpid()) if shares_uid else self._filter)
+        self._leave_nothing_of_the_sandbox()
         os.write(status, snippet.STARTED)
         os._exit(snippet.run(header, status, records))
+
+    def _leave_nothing_of_the_sandbox(self) -> None:
+        snippet.forget(self._own_modules)
+        random_module = getattr(sys.modules.get("numpy"), "random", None)
+        if random_module is not None:
+            random_module.seed()  # random reseeds itself after a fork, NumPy's global generator does not
+        gc.enable()
 
     def _drop_privileges(self) -> None:
         if self._plan.keep_read_search:
@@ -281,7 +292,7 @@ class Worker:
         command += ["--remount-ro", "/"]
         if self._plan.seccomp:
             filter_fd = os.memfd_create("seccomp", 0)
-            os.write(filter_fd, seccomp.build_filter(self._families))
+            os.write(filter_fd, self._filter)
             os.lseek(filter_fd, 0, os.SEEK_SET)
             command += ["--seccomp", str(filter_fd)]
         for descriptor in descriptors:
@@ -329,12 +340,10 @@ def kill_children() -> None:
                 os.waitpid(child, 0)
 
 
-def _leave_nothing_of_the_sandbox() -> None:
-    snippet.forget_own_modules()
-    random_module = getattr(sys.modules.get("numpy"), "random", None)
-    if random_module is not None:
-        random_module.seed()  # random reseeds itself after a fork, NumPy's global generator does not
-    gc.enable()
+def _set_environment(home: str, temporary: str) -> None:
+    os.environ.clear()
+    os.environ.update(snippet.environment(home, temporary))
+    tempfile.tempdir = None  # remembered from before the environment changed
 
 
 def run_worker(plan: IsolationPlan, index: int, channel: socket.socket, zygote_bytes: tuple[int, int]) -> NoReturn:

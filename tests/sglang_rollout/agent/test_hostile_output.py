@@ -18,17 +18,9 @@ from tokenizers import normalizers
 from megatron_retool.trajectory import FinishReason, read_trajectories, write_trajectories
 from sglang_rollout.agent.loop import TrajectoryState, run_call
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
-from sglang_rollout.agent.tool_call_formats import (
-    Glm45Format,
-    HarmonyFormat,
-    HermesFormat,
-    Qwen3CoderFormat,
-    formats,
-    tagged_blocks,
-    without_fence,
-    without_reasoning,
-)
+from sglang_rollout.agent.tool_call_formats import Glm45Format, HarmonyFormat, HermesFormat, Qwen3CoderFormat, formats
 from sglang_rollout.agent.turn_glue import TurnGlue
+from sglang_rollout.agent.written_calls import tagged_blocks, without_fence, without_reasoning
 from tests.sglang_rollout.agent.markov_policy import CONTROL, TAGS, build_tokenizer
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine, make_loop, run
 from tests.sglang_rollout.scripted import ScriptedTools
@@ -46,7 +38,16 @@ pieces = st.sampled_from(
         *('"', "\\", "\\ud800", "\x00", "\ud83d", "\ude00", "{", "}", "[", "]", ":", ",", "NaN", "-Infinity", "1e999"),
         *("<function=", "</function>", "<parameter=", "</parameter>", ">", "<arg_key>", "</arg_key>", "<arg_value>"),
         *("</arg_value>", "<|observation|>", "<|start|>assistant", "<|message|>", "<|call|>", " to=functions."),
-        *('"name"', '"arguments"', '"code_interpreter"'),
+        *("<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="x">'),
+        *(
+            "</invoke>",
+            '<parameter name="x">',
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "function",
+        ),
+        *("<|python_tag|>", '"name"', '"arguments"', '"code_interpreter"'),
     ]
 )
 bodies = st.one_of(

@@ -13,7 +13,16 @@ from transformers import PreTrainedTokenizerFast
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import FinishReason
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState, stop_conditions
-from sglang_rollout.agent.tool_call_formats import Glm45Format, HarmonyFormat, Qwen3CoderFormat, make_format
+from sglang_rollout.agent.tool_call_formats import (
+    DeepSeekV3Format,
+    Glm45Format,
+    HarmonyFormat,
+    Llama3Format,
+    MiniMaxM2Format,
+    Qwen3CoderFormat,
+    SeedOssFormat,
+    make_format,
+)
 from sglang_rollout.agent.turn_glue import TurnGlue
 from tests.sglang_rollout.agent.markov_policy import build_tokenizer
 from tests.sglang_rollout.agent.test_loop import ScriptedEngine
@@ -21,6 +30,7 @@ from tests.sglang_rollout.scripted import ScriptedTools
 from tools.arguments import WrittenText, typed_arguments
 
 CODER, GLM, HARMONY = Qwen3CoderFormat(), Glm45Format(), HarmonyFormat()
+SEED, MINIMAX, DEEPSEEK, LLAMA = SeedOssFormat(), MiniMaxM2Format(), DeepSeekV3Format(), Llama3Format()
 GLM_TOKENS = ["<|assistant|>", "<|user|>", "<|observation|>"]
 HARMONY_TOKENS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
 
@@ -61,6 +71,78 @@ def test_qwen3_coder_reads_several_calls_and_keeps_a_programs_lines():
 def test_what_qwen3_coder_writes_badly_is_told(body: str, reason: str) -> None:
     (call,) = CODER.parse(f"<tool_call>{body}</tool_call>")
     assert call.error is not None and reason in call.error
+
+
+def test_seed_oss_reads_calls_in_its_own_tags():
+    call = coder_call("run", code="print(1)").replace("tool_call>", "seed:tool_call>")
+    (found,) = SEED.parse(f"<seed:think>{call}</seed:think>So\n{call}")
+    assert (found.name, found.arguments, found.error) == ("run", {"code": "print(1)"}, None)
+
+
+def minimax_call(name: str, **arguments: str) -> str:
+    shown = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
+    return f'<invoke name="{name}">\n{shown}</invoke>\n'
+
+
+def test_minimax_reads_every_invocation():
+    inside = minimax_call("run", code="for x in y:\n    z()") + minimax_call("list")
+    turn = f"I think.\n</think>\n\n<minimax:tool_call>\n{inside}</minimax:tool_call>"
+    first, second = MINIMAX.parse(turn)
+    assert (first.name, first.arguments, first.error) == ("run", {"code": "for x in y:\n    z()"}, None)
+    assert (second.name, second.arguments, second.error) == ("list", {}, None)
+    assert MINIMAX.parse(f"<think>{turn.partition('</think>')[2]}") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("</minimax:tool_call>", "expected <invoke"),
+        ('<invoke name="run">', "has no </minimax:tool_call>"),
+        ('<invoke name="run"></minimax:tool_call>', "expected <invoke"),
+        ('<invoke name="">1</invoke></minimax:tool_call>', "expected <invoke"),
+        ('<invoke name="run"><parameter name="x">1</invoke></minimax:tool_call>', "expected <parameter"),
+    ],
+)
+def test_what_minimax_writes_badly_is_told(body: str, reason: str) -> None:
+    (call,) = MINIMAX.parse(f"<minimax:tool_call>{body}")
+    assert call.error is not None and reason in call.error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'function<｜tool▁sep｜>run\n```json\n{"code": "print(1)"}\n```',
+        'run<｜tool▁sep｜>{"code": "print(1)"}',
+    ],
+)
+def test_deepseek_reads_both_ways(body: str) -> None:
+    call = f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
+    calls = DEEPSEEK.parse(f"<think>{call}</think>So<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>")
+    assert [(each.name, each.arguments, each.error) for each in calls] == [("run", {"code": "print(1)"}, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("run<｜tool▁call▁end｜>", "expected name"),
+        ("<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "expected name"),
+        ("run<｜tool▁sep｜>print(1)<｜tool▁call▁end｜>", "not an object"),
+        ("run<｜tool▁sep｜>{}", "has no <｜tool▁call▁end｜>"),
+    ],
+)
+def test_what_deepseek_writes_badly_is_told(body: str, reason: str) -> None:
+    (call,) = DEEPSEEK.parse(f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}")
+    assert call.error is not None and reason in call.error
+
+
+def test_llama_reads_a_turn_that_is_a_call():
+    call = '{"name": "run", "parameters": {"code": "print(1)"}}'
+    for turn in (call, f"\n{call} ", f"<|python_tag|>{call}"):
+        (found,) = LLAMA.parse(turn)
+        assert (found.name, found.arguments, found.error) == ("run", {"code": "print(1)"}, None)
+    assert LLAMA.parse(f"Call {call}") == LLAMA.parse('{"answer": 42}') == LLAMA.parse("{") == []
+    (unread,) = LLAMA.parse("<|python_tag|>print(1)")
+    assert unread.error is not None and "expected an object" in unread.error
 
 
 def test_glm_reads_calls_only_of_a_turn_that_waits_for_results():

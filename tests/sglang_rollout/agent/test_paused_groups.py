@@ -21,7 +21,7 @@ from sglang_rollout import rollout_manager
 from sglang_rollout.agent.branching import EntropyBranching
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
-from sglang_rollout.agent.tool_call_formats import ParsedCall
+from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout import traced_rows
 from tests.sglang_rollout.abortable_engine import AbortableEngine

@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_retool.config import Config, MultiTurnConfig, RolloutConfig
 from megatron_retool.registry import ExtensionError
-from sglang_rollout.agent.tool_call_formats import (
-    ArpoFormat,
-    HermesFormat,
-    ReToolFormat,
-    check_format,
-    make_format,
-    tagged_blocks,
-    without_fence,
-    without_reasoning,
-)
+from sglang_rollout.agent.tool_call_formats import ArpoFormat, HermesFormat, ReToolFormat, check_format, make_format
+from sglang_rollout.agent.written_calls import tagged_blocks, without_fence, without_reasoning
 
 HERMES, RETOOL, ARPO = HermesFormat(), ReToolFormat(), ArpoFormat()
 
@@ -133,7 +125,7 @@ def test_fence_and_reasoning_edges():
 # ---- formats of one's own
 
 OWN = """
-from sglang_rollout.agent.tool_call_formats import ParsedCall, tagged_blocks
+from sglang_rollout.agent.written_calls import ParsedCall, tagged_blocks
 
 class Ask:
     uses_chat_template = False

@@ -88,6 +88,20 @@ def test_formats_without_chat_template_append_their_own_tags(tokenizer):
     assert glue.end_of_turn_id == tokenizer.eos_token_id
 
 
+def test_results_of_a_template_that_shows_them_after_calls_alone():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% set called = namespace(yes=false) %}{% for m in messages %}{% if m.role == 'tool' %}{% if not called.yes %}"
+        "{{ raise_exception('no call before') }}{% endif %}<|im_start|>tool\n<response>{{ m.content }}</response>"
+        "<|im_end|>{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{% set called.yes = true %}<call>{{ call.function.name }}</call>{% endfor %}<|im_end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    appended = TurnGlue(tokenizer, HERMES, 100).render(["1", "2"]).ids
+    results = "".join(f"<|im_start|>tool\n<response>{result}</response><|im_end|>" for result in "12")
+    assert tokenizer.decode(appended) == f"\n{results}<|im_start|>assistant\n"
+
+
 def test_a_template_without_tool_messages_is_refused():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
