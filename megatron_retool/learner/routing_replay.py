@@ -414,7 +414,8 @@ def _stand_in(model: torch.nn.Module, architecture: Architecture) -> list[LayerR
     for module in model.modules():
         if isinstance(module, TopKRouter):
             place = architecture.expert_layers.index(module.layer_number - 1)
-            layers.append(LayerReplay(place, module.router_replay))
+            before = module.router_replay
+            layers.append(LayerReplay(place, before.own if isinstance(before, ExpertChoice) else None))
             module.router_replay = layers[-1]
     return layers
 

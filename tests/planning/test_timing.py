@@ -134,7 +134,8 @@ def test_the_demo_takes_about_as_long_as_predicted() -> None:
     """A run of the demo on two idle cores, medians over 80 steps."""
     measured = {"gen": 2.61, "old_log_prob": 0.180, "update_actor": 0.520, "step": 3.40}
     config = load_config(
-        "configs/demo_cpu.yaml", ["learner.world_size=2", "data.train_batch_size=16", "rollout.train.n=8"]
+        "configs/demo_cpu.yaml",
+        ["learner.world_size=2", "data.train_batch_size=16", "rollout.train.n=8", "learner.fuse_old_log_probs=auto"],
     )
     workload = workload_of(
         config, response_mean=71.2, clip_ratio=0.0156, prompt_tokens=60.2, tool_calls=1.05, tool_seconds=0.094,
