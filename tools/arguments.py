@@ -22,16 +22,20 @@ def typed_arguments(arguments: Any, schema: Mapping[str, Any]) -> Any:
     """
     if not isinstance(arguments, dict):
         return arguments
-    properties = schema.get("properties") or {}
     return {
-        name: _typed(value, properties.get(name, True)) if isinstance(value, WrittenText) else value
+        name: _typed(name, value, schema) if isinstance(value, WrittenText) else value
         for name, value in arguments.items()
     }
 
 
-def _typed(written: WrittenText, schema: Any) -> Any:
+def _typed(name: str, written: WrittenText, schema: Mapping[str, Any]) -> Any:
     text = str(written)
-    if jsonschema.Draft202012Validator(schema).is_valid(text):
+    try:
+        # With the whole schema at hand, into which a property may point ($ref).
+        whole = jsonschema.Draft202012Validator(schema)
+        if whole.evolve(schema=(schema.get("properties") or {}).get(name, True)).is_valid(text):
+            return text
+    except Exception:  # a client of the gateway may send any schema: a broken one says nothing
         return text
     try:
         return load_json(text)

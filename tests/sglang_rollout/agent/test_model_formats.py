@@ -216,6 +216,20 @@ def test_an_argument_in_tags_is_what_the_schema_says(written: str, schema: objec
     assert found == {"x": expected} and type(found["x"]) is type(expected)
 
 
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}, 3),
+        ({"properties": {"x": {"$ref": "#/$defs/n"}}}, "3"),
+        ({"properties": {"x": {"type": "nonsense"}}}, "3"),
+        ({"properties": [1]}, "3"),
+        ({"properties": {"x": 3}}, "3"),
+    ],
+)
+def test_schemas_that_refer_and_schemas_that_are_none(schema: dict, expected: object) -> None:
+    assert typed_arguments({"x": WrittenText("3")}, schema) == {"x": expected}
+
+
 def test_an_argument_of_json_stays_what_it_is():
     assert typed_arguments({"x": "3"}, {"properties": {"x": {"type": "integer"}}}) == {"x": "3"}
 
