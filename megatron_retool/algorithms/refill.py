@@ -18,8 +18,6 @@ MEMORY = 0.8
 """Weight of all earlier steps beside the present one in the keep rate: it looks back about five steps."""
 ASSUMED = 4
 """Groups with a signal that the keep rate begins with: the first ones of a run do not decide it alone."""
-CERTAINTY = 1.0
-"""Standard deviations by which the groups under way are expected to be enough; 1: five times in six."""
 MAX_AHEAD = 8
 """Batches of groups that are under way at most, however few are kept."""
 
@@ -58,13 +56,14 @@ class KeepRate:
         return cls(float(state.get("kept", 0.0)), float(state.get("seen", 0.0)))
 
 
-def groups_for(missing: int, keep_share: float) -> int:
-    """Groups under way of which ``missing`` will be kept: n with ``n p - CERTAINTY sqrt(n p (1 - p)) >= missing``.
+def groups_for(missing: int, keep_share: float, certainty: float) -> int:
+    """Groups under way of which ``missing`` will be kept: the smallest n with n p - c sqrt(n p (1 - p)) >= missing.
 
     Args:
         keep_share: p, in (0, 1].
+        certainty: c, standard deviations by which they are expected to be enough.
     """
-    spread = CERTAINTY * math.sqrt(keep_share * (1 - keep_share))
+    spread = certainty * math.sqrt(keep_share * (1 - keep_share))
     root = (spread + math.sqrt(spread * spread + 4 * keep_share * missing)) / (2 * keep_share)
     return math.ceil(root * root - 1e-9)
 
@@ -76,6 +75,7 @@ class Refill:
         wanted: groups of a batch (data.train_batch_size).
         max_groups: groups that the step decides at most; None: no limit.
         keep_rate: the estimate before this step; None: every group is kept.
+        certainty: of ``groups_for``.
         over_sampling: groups under way for each that is expected to be needed.
         in_order: a group counts once all before it are decided. False: at once, which is for groups that are not lost
             when the step leaves them unfinished (partial rollout).
@@ -87,12 +87,14 @@ class Refill:
         *,
         max_groups: int | None = None,
         keep_rate: KeepRate | None = None,
+        certainty: float = 1.0,
         over_sampling: float = 1.0,
         in_order: bool = True,
     ) -> None:
         self.wanted = wanted
         self._max_groups = max_groups
         self._keep_rate = keep_rate
+        self._certainty = certainty
         self._over_sampling = over_sampling
         self._in_order = in_order
         self._order: list[int] = []
@@ -141,7 +143,7 @@ class Refill:
             return 0
         kept, decided = sum(self._informative.values()), len(self._informative)
         share = 1.0 if self._keep_rate is None else self._keep_rate.with_groups(kept, decided).share
-        needed = min(groups_for(self.wanted - kept, share), MAX_AHEAD * self.wanted)
+        needed = min(groups_for(self.wanted - kept, share, self._certainty), MAX_AHEAD * self.wanted)
         if self._max_groups is not None:
             needed = min(needed, self._max_groups - decided)
         return max(0, math.ceil(needed * self._over_sampling) - len(self.under_way))

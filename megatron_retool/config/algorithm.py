@@ -25,6 +25,10 @@ class DynamicSamplingConfig:
     """Must be off where a critic learns (algorithm.advantage=gae): it learns from groups of equal reward too."""
     max_generation_batches: int = not_negative(10)
     """A step generates at most so many times data.train_batch_size groups to fill its batch; 0: no limit."""
+    certainty: float = number(1.0, minimum=0, maximum=10)
+    """Standard deviations by which groups under way are expected to be enough for the batch. 1: they are, five times in
+    six; 0: half of the time, and more are started then. What is started in vain costs little where engines have room,
+    and its full share of the step where they are busy anyway, as on a laptop."""
     surplus: str = choice("drop", "next_step")
     """What becomes of groups that are complete and lie beyond the batch. drop: their prompts are drawn again.
     next_step: they keep their place in the order of the next step, one weight update older than the others, and are

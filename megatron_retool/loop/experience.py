@@ -127,6 +127,7 @@ async def collect_groups(
         wanted,
         max_groups=(dynamic.max_generation_batches * wanted or None) if dynamic.enable else wanted,
         keep_rate=leftover.keep_rate if dynamic.enable else None,
+        certainty=dynamic.certainty,
         over_sampling=partial.over_sampling_factor if partial.enable else 1.0,
         in_order=not partial.enable,
     )

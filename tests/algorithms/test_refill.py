@@ -130,13 +130,22 @@ def test_the_keep_rate_is_a_running_estimate():
     assert KeepRate.from_state({}) == KeepRate()
 
 
-@given(st.integers(1, 600), st.integers(1, 100).map(lambda percent: percent / 100))
-def test_what_is_started_ahead_is_enough_five_times_in_six(missing, share):
-    found = groups_for(missing, share)
+@given(
+    st.integers(1, 600), st.integers(1, 100).map(lambda percent: percent / 100), st.sampled_from([0.0, 0.5, 1.0, 2.0])
+)
+def test_what_is_started_ahead_is_enough_as_often_as_asked(missing, share, certainty):
+    found = groups_for(missing, share, certainty)
     for groups, enough in ((found, True), (found - 1, False)):
-        expected = groups * share - (groups * share * (1 - share)) ** 0.5
+        expected = groups * share - certainty * (groups * share * (1 - share)) ** 0.5
         assert (expected >= missing - 1e-6) == enough
-    assert groups_for(missing, 1.0) == missing
+    assert groups_for(missing, 1.0, certainty) == missing
+
+
+def test_a_run_that_need_not_be_certain_starts_fewer_groups():
+    def started(certainty):
+        return Refill(16, keep_rate=KeepRate(400, 1000), certainty=certainty).to_start
+
+    assert started(0.0) == 40 < started(1.0) < started(2.0)
 
 
 def test_few_kept_groups_do_not_start_everything_at_once():
