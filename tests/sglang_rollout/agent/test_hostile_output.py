@@ -39,15 +39,9 @@ pieces = st.sampled_from(
         *("<function=", "</function>", "<parameter=", "</parameter>", ">", "<arg_key>", "</arg_key>", "<arg_value>"),
         *("</arg_value>", "<|observation|>", "<|start|>assistant", "<|message|>", "<|call|>", " to=functions."),
         *("<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="x">'),
-        *(
-            "</invoke>",
-            '<parameter name="x">',
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "function",
-        ),
-        *("<|python_tag|>", '"name"', '"arguments"', '"code_interpreter"'),
+        *("</invoke>", '<parameter name="x">', "function", "<|python_tag|>"),
+        *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        *('"name"', '"arguments"', '"code_interpreter"'),
     ]
 )
 bodies = st.one_of(

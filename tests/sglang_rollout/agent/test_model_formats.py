@@ -21,6 +21,7 @@ from sglang_rollout.agent.tool_call_formats import (
     MiniMaxM2Format,
     Qwen3CoderFormat,
     SeedOssFormat,
+    ToolCallFormat,
     make_format,
 )
 from sglang_rollout.agent.turn_glue import TurnGlue
@@ -56,23 +57,6 @@ def test_qwen3_coder_reads_several_calls_and_keeps_a_programs_lines():
     assert (second.name, second.arguments, second.error) == ("b", {}, None)
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("", "expected <function=name>"),
-        ('{"name": "run", "arguments": {}}', "expected <function=name>"),
-        ("<function=run>\n<parameter=code>\n1\n</parameter>", "expected <function=name>"),
-        ("<function=>\n</function>", "expected <function=name>"),
-        ("<function=run></function> and more", "expected <function=name>"),
-        ("<function=run><parameter=code>\n1\n</function>", "expected <parameter=name>"),
-        ("<function=run><parameter=>\n1\n</parameter></function>", "expected <parameter=name>"),
-    ],
-)
-def test_what_qwen3_coder_writes_badly_is_told(body: str, reason: str) -> None:
-    (call,) = CODER.parse(f"<tool_call>{body}</tool_call>")
-    assert call.error is not None and reason in call.error
-
-
 def test_seed_oss_reads_calls_in_its_own_tags():
     call = coder_call("run", code="print(1)").replace("tool_call>", "seed:tool_call>")
     (found,) = SEED.parse(f"<seed:think>{call}</seed:think>So\n{call}")
@@ -94,21 +78,6 @@ def test_minimax_reads_every_invocation():
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("</minimax:tool_call>", "expected <invoke"),
-        ('<invoke name="run">', "has no </minimax:tool_call>"),
-        ('<invoke name="run"></minimax:tool_call>', "expected <invoke"),
-        ('<invoke name="">1</invoke></minimax:tool_call>', "expected <invoke"),
-        ('<invoke name="run"><parameter name="x">1</invoke></minimax:tool_call>', "expected <parameter"),
-    ],
-)
-def test_what_minimax_writes_badly_is_told(body: str, reason: str) -> None:
-    (call,) = MINIMAX.parse(f"<minimax:tool_call>{body}")
-    assert call.error is not None and reason in call.error
-
-
-@pytest.mark.parametrize(
     "body",
     [
         'function<｜tool▁sep｜>run\n```json\n{"code": "print(1)"}\n```',
@@ -119,20 +88,6 @@ def test_deepseek_reads_both_ways(body: str) -> None:
     call = f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
     calls = DEEPSEEK.parse(f"<think>{call}</think>So<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>")
     assert [(each.name, each.arguments, each.error) for each in calls] == [("run", {"code": "print(1)"}, None)] * 2
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("run<｜tool▁call▁end｜>", "expected name"),
-        ("<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "expected name"),
-        ("run<｜tool▁sep｜>print(1)<｜tool▁call▁end｜>", "not an object"),
-        ("run<｜tool▁sep｜>{}", "has no <｜tool▁call▁end｜>"),
-    ],
-)
-def test_what_deepseek_writes_badly_is_told(body: str, reason: str) -> None:
-    (call,) = DEEPSEEK.parse(f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}")
-    assert call.error is not None and reason in call.error
 
 
 def test_llama_reads_a_turn_that_is_a_call():
@@ -154,21 +109,6 @@ def test_glm_reads_calls_only_of_a_turn_that_waits_for_results():
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("\n<arg_key>a</arg_key><arg_value>1</arg_value>", "name of a function"),
-        ("run<arg_key>a</arg_key>", "expected <arg_key>"),
-        ("run<arg_key>a<arg_value>1</arg_value>", "expected <arg_key>"),
-        ("run<arg_key>a</arg_key><arg_value>1", "expected <arg_key>"),
-        ("run<arg_key>a</arg_key>so<arg_value>1</arg_value>", "expected <arg_key>"),
-    ],
-)
-def test_what_glm_writes_badly_is_told(body: str, reason: str) -> None:
-    (call,) = GLM.parse(f"<tool_call>{body}</tool_call><|observation|>")
-    assert call.error is not None and reason in call.error
-
-
-@pytest.mark.parametrize(
     "turn",
     [
         harmony_call("run", '{"code": "print(1)"}'),
@@ -184,18 +124,64 @@ def test_harmony_reads_the_message_that_ends_in_a_call(turn: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "reason"),
+    ("call_format", "turn", "reason"),
     [
-        ("<|call|>", "expected to="),
-        ("<|channel|>commentary<|message|>{}<|call|>", "expected to="),
-        ("<|channel|>commentary to=functions.run {}<|call|>", "expected to="),
-        (harmony_call("run/../me", "{}"), "expected to="),
-        (harmony_call("run", "print(1)"), "not an object"),
-        (harmony_call("run", "[1]"), "not an object"),
+        *(
+            (CODER, f"<tool_call>{body}</tool_call>", reason)
+            for body, reason in [
+                ("", "expected <function=name>"),
+                ('{"name": "run", "arguments": {}}', "expected <function=name>"),
+                ("<function=run>\n<parameter=code>\n1\n</parameter>", "expected <function=name>"),
+                ("<function=>\n</function>", "expected <function=name>"),
+                ("<function=run></function> and more", "expected <function=name>"),
+                ("<function=run><parameter=code>\n1\n</function>", "expected <parameter=name>"),
+                ("<function=run><parameter=>\n1\n</parameter></function>", "expected <parameter=name>"),
+            ]
+        ),
+        *(
+            (MINIMAX, f"<minimax:tool_call>{body}", reason)
+            for body, reason in [
+                ("</minimax:tool_call>", "expected <invoke"),
+                ('<invoke name="run">', "has no </minimax:tool_call>"),
+                ('<invoke name="run"></minimax:tool_call>', "expected <invoke"),
+                ('<invoke name="">1</invoke></minimax:tool_call>', "expected <invoke"),
+                ('<invoke name="run"><parameter name="x">1</invoke></minimax:tool_call>', "expected <parameter"),
+            ]
+        ),
+        *(
+            (DEEPSEEK, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}", reason)
+            for body, reason in [
+                ("run<｜tool▁call▁end｜>", "expected name"),
+                ("<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "expected name"),
+                ("run<｜tool▁sep｜>print(1)<｜tool▁call▁end｜>", "not an object"),
+                ("run<｜tool▁sep｜>{}", "has no <｜tool▁call▁end｜>"),
+            ]
+        ),
+        *(
+            (GLM, f"<tool_call>{body}</tool_call><|observation|>", reason)
+            for body, reason in [
+                ("\n<arg_key>a</arg_key><arg_value>1</arg_value>", "name of a function"),
+                ("run<arg_key>a</arg_key>", "expected <arg_key>"),
+                ("run<arg_key>a<arg_value>1</arg_value>", "expected <arg_key>"),
+                ("run<arg_key>a</arg_key><arg_value>1", "expected <arg_key>"),
+                ("run<arg_key>a</arg_key>so<arg_value>1</arg_value>", "expected <arg_key>"),
+            ]
+        ),
+        *(
+            (HARMONY, turn, reason)
+            for turn, reason in [
+                ("<|call|>", "expected to="),
+                ("<|channel|>commentary<|message|>{}<|call|>", "expected to="),
+                ("<|channel|>commentary to=functions.run {}<|call|>", "expected to="),
+                (harmony_call("run/../me", "{}"), "expected to="),
+                (harmony_call("run", "print(1)"), "not an object"),
+                (harmony_call("run", "[1]"), "not an object"),
+            ]
+        ),
     ],
 )
-def test_what_harmony_says_badly_is_told(turn: str, reason: str) -> None:
-    (call,) = HARMONY.parse(turn)
+def test_what_a_model_writes_badly_is_told(call_format: ToolCallFormat, turn: str, reason: str) -> None:
+    (call,) = call_format.parse(turn)
     assert call.error is not None and reason in call.error
 
 
