@@ -58,7 +58,7 @@ def ray_runtime(config: Config) -> Iterator[None]:
                     _temp_dir=None if scratch is None else str(scratch / RAY_DIRECTORY),
                     **options,
                 )
-                own = [child for child in psutil.Process().children() if child.name() in RAY_SERVERS]
+                own = _ray_servers()
             else:
                 ray.init(address=config.cluster.ray_address, **options)
         with ended_with(own):
@@ -106,6 +106,15 @@ def ended_with(servers: Sequence[psutil.Process]) -> Iterator[None]:
         thread.join()
         for descriptor in (*descriptors, over_read):
             os.close(descriptor)
+
+
+def _ray_servers() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name() in RAY_SERVERS:
+                found.append(child)
+    return found
 
 
 def _ray_agents() -> list[psutil.Process]:

@@ -9,7 +9,6 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
 from ray.cluster_utils import Cluster
 from safetensors.numpy import load_file
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
 from tests.end_to_end.conftest import FinishedRun, kill_driver, pids_of, wait_until_gone
+from tests.processes import descendants_named
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -210,12 +210,6 @@ def test_interrupt_leaves_no_process(demo_run: FinishedRun):
     assert "stopped" in output and "Traceback" not in output
 
 
-def processes_named(process, name: str) -> list[psutil.Process]:
-    """Ray renames its workers, which overwrites the environment that a run's marker lies in."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if name in " ".join(child.cmdline())]
-
-
 @pytest.mark.slow
 def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun):
     """Sandbox, engine and the engine's actor are killed: they come back, and no trajectory is lost or doubled."""
@@ -250,7 +244,8 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     kill("tools.code_interpreter.server")
     wait_for((run_dir / "rollouts/step_000002.parquet").exists)
     # Now ranks idle until they train, and then nobody speaks to the engine before the weight sync.
-    rank = processes_named(process, "ray::LearnerWorker")[0]
+    # By name, for Ray renames its workers, which overwrites the environment that a run's marker lies in.
+    rank = descendants_named(process.pid, "ray::LearnerWorker")[0]
 
     def is_at_work() -> bool:  # in a fifth of a second an idle rank takes less, however long generation is
         before = sum(rank.cpu_times()[:2])
@@ -260,7 +255,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     wait_for(is_at_work)
     kill("sglang.launch_server")
     wait_for((run_dir / "rollouts/step_000003.parquet").exists)
-    for worker in processes_named(process, "ray::EngineWorker"):
+    for worker in descendants_named(process.pid, "ray::EngineWorker"):
         worker.kill()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
@@ -336,7 +331,7 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     engine = pids_of(marker, "sglang.launch_server")
-    ranks = processes_named(process, "ray::LearnerWorker")
+    ranks = descendants_named(process.pid, "ray::LearnerWorker")
     assert len(ranks) == 2
     ranks[1].kill()
     while not (run_dir / "rollouts/step_000004.parquet").exists():

@@ -23,6 +23,7 @@ from megatron_retool.data.files import DataError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.sft import launch
 from megatron_retool.sft.launch import fine_tune
+from tests.processes import descendants_named
 from tests.sft.conftest import QUIET, config_of, losses, metrics, with_name, with_sft
 
 
@@ -128,8 +129,7 @@ def test_asked_to_leave_all_ranks_checkpoint_one_step_and_the_run_resumes(
     try:
         told = command.pid
         if to_a_rank:  # as srun's ranks get it, at different times
-            children = psutil.Process(command.pid).children()
-            told = next(child.pid for child in children if "megatron_retool.sft" in child.cmdline())
+            told = descendants_named(command.pid, "megatron_retool.sft")[0].pid
         os.kill(told, signal.SIGUSR1)
         assert command.wait(60) == 85
     finally:
