@@ -281,8 +281,9 @@ class BranchingConfig:
 class AgentLimitsConfig:
     """Of agents that are functions or programs; a rollout beyond one ends, and is counted (docs/agents.md)."""
 
-    max_concurrent: int = at_least_one(64, maximum=100_000)
-    """Agents at work at a time; the others wait, which is not their time."""
+    max_concurrent: int | None = at_least_one(None, maximum=10_000_000)
+    """Agents at work at a time; the others wait, which is not their time. null: as many asynchronous functions as the
+    engines take (rollout.max_concurrent_trajectories for each), and 64 programs or functions in threads."""
     max_calls: int = at_least_one(1000)
     """Answers of the model in one rollout."""
     max_sampled_tokens: int | None = at_least_one(None)

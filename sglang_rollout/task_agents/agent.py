@@ -31,11 +31,14 @@ from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway.interface import Sampler, Segment, SessionHandle, SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.task_agents.client import MODEL, ClientSettings, task_of
-from sglang_rollout.task_agents.function import run_function
+from sglang_rollout.task_agents.function import is_asynchronous, run_function
 from sglang_rollout.task_agents.outcome import AgentEnd
 from sglang_rollout.task_agents.program import ProgramLimits, run_program
 from sglang_rollout.task_agents.usage import UsageWatch
 from tools.tool import ToolCaller
+
+# Programs and threads take memory and cores of this machine, which are not known to suffice for more.
+_PROCESSES_OR_THREADS = 64
 
 
 class TaskAgents:
@@ -69,7 +72,11 @@ class TaskAgents:
             max_wall_seconds=self.seconds,
         )
         self.watch = UsageWatch()
-        self.places = asyncio.Semaphore(rollout.agent_limits.max_concurrent)
+        places = rollout.agent_limits.max_concurrent
+        if places is None and self.function is not None and is_asynchronous(self.function):
+            # With fewer the engines would decode smaller batches than they do for the built-in loop.
+            places = rollout.max_concurrent_trajectories * rollout.engine.count
+        self.places = asyncio.Semaphore(places or _PROCESSES_OR_THREADS)
 
     @contextlib.asynccontextmanager
     async def serving(

@@ -17,6 +17,11 @@ from sglang_rollout.task_agents.outcome import MESSAGE_CHARACTERS, AgentEnd
 _END_SECONDS = 1.0
 
 
+def is_asynchronous(function: Extension[Callable[..., Any]]) -> bool:
+    """Whether it is run in the event loop, and not in a thread."""
+    return inspect.iscoroutinefunction(function.object)
+
+
 async def run_function(
     function: Extension[Callable[..., Any]], task: dict[str, Any], client: ClientSettings, left: Callable[[], float]
 ) -> AgentEnd:
@@ -41,7 +46,7 @@ async def run_function(
 
 async def _called(function: Extension[Callable[..., Any]], task: dict[str, Any], client: ClientSettings) -> AgentEnd:
     try:
-        if inspect.iscoroutinefunction(function.object):
+        if is_asynchronous(function):
             value = await function(task, client)
         else:
             value = await _in_thread(lambda: function(task, client))

@@ -22,6 +22,7 @@ from sglang_rollout.agent.agents import check_agent
 from sglang_rollout.agent.paused_groups import read_paused_groups, write_paused_groups
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.task_agents.agent import TaskAgents
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
 from tests.sglang_rollout.test_rollout_manager import ScriptedEngine, make_config
 
@@ -280,6 +281,19 @@ def test_no_more_agents_than_places_work_at_a_time(tokenizer, functions, tmp_pat
     limit = "rollout.agent_limits.max_concurrent=2"
     _, ends = ends_of(generated(tokenizer, f"rollout.agent={tmp_path}/own.py:run", limit))
     assert max(end["result"]["score"] for end in ends) == 2.0
+
+
+@pytest.mark.parametrize(("kind", "places"), [("async", 80), ("plain", 64), ("program", 64)])
+def test_asynchronous_agents_have_as_many_places_as_the_engines(tokenizer, tmp_path, kind, places):
+    (tmp_path / "own.py").write_text("%sdef run(task, client): pass\n" % ("async " * (kind == "async")))
+    agent = "{command: own.py}" if kind == "program" else f"{tmp_path}/own.py:run"
+    engines = ("rollout.engine.count=2", "rollout.max_concurrent_trajectories=40")
+    agents = TaskAgents(make_config(f"rollout.agent={agent}", *engines), tokenizer, ScriptedTools())
+    free = 0
+    while not agents.places.locked():
+        asyncio.run(agents.places.acquire())
+        free += 1
+    assert free == places
 
 
 def test_opening_tools_is_time_of_the_rollout(tokenizer, functions):
