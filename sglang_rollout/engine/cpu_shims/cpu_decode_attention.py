@@ -9,16 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
+import cpu_compiled
 import numba
 import numpy as np
 import torch
-
-
-def takes(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether ``attend`` is for these: float32 throughout, in a process of one thread."""
-    return torch.get_num_threads() == 1 and all(x.dtype == torch.float32 for x in (query, k_cache, v_cache))
 
 
 def attend(
@@ -48,12 +43,10 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    # In any order of summation, so that sums run in vector registers; inf and nan stay what they are.
-    options: Any = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}}
     try:
-        return numba.njit(cache=True, **options)(_attend)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **cpu_compiled.OPTIONS)(_attend)  # type: ignore[no-any-return]
     except RuntimeError:  # nowhere to keep what is compiled
-        return numba.njit(**options)(_attend)  # type: ignore[no-any-return]
+        return numba.njit(**cpu_compiled.OPTIONS)(_attend)  # type: ignore[no-any-return]
 
 
 def _attend(query, keys, values, table, rows, lengths, output, scale):  # type: ignore[no-untyped-def]
@@ -74,7 +67,7 @@ def _attend(query, keys, values, table, rows, lengths, output, scale):  # type: 
             for each in range(shared):
                 largest, total = scores[each, :length].max(), np.float32(0)
                 for position in range(length):
-                    weight = np.exp(scores[each, position] - largest)
+                    weight = cpu_compiled.exp(scores[each, position] - largest)
                     scores[each, position] = weight
                     total += weight
                 for position in range(length):

@@ -1,4 +1,4 @@
-"""SGLang plugin for CPU engines: batched attention and prefills, seeded sampling, weights in shared memory, experts.
+"""SGLang plugin for CPU engines: batched attention and prefills, compiled layers, sampling, shared weights, experts.
 
 SGLang's ``torch_native`` backend calls scaled_dot_product_attention once per request and layer; with a hundred small
 sequences that loop is most of a decoding step. SGLang finds this plugin through the entry point beside this file,
@@ -11,7 +11,9 @@ from typing import Any
 
 import cpu_batch_invariance
 import cpu_decode_attention
+import cpu_layers
 import torch
+from cpu_compiled import takes
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
@@ -51,6 +53,13 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", hold_prefills, HookType.AROUND
     )
+    layers = "sglang.srt.layers."
+    HookRegistry.register(layers + "layernorm.RMSNorm.forward_native", rms_norm, HookType.AROUND)
+    HookRegistry.register(layers + "activation.SiluAndMul.forward_native", silu_and_mul, HookType.AROUND)
+    HookRegistry.register(
+        layers + "rotary_embedding.base.RotaryEmbedding.forward_native", rotary_embedding, HookType.AROUND
+    )
+    HookRegistry.register(layers + "sampler.sampling_from_probs_torch", sample, HookType.AROUND)
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
@@ -107,6 +116,50 @@ def map_weights(payload: Any, *arguments: Any, **kwargs: Any) -> Any:
     return payload
 
 
+def rms_norm(
+    original: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any, **kwargs: Any
+) -> Any:
+    """Of x, or of x + residual, which is then returned too."""
+    plain = not any(option is not None for option in (*rest, *kwargs.values(), norm.variance_size_override))
+    if not plain or x.shape[-1] != len(norm.weight) or not takes(x, norm.weight):
+        return original(norm, x, residual, *rest, **kwargs)
+    if residual is None:
+        return cpu_layers.rms_norm(x, norm.weight, norm.variance_epsilon)
+    return cpu_layers.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def silu_and_mul(original: Any, activation: Any, x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., 2 * features]"""
+    return cpu_layers.silu_and_mul(x) if takes(x) else original(activation, x)
+
+
+def rotary_embedding(
+    original: Any,
+    rotary: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query`` and ``key`` [tokens, heads * head size], parts of the rows of one product."""
+    plain = not any(option is not None for option in (*rest, *kwargs.values())) and not hasattr(rotary, "sin_cos_cache")
+    rows = all(x.dim() == 2 and x.stride(1) == 1 for x in (query, key)) and positions.dim() == 1
+    if not plain or not rows or not takes(query, key, rotary.cos_sin_cache):
+        return original(rotary, positions, query, key, *rest, **kwargs)  # type: ignore[no-any-return]
+    how = (rotary.cos_sin_cache, positions.contiguous(), rotary.head_size, not rotary.is_neox_style)
+    return cpu_layers.rotate(query, *how), cpu_layers.rotate(key, *how)
+
+
+def sample(
+    original: Any, probs: torch.Tensor, sampling_seed: torch.Tensor | None = None, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A token of each row of ``probs`` [requests, vocabulary]; seeded requests have noise of their own."""
+    if sampling_seed is not None or not takes(probs):
+        return original(probs, sampling_seed, positions)  # type: ignore[no-any-return]
+    return cpu_layers.sample(probs)
+
+
 def forget_slots(original: Any, backend: Any, *arguments: Any, **kwargs: Any) -> Any:
     """A new forward pass begins: its layers will share one table of cache slots, not the last pass's."""
     backend.batch_slots = None
@@ -121,7 +174,7 @@ def decode_attention(
     if encoder_lens is not None or kwargs.get("sliding_window_size") is not None:
         return original(backend, query, output, *rest, **kwargs)
     # Seeded engines need the bits that a prefill of the same tokens gives.
-    if not cpu_batch_invariance.enabled() and cpu_decode_attention.takes(query, k_cache, v_cache):
+    if not cpu_batch_invariance.enabled() and takes(query, k_cache, v_cache):
         place = (req_to_token, req_pool_indices, seq_lens)
         return output.copy_(cpu_decode_attention.attend(query, k_cache, v_cache, *place, kwargs.get("scaling")))
     slots, visible = _slots(backend, req_to_token, req_pool_indices, seq_lens)

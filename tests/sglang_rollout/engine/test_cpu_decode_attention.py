@@ -67,12 +67,3 @@ def test_numbers_that_are_none_are_not_hidden(decoding: Any) -> None:
     query[1, 2, 3] = torch.nan
     output = decoding.attend(query, *others, None)
     assert output[1, 2].isnan().all() and output[0].isfinite().all()
-
-
-def test_other_dtypes_and_several_threads_are_left_to_torch(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, keys, values = drawn(4, 2, 32, 32, [3])[:3]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert decoding.takes(query, keys, values)
-    assert not decoding.takes(query.bfloat16(), keys.bfloat16(), values.bfloat16())
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert not decoding.takes(query, keys, values)
