@@ -8,6 +8,7 @@ with templates that would render them differently later (Qwen3 drops the reasoni
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ _ASSISTANT = "\u2039assistant turn\u203a"
 _RESULT = "\u2039tool result {}\u203a"
 _CHARACTERS_A_TOKEN = 64
 """A result of more than this for each token that it may have is cut before it is tokenised, which would take long."""
+_RESULTS_KEPT, _CHARACTERS_KEPT = 1024, 4096
+"""Results whose ids are kept, and how long they may be: responses to a prompt often make the same call."""
 _CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
@@ -78,6 +81,8 @@ class TurnGlue:
         self._max_result_tokens = max_result_tokens
         self._template_arguments = dict(template_arguments or {})
         self._delta_parts: dict[int, list[str]] = {}
+        self._limited_before = functools.lru_cache(_RESULTS_KEPT)(self._limit)
+        self._rendered_before = functools.lru_cache(_RESULTS_KEPT)(self._render)
         # Text of a tool that spells a control token would become that token, and end the turn or forge a message.
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         tokens = [token for token in added if token and not token.isspace()]
@@ -112,6 +117,12 @@ class TurnGlue:
         Args:
             names: of the tools that were called; none: the chat template's messages do not show them.
         """
+        short = sum(map(len, (*results, *names))) <= _CHARACTERS_KEPT
+        render = self._rendered_before if short else self._render
+        ids, lengths, truncated = render(tuple(results), tuple(names))
+        return RenderedResults(list(ids), list(lengths), list(truncated))
+
+    def _render(self, results: tuple[str, ...], names: tuple[str, ...]) -> tuple[list[int], list[int], list[bool]]:
         texts, lengths, truncated = [], [], []
         for result in results:
             text, length, cut = self._limited(result)
@@ -119,7 +130,7 @@ class TurnGlue:
             lengths.append(length)
             truncated.append(cut)
         ids = self._encode(self._text(texts, [self._defused(name)[0] for name in names]))
-        return RenderedResults(ids, lengths, truncated)
+        return ids, lengths, truncated
 
     def _text(self, results: Sequence[str], names: Sequence[str]) -> str:
         if names and isinstance(self._format, NamesResults):
@@ -131,6 +142,9 @@ class TurnGlue:
 
     def _limited(self, text: str) -> tuple[str, int, bool]:
         """``text`` as the model may read it, its tokens, and whether its middle is left out."""
+        return (self._limited_before if len(text) <= _CHARACTERS_KEPT else self._limit)(text)
+
+    def _limit(self, text: str) -> tuple[str, int, bool]:
         limit = self._max_result_tokens
         half = limit * _CHARACTERS_A_TOKEN // 2
         if len(text) > 2 * half:
