@@ -87,6 +87,23 @@ class GatewayClient(httpx.AsyncClient):
     def __init__(self, transport: GatewayTransport) -> None:
         super().__init__(transport=transport, timeout=None)
 
+    def build_request(
+        self,
+        method: str,
+        url: httpx.URL | str,
+        *,
+        json: Any = None,
+        headers: Any = None,
+        timeout: Any = httpx.USE_CLIENT_DEFAULT,
+        **rest: Any,
+    ) -> httpx.Request:
+        """As ``httpx.AsyncClient.build_request``, of JSON without the headers that name this client to a server."""
+        whole = httpx.URL(url)
+        if json is None or whole.is_relative_url or any(value for value in rest.values()):
+            return super().build_request(method, url, json=json, headers=headers, timeout=timeout, **rest)
+        limits = self.timeout if timeout is httpx.USE_CLIENT_DEFAULT else httpx.Timeout(timeout)
+        return httpx.Request(method, whole, headers=headers, json=json, extensions={"timeout": limits.as_dict()})
+
     async def send(
         self,
         request: httpx.Request,

@@ -68,6 +68,7 @@ def exp(x):  # type: ignore[no-untyped-def]
     """e^x of a float32, within 3e-7 of it; e^-87 for all below, e^88 for all above.
 
     Unlike the C library's it becomes vector instructions. Range reduction and polynomial are those of Cephes' expf.
+    Whoever changes it removes the ``__pycache__`` beside it: numba keeps callers in other files as they were compiled.
     """
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     exponent = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
