@@ -124,3 +124,22 @@ def test_a_template_that_raises_is_reported():
     tokenizer.chat_template = "{{ raise_exception('only users may speak') }}"
     with pytest.raises(ChatTemplateError, match="only users may speak"):
         TurnGlue(tokenizer, HERMES, 100)
+
+
+def test_the_same_results_are_tokenised_once_and_belong_to_who_asked(monkeypatch):
+    tokenizer = chat_tokenizer("qwen2.5.jinja")
+    glue = TurnGlue(tokenizer, HERMES, max_result_tokens=50)
+    first = glue.render(["41", "42"], ["a", "b"])
+    ids = list(first.ids)
+    first.ids.append(0)
+    first.truncated.clear()
+    encoded = []
+    monkeypatch.setattr(glue, "_encode", lambda text: encoded.append(text) or [1])
+    again = glue.render(["41", "42"], ["a", "b"])
+    assert (again.ids, again.truncated, glue.size("42")[1]) == (ids, [False, False], False)
+    assert not encoded
+    long = "x" * 5000
+    glue.render([long])
+    count = len(encoded)
+    glue.render([long])
+    assert count and len(encoded) == 2 * count  # what is long is not kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import httpx
 import openai
@@ -11,12 +12,15 @@ import pytest
 
 from megatron_retool.registry import Extension
 from sglang_rollout.agent.agents import task_agents
+from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.task_agents.client import ClientSettings
 from sglang_rollout.task_agents.function import run_function
 from tests.sglang_rollout.agent.markov_policy import ANSWER, WORD
 from tests.sglang_rollout.gateway.test_server import END, QUESTION, served
 
 ASK = {"model": "", "messages": QUESTION}
+ADDRESS = "http://127.0.0.1:8000/sessions/a/v1/chat/completions"
+NAMES_A_CLIENT = {"accept", "accept-encoding", "connection", "user-agent"}
 
 
 def settings(at) -> ClientSettings:
@@ -126,3 +130,38 @@ def test_a_client_leads_to_its_gateway_alone_and_ends_with_it(tokenizer):
     client = asyncio.run(run())
     with client.sync_http_client() as http, pytest.raises(httpx.ConnectError, match="the gateway has ended"):
         http.get(f"{client.base_url}/models")
+
+
+class Nowhere(httpx.AsyncBaseTransport):
+    pass
+
+
+def seen(request: httpx.Request) -> tuple[Any, ...]:
+    headers = {name: value for name, value in request.headers.items() if name not in NAMES_A_CLIENT}
+    return request.method, request.url, headers, request.content, request.extensions
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"json": {"messages": [{"role": "user", "content": "\u00e9"}]}, "headers": {"Authorization": "Bearer key"}},
+        {"json": {}, "timeout": 3.0},
+        {"json": [1], "timeout": httpx.Timeout(None), "params": {}},
+        {"json": {"a": 1}, "params": {"b": "2"}},
+        {"json": {"a": 1}, "extensions": {"trace": 1}},
+        {"content": b"text"},
+        {},
+    ],
+    ids=lambda arguments: "+".join(arguments) or "nothing",
+)
+@pytest.mark.parametrize("url", [ADDRESS, httpx.URL(ADDRESS)], ids=["text", "URL"])
+def test_requests_are_those_of_httpx(url: httpx.URL | str, arguments: dict[str, Any]) -> None:
+    mine = GatewayClient(Nowhere())  # type: ignore[arg-type]
+    theirs = httpx.AsyncClient(transport=Nowhere(), timeout=None)
+    assert seen(mine.build_request("POST", url, **arguments)) == seen(theirs.build_request("POST", url, **arguments))
+
+
+def test_a_relative_address_goes_to_the_clients_base_url() -> None:
+    client = GatewayClient(Nowhere())  # type: ignore[arg-type]
+    client.base_url = httpx.URL("http://127.0.0.1:8000/v1/")
+    assert str(client.build_request("POST", "models", json={}).url) == "http://127.0.0.1:8000/v1/models"
