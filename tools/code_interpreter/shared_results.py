@@ -45,15 +45,15 @@ class SharedResults:
             self._kept.move_to_end(code)
             return self._kept[code], True
         run = self._running.get(code)
-        if run is None and not is_pure(code):
-            return await self._run(code), False
-        first = run is None
+        shared = run is not None
         if run is None:
+            if not is_pure(code):
+                return await self._run(code), False
             run = self._running[code] = _Run(asyncio.ensure_future(self._run(code)))
             run.task.add_done_callback(lambda task: self._ended(code, task))
         run.waiting += 1
         try:
-            return await asyncio.shield(run.task), not first
+            return await asyncio.shield(run.task), shared
         finally:
             run.waiting -= 1
             if not run.waiting and not run.task.done():

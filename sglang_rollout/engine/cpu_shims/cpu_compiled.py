@@ -7,6 +7,7 @@ functions work. Here they take addresses, by ctypes, which is some 2.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,14 @@ _NUMBERS = {int: (types.int64, ctypes.c_int64), float: (types.float32, ctypes.c_
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether compiled functions are for these: float32 throughout, in a process of one thread."""
     return torch.get_num_threads() == 1 and all(x.dtype == torch.float32 for x in tensors)
+
+
+def kept(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
+    """``function``, compiled by ``compiler`` (numba's njit or cfunc) with ``OPTIONS``; kept on disk where it can be."""
+    try:
+        return compiler(cache=True, **OPTIONS)(function)
+    except RuntimeError:  # nowhere to keep what is compiled
+        return compiler(**OPTIONS)(function)
 
 
 class Compiled:
@@ -54,10 +63,7 @@ class Compiled:
             for kind in self._kinds
         ]
         signature = types.void(*(pair[0] for pair in pairs))
-        try:
-            compiled = numba.cfunc(signature, cache=True, **OPTIONS)(self._function)
-        except RuntimeError:  # nowhere to keep what is compiled
-            compiled = numba.cfunc(signature, **OPTIONS)(self._function)
+        compiled = kept(functools.partial(numba.cfunc, signature), self._function)
         self._function = compiled  # its code lives as long as it
         # Not CFUNCTYPE: to give the lock away and wait for it again would take longer than most calls.
         return ctypes.PYFUNCTYPE(None, *(pair[1] for pair in pairs))(compiled.address)

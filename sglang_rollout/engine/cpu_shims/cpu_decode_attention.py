@@ -43,10 +43,7 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    try:
-        return numba.njit(cache=True, **cpu_compiled.OPTIONS)(_attend)  # type: ignore[no-any-return]
-    except RuntimeError:  # nowhere to keep what is compiled
-        return numba.njit(**cpu_compiled.OPTIONS)(_attend)  # type: ignore[no-any-return]
+    return cpu_compiled.kept(numba.njit, _attend)  # type: ignore[no-any-return]
 
 
 def _attend(query, keys, values, table, rows, lengths, output, scale):  # type: ignore[no-untyped-def]

@@ -120,8 +120,9 @@ def rms_norm(
     original: Any, norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any, **kwargs: Any
 ) -> Any:
     """Of x, or of x + residual, which is then returned too."""
-    plain = not any(option is not None for option in (*rest, *kwargs.values(), norm.variance_size_override))
-    if not plain or x.shape[-1] != len(norm.weight) or not takes(x, norm.weight):
+    options = (*rest, *kwargs.values(), norm.variance_size_override, norm.override_orig_dtype)
+    plain = not any(option is not None for option in options) and x.shape[-1] == len(norm.weight)
+    if not plain or not takes(x, norm.weight, *(() if residual is None else (residual,))):
         return original(norm, x, residual, *rest, **kwargs)
     if residual is None:
         return cpu_layers.rms_norm(x, norm.weight, norm.variance_epsilon)
@@ -145,7 +146,7 @@ def rotary_embedding(
     """``query`` and ``key`` [tokens, heads * head size], parts of the rows of one product."""
     plain = not any(option is not None for option in (*rest, *kwargs.values())) and not hasattr(rotary, "sin_cos_cache")
     rows = all(x.dim() == 2 and x.stride(1) == 1 for x in (query, key)) and positions.dim() == 1
-    if not plain or not rows or not takes(query, key, rotary.cos_sin_cache):
+    if not plain or not rows or positions.dtype != torch.int64 or not takes(query, key, rotary.cos_sin_cache):
         return original(rotary, positions, query, key, *rest, **kwargs)  # type: ignore[no-any-return]
     how = (rotary.cos_sin_cache, positions.contiguous(), rotary.head_size, not rotary.is_neox_style)
     return cpu_layers.rotate(query, *how), cpu_layers.rotate(key, *how)

@@ -150,14 +150,18 @@ def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
     def original(*arguments: Any, **kwargs: Any) -> str:
         return "SGLang's"
 
-    norm = SimpleNamespace(weight=drawn(16), variance_epsilon=1e-6, variance_size_override=None)
+    norm = SimpleNamespace(
+        weight=drawn(16), variance_epsilon=1e-6, variance_size_override=None, override_orig_dtype=None
+    )
     x = drawn(3, 16)
     assert torch.equal(plugin.rms_norm(original, norm, x), plugin.cpu_layers.rms_norm(x, norm.weight, 1e-6))
     both = plugin.rms_norm(original, norm, x, x, post_residual_addition=None)
     assert torch.equal(both[1], 2 * x)
     assert plugin.rms_norm(original, norm, x, x, x) == "SGLang's"
     assert plugin.rms_norm(original, norm, x.bfloat16()) == "SGLang's"
-    assert plugin.rms_norm(original, SimpleNamespace(**{**vars(norm), "variance_size_override": 8}), x) == "SGLang's"
+    assert plugin.rms_norm(original, norm, x, x.bfloat16()) == "SGLang's"
+    for option in ({"variance_size_override": 8}, {"override_orig_dtype": torch.bfloat16}):
+        assert plugin.rms_norm(original, SimpleNamespace(**{**vars(norm), **option}), x) == "SGLang's"
 
     assert torch.equal(plugin.silu_and_mul(original, None, x), plugin.cpu_layers.silu_and_mul(x))
     assert plugin.silu_and_mul(original, None, x.half()) == "SGLang's"
@@ -168,6 +172,7 @@ def test_the_engine_takes_them_where_they_are_the_same(plugin: Any) -> None:
     torch.testing.assert_close(query, rotated(x, rotary.cos_sin_cache, positions, 8, False))
     torch.testing.assert_close(key, rotated(x[:, :8], rotary.cos_sin_cache, positions, 8, False))
     assert plugin.rotary_embedding(original, rotary, positions, x, x, offsets=positions) == "SGLang's"
+    assert plugin.rotary_embedding(original, rotary, positions.int(), x, x) == "SGLang's"
     assert plugin.rotary_embedding(original, rotary, positions, x.view(3, 2, 8), x) == "SGLang's"
 
     probabilities = torch.full((2, 5), 0.2)
