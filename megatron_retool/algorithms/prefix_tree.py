@@ -10,6 +10,7 @@ Plain arithmetic on token ids: no tensor, no communication.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,9 +227,14 @@ def families(
     """
     order = lexicographic_order(sequences)
     family = _Sets(int(joined.max()) + 1 if len(joined) else 0)
-    for a, b in zip(order, order[1:], strict=False):
-        if common_prefix(sequences[a], sequences[b]) >= min(prompt_lengths[a], prompt_lengths[b]):
-            family.join(int(joined[a]), int(joined[b]))
+    shared = [common_prefix(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
+    for place, row in enumerate(order):
+        # Those that begin with its prompt lie side by side, before it and after it, whatever their own prompts are.
+        for neighbours in (range(place, len(shared)), range(place - 1, -1, -1)):
+            for first in neighbours:
+                if shared[first] < prompt_lengths[row]:
+                    break
+                family.join(int(joined[order[first]]), int(joined[order[first + 1]]))
     members: dict[int, dict[int, list[int]]] = {}
     for row in order:
         unit = int(joined[row])

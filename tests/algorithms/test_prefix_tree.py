@@ -102,6 +102,13 @@ def test_short_common_prefixes_stay_with_each_sequence() -> None:
         assert prefix_tree(sequences).num_tokens == tokens
 
 
+def test_a_prompt_joins_all_that_begin_with_it_whatever_lies_between() -> None:
+    """[0] is the beginning of both others, which lie side by side and share no prompt."""
+    sequences = [np.array([0]), np.array([0, 0]), np.array([0, 1])]
+    assert [part.tolist() for part in families(sequences, [1, 2, 2], np.arange(3), 9)] == [[0, 1, 2]]
+    assert [part.tolist() for part in families(sequences[1:], [2, 2], np.arange(2), 9)] == [[0], [1]]
+
+
 @settings(deadline=None, max_examples=200)
 @given(sequences=sequences_strategy, data=st.data(), budget=st.integers(4, 30))
 def test_families(sequences: list[np.ndarray], data: st.DataObject, budget: int) -> None:

@@ -60,6 +60,7 @@ def _threads_of_layouts() -> list[int]:
             model: list[object] = [*parallel._of_layout]
             model.append(model)  # as models do
             del model
+    torch.distributed.barrier()  # the store ends with its rank, and another may still be joining by it
     return found
 
 
