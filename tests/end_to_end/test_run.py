@@ -9,6 +9,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 from ray.cluster_utils import Cluster
 from safetensors.numpy import load_file
@@ -244,17 +245,28 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     wait_for((run_dir / "rollouts/step_000001.parquet").exists)
     kill("tools.code_interpreter.server")
     wait_for((run_dir / "rollouts/step_000002.parquet").exists)
-    # Now ranks idle until they train, and then nobody speaks to the engine before the weight sync.
+    # A learner that stands still holds the run between generation and weight sync, where nobody speaks to the engine.
     # By name, for Ray renames its workers, which overwrites the environment that a run's marker lies in.
     rank = descendants_named(process.pid, "ray::LearnerWorker")[0]
+    rank.suspend()
 
-    def is_at_work() -> bool:  # in a fifth of a second an idle rank takes less, however long generation is
-        before = sum(rank.cpu_times()[:2])
-        time.sleep(0.2)
-        return sum(rank.cpu_times()[:2]) > before + 0.04
+    def seconds_of_generation() -> dict[int, float]:
+        """What each process of engine and sandbox, also one that runs code, has had of a core."""
+        roots = [found for words in ("sglang", "code_interpreter") for found in descendants_named(process.pid, words)]
+        return {one.pid: sum(one.cpu_times()[:2]) for root in roots for one in (root, *root.children(recursive=True))}
 
-    wait_for(is_at_work)
+    def has_generated() -> bool:
+        try:
+            before = seconds_of_generation()
+            time.sleep(1.5)
+            after = seconds_of_generation()
+        except psutil.NoSuchProcess:
+            return False
+        return before.keys() == after.keys() and sum(after.values()) < sum(before.values()) + 0.1
+
+    wait_for(has_generated)
     kill("sglang.launch_server")
+    rank.resume()
     wait_for((run_dir / "rollouts/step_000003.parquet").exists)
     for worker in descendants_named(process.pid, "ray::EngineWorker"):
         worker.kill()
