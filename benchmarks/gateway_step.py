@@ -3,11 +3,12 @@ built-in loop, alternating in one run.
 
     bash scripts/train_dapo_megatron.sh  # the base: its data and fine-tuned model
     python benchmarks/gateway_step.py --base runs/demo
+    python benchmarks/gateway_step.py --base runs/demo --agent benchmarks/plain_openai_agent.py:run
 
-One learner, one engine, one sandbox: training steps of odd numbers take their rollouts from the agent
-(examples/run_tools_agent.py), those of even numbers from the built-in loop. Dynamic sampling is off, so that a step has
-one round of rollouts; the first pair is left out. Printed are the median seconds of a step and of its generation, and
-the median over pairs of neighbours of the ratio, of seconds for each sampled token as well, for responses differ.
+One learner, one engine, one sandbox: training steps of odd numbers take their rollouts from the agent, those of even
+numbers from the built-in loop. Dynamic sampling is off, so that a step has one round of rollouts; the first pair is
+left out. Printed are the median seconds of a step and of its generation, and the median over pairs of neighbours of the
+ratio, of seconds for each sampled token as well, for responses differ.
 """
 
 from __future__ import annotations
@@ -83,6 +84,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="a demo run whose fine-tuning is done")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument(
+        "--agent",
+        default="examples/run_tools_agent.py:run",
+        help="file below the repository's root and function (default: %(default)s)",
+    )
     options = parser.parse_args()
     base = DemoBase(options.base.absolute())
     if base.missing is not None:
@@ -93,7 +99,7 @@ def main() -> None:
             f"trainer.total_steps={2 * options.pairs + 2}", "trainer.test_freq=0", "trainer.save_freq=0",
             "trainer.at_end=[]", "data.max_val_samples=4",
             "demo.enable=false", "algorithm.dynamic_sampling.enable=false",
-            f"rollout.agent={ROOT}/examples/run_tools_agent.py:run", *base.data_overrides, *base.model_overrides,
+            f"rollout.agent={ROOT}/{options.agent}", *base.data_overrides, *base.model_overrides,
         ]  # fmt: skip
         config = load_config(ROOT / "configs" / "demo_cpu.yaml", settings)
         setattr(deployment, "RolloutManager", AlternatingManager)  # noqa: B010

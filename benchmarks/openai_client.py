@@ -6,14 +6,16 @@ CPU time, so that other programs on the cores matter less. The transport answers
 baseline is the same request by ``httpx`` alone, which ``openai`` is built on.
 
 The driver's part is rollouts of ``RolloutManager`` with an engine and a tool that answer at once: a call of the tool,
-and an answer. The baseline is the built-in loop; examples/run_tools_agent.py takes the same rollouts through the
-gateway's socket and without one.
+and an answer. The baseline is the built-in loop. The same rollouts are taken by examples/run_tools_agent.py, whose
+client is made for the gateway, and by an agent that makes its own, with the gateway's shortcut for such clients and by
+a socket.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import ssl
@@ -22,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -33,16 +36,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_retool.config import SamplingConfig, load_config
 from megatron_retool.data.chat_template import render
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
+from sglang_rollout.gateway import shortcut
 from sglang_rollout.rollout_manager import RolloutManager
-from sglang_rollout.task_agents.client import ClientSettings
 from tests.sglang_rollout.agent import markov_policy as policy
 from tests.sglang_rollout.scripted import Counter, Prompt, ScriptedTools
 
-AGENT = Path(__file__).resolve().parents[1] / "examples" / "run_tools_agent.py"
+ROOT = Path(__file__).resolve().parents[1]
+GATEWAY_CLIENT = f"rollout.agent={ROOT}/examples/run_tools_agent.py:run"
+OWN_CLIENT = f"rollout.agent={ROOT}/benchmarks/plain_openai_agent.py:run"
 FUNCTION = {"name": "count", "parameters": {"type": "object", "properties": {"who": {"type": "string"}}}}
 TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
 URL = "http://127.0.0.1:1/v1"
+NOTHING = contextlib.nullcontext()
 
 
 class Answers(httpx.AsyncBaseTransport):
@@ -160,21 +166,22 @@ async def rollouts(tokenizer: Any, groups: int, *overrides: str) -> float:
 
 async def measure_driver(repeats: int) -> None:
     tokenizer = policy.build_tokenizer()
-    certificates = ssl.create_default_context()
-    in_process = ClientSettings.http_client
-    agent = f"rollout.agent={AGENT}:run"
-    found: dict[str, list[float]] = {"built-in loop": [], "agent by a socket": [], "agent in process": []}
+    ways: dict[str, tuple[str, ...]] = {
+        "the built-in loop": (),
+        "an agent with the gateway's client": (GATEWAY_CLIENT,),
+        "an agent with its own client": (OWN_CLIENT,),
+        "the same by a socket": (OWN_CLIENT,),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats + 1):
-        found["built-in loop"].append(await rollouts(tokenizer, 16))
-        setattr(ClientSettings, "http_client", lambda client: DefaultAsyncHttpxClient(verify=certificates))  # noqa: B010
-        found["agent by a socket"].append(await rollouts(tokenizer, 16, agent))
-        setattr(ClientSettings, "http_client", in_process)  # noqa: B010
-        found["agent in process"].append(await rollouts(tokenizer, 16, agent))
+        for way, overrides in ways.items():
+            with mock.patch.object(shortcut, "leads_to", contextlib.nullcontext) if "socket" in way else NOTHING:
+                found[way].append(await rollouts(tokenizer, 16, *overrides))
     costs = {name: np.array(each[1:]) for name, each in found.items()}
-    built_in = costs["built-in loop"]
+    built_in = costs["the built-in loop"]
     for name, cost in costs.items():
         print(
-            f"a rollout, {name}: {np.median(cost):.2f} ms, {np.median(cost - built_in) / 2:.2f} ms a turn more than "
+            f"a rollout by {name}: {np.median(cost):.2f} ms, {np.median(cost - built_in) / 2:.2f} ms a turn more than "
             f"the built-in loop's, {np.median(cost / built_in):.2f} times"
         )
 

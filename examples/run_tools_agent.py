@@ -28,5 +28,5 @@ async def run(task, client, *, turns=4, calls=3):
             calls -= len(asked)
             if not asked or calls < 0 or turn == turns - 1:
                 return
-            results = [http.post(f"{client.base_url}/tool_calls", json=call) for call in asked]
-            messages += [said, *(result.raise_for_status().json() for result in await asyncio.gather(*results))]
+            results = await asyncio.gather(*map(client.call_tool, asked))
+            messages += [said, *results]

@@ -171,7 +171,7 @@ def check_extensions(config: Config) -> None:
     """
     # Their modules take longer to import than everything that is checked above.
     from megatron_retool.rewards.manager import check_reward
-    from sglang_rollout.agent.agents import check_agent
+    from sglang_rollout.agent.agents import BUILT_IN, check_agent
     from sglang_rollout.agent.tool_call_formats import check_format
     from sglang_rollout.engine.base import check_engine
     from tools.registry import check_tools
@@ -180,6 +180,10 @@ def check_extensions(config: Config) -> None:
     check_reward(config.reward)
     check_tools(_with_tools_that_are_made(config))
     check_format(config)
+    if config.rollout.agent != BUILT_IN:
+        from sglang_rollout.gateway import shortcut
+
+        shortcut.install()  # before the agent's module makes clients
     check_agent(config)
     check_engine(config)
 

@@ -131,8 +131,12 @@ class Api:
         except Exception as raised:
             logger.exception("gateway: %s %s", request.method, request.path)
             error = ApiError(500, f"the gateway failed: {type(raised).__name__}", code="internal_error")
+        return self.refusal(request.path, error)
+
+    def refusal(self, path: str, error: ApiError) -> Reply:
+        """``error`` as the API of ``path`` tells it; it is counted."""
         self._statistics.errors[error.code] += 1
-        told = error.anthropic() if request.path.endswith("/messages") else error.openai()
+        told = error.anthropic() if path.endswith("/messages") else error.openai()
         # Clients would try again, and a limit of the session's whole life does not go away.
         return _json(told, error.status, {"x-should-retry": "false"})
 

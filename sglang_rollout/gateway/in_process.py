@@ -15,6 +15,14 @@ from typing import Any
 import httpx
 
 from sglang_rollout.gateway.api import Api, ApiRequest, Reply
+from sglang_rollout.gateway.errors import ApiError
+
+_STOPS_THE_LOOP = ApiError(
+    400,
+    "a synchronous client would stop the run's event loop, for all rollouts: use AsyncOpenAI, or make the agent a "
+    "plain function, which has a thread of its own",
+    code="synchronous_client",
+)
 
 
 class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
@@ -27,20 +35,15 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
     Args:
         root_url: of the gateway. A request for any other server is refused with ``httpx.ConnectError``.
         loop: the gateway's.
+
+    Attributes:
+        netloc: host and port of the gateway.
     """
 
     def __init__(self, api: Api, root_url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._api = api
-        self._root = httpx.URL(root_url)
+        self.netloc = httpx.URL(root_url).netloc
         self._loop = loop
-
-    def check_thread(self) -> None:
-        """Raise RuntimeError where waiting for an answer would stop the loop that is to give it."""
-        if _running_loop() is self._loop:
-            raise RuntimeError(
-                "a synchronous client would stop the run's event loop, for all rollouts: use AsyncOpenAI with "
-                "client.http_client(), or make the agent a plain function, which has a thread of its own"
-            )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = await request.aread()
@@ -53,7 +56,8 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
             raise _out_of_time(request) from error
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.check_thread()
+        if _running_loop() is self._loop:  # waiting would stop the loop that is to give the answer
+            return _response(self._api.refusal(request.url.path, _STOPS_THE_LOOP))
         future = self._handed_over(request, request.read())
         try:
             return _response(future.result(_seconds(request)))
@@ -65,7 +69,7 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
         async def read() -> bytes:
             return body
 
-        if request.url.netloc != self._root.netloc:
+        if request.url.netloc != self.netloc:
             raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
         return await self._api.answer(ApiRequest(request.method, request.url.path, request.headers, read))
 

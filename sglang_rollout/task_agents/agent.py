@@ -28,6 +28,7 @@ from megatron_retool.trajectory import FinishReason, Trajectory
 from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.agent.loop import Generate, TrajectoryState, opened
 from sglang_rollout.agent.turn_glue import Tokenizer
+from sglang_rollout.gateway import shortcut
 from sglang_rollout.gateway.interface import Sampler, Segment, SessionHandle, SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.task_agents.client import MODEL, ClientSettings, task_of
@@ -60,6 +61,7 @@ class TaskAgents:
         self.tools = tools
         self.function: Extension[Callable[..., Any]] | None = None
         if isinstance(rollout.agent, str):
+            shortcut.install()  # before the function's module makes clients
             self.function = task_agents.bind(rollout.agent, rollout.agent_kwargs)
         # What a row may be long: the learner's micro-batches hold no more.
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -91,7 +93,8 @@ class TaskAgents:
         async with Gateway(
             sampler, self.tokenizer, self.config.rollout.multi_turn, model=MODEL, stop_strings=stop_strings
         ) as gateway:
-            yield TaskAgent(self, gateway, sampling, purpose)
+            with shortcut.leads_to(gateway.transport):
+                yield TaskAgent(self, gateway, sampling, purpose)
 
 
 class TaskAgent:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -12,6 +15,7 @@ import pytest
 
 from megatron_retool.registry import Extension
 from sglang_rollout.agent.agents import task_agents
+from sglang_rollout.gateway import shortcut
 from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.task_agents.client import ClientSettings
 from sglang_rollout.task_agents.function import run_function
@@ -39,13 +43,18 @@ def synchronous(client: ClientSettings, **options) -> openai.OpenAI:
     return openai.OpenAI(base_url=client.base_url, api_key=client.api_key, http_client=http, max_retries=0, **options)
 
 
-async def agent_of_the_loop(task, client):
-    await asynchronous(client).chat.completions.create(**ASK)
+def plain(kind):
+    """As an agent makes its client by itself."""
+    return lambda client: kind(base_url=client.base_url, api_key=client.api_key, max_retries=0)
 
 
-def agent_of_a_thread(task, client):
-    synchronous(client).chat.completions.create(**ASK)
-    chunks = synchronous(client).chat.completions.create(**ASK, stream=True)
+async def agent_of_the_loop(task, client, made=asynchronous):
+    await made(client).chat.completions.create(**ASK)
+
+
+def agent_of_a_thread(task, client, made=synchronous):
+    made(client).chat.completions.create(**ASK)
+    chunks = made(client).chat.completions.create(**ASK, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
 
 
@@ -53,25 +62,55 @@ def agent_of_another_loop(task, client):
     asyncio.run(agent_of_the_loop(task, client))
 
 
+async def plain_agent_of_the_loop(task, client):
+    await agent_of_the_loop(task, client, plain(openai.AsyncOpenAI))
+
+
+def plain_agent_of_a_thread(task, client):
+    agent_of_a_thread(task, client, plain(openai.OpenAI))
+
+
+def plain_agent_of_another_loop(task, client):
+    asyncio.run(plain_agent_of_the_loop(task, client))
+
+
 async def agent_that_would_stop_the_loop(task, client):
-    synchronous(client)
+    synchronous(client).chat.completions.create(**ASK)
+
+
+async def plain_agent_that_would_stop_the_loop(task, client):
+    await asyncio.sleep(0)
+    plain(openai.OpenAI)(client).chat.completions.create(**ASK)
 
 
 async def end_of(at, agent):
+    shortcut.install()
     run: Extension = task_agents.bind(f"{__name__}:{agent.__name__}", {})
-    return await run_function(run, {}, settings(at), lambda: 60.0)
+    with shortcut.leads_to(at.gateway.transport):
+        return await run_function(run, {}, settings(at), lambda: 60.0)
 
 
-@pytest.mark.parametrize("agent", [agent_of_the_loop, agent_of_a_thread, agent_of_another_loop])
-def test_no_socket_is_used(tokenizer, monkeypatch, agent):
+def refused(*arguments, **keywords):
+    raise OSError("a socket or a file")
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        agent_of_the_loop,
+        agent_of_a_thread,
+        agent_of_another_loop,
+        plain_agent_of_the_loop,
+        plain_agent_of_a_thread,
+        plain_agent_of_another_loop,
+    ],
+)
+def test_no_socket_is_used_and_no_certificate_read(tokenizer, monkeypatch, agent):
     async def run():
         async with served(tokenizer, [ANSWER + END]) as at:
-
-            def refused(*arguments):
-                raise OSError("a socket")
-
             for name in ("connect", "connect_ex", "accept"):
                 monkeypatch.setattr(socket.socket, name, refused)
+            monkeypatch.setattr(ssl, "create_default_context", refused)
             with pytest.raises(openai.APIConnectionError):
                 await at.client.chat.completions.create(**ASK)
             end = await end_of(at, agent)
@@ -82,16 +121,52 @@ def test_no_socket_is_used(tokenizer, monkeypatch, agent):
     asyncio.run(run())
 
 
-def test_a_synchronous_client_in_the_loop_is_refused_and_not_waited_for(tokenizer):
+@pytest.mark.parametrize("agent", [agent_that_would_stop_the_loop, plain_agent_that_would_stop_the_loop])
+def test_a_synchronous_client_in_the_loop_is_refused_and_not_waited_for(tokenizer, agent):
     async def run():
         async with served(tokenizer, [ANSWER + END]) as at:
-            end = await end_of(at, agent_that_would_stop_the_loop)
-            assert end.outcome == "crash" and "use AsyncOpenAI with client.http_client()" in end.message
-            made = await asyncio.to_thread(synchronous, settings(at))
-            with pytest.raises(openai.APIConnectionError):
-                made.chat.completions.create(**ASK)
+            end = await end_of(at, agent)
+            assert end.outcome == "crash" and "use AsyncOpenAI, or make the agent a plain function" in end.message
+            assert at.gateway.statistics.errors == {"synchronous_client": 1} and not at.script.requests
 
     asyncio.run(run())
+
+
+def test_the_shortcut_ends_with_its_gateway_and_leads_to_no_other_server(tokenizer):
+    async def run():
+        shortcut.install()
+        async with served(tokenizer, [ANSWER + END]) as at, served(tokenizer, [WORD + END]) as other:
+            http = httpx.AsyncClient(timeout=None)
+            both = [f"{each.session.base_url}/models" for each in (at, other)]
+            with shortcut.leads_to(at.gateway.transport):
+                answers = [await http.get(url) for url in both]
+            answers.append(await http.get(both[0]))
+            assert [answer.status_code for answer in answers] == [200] * 3
+            # A server names itself where there is a socket.
+            assert ["server" in answer.headers for answer in answers] == [False, True, True]
+            await http.aclose()
+
+            def synchronous_ones():
+                with httpx.Client() as client:
+                    with shortcut.leads_to(at.gateway.transport):
+                        found = [client.get(url) for url in both]
+                    found.append(client.get(both[0]))
+                return ["server" in answer.headers for answer in found]
+
+            assert await asyncio.to_thread(synchronous_ones) == [False, True, True]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [httpx.AsyncHTTPTransport, httpx.HTTPTransport])
+def test_certificates_that_are_named_are_read_at_once(kind, tmp_path):
+    shortcut.install()
+    mine = getattr(httpx, kind.__name__)
+    assert issubclass(mine, kind)
+    with pytest.raises(FileNotFoundError):
+        mine(verify=str(tmp_path / "no_such_file"))
+    assert "_pool" not in vars(mine()) and "_pool" in vars(mine(verify=False))
+    assert not hasattr(mine(), "_port")
 
 
 def test_a_clients_own_time_limit_ends_its_call(tokenizer):
@@ -130,6 +205,35 @@ def test_a_client_leads_to_its_gateway_alone_and_ends_with_it(tokenizer):
     client = asyncio.run(run())
     with client.sync_http_client() as http, pytest.raises(httpx.ConnectError, match="the gateway has ended"):
         http.get(f"{client.base_url}/models")
+
+
+MODULE = """
+from openai import AsyncOpenAI
+
+FOR_ALL_ROLLOUTS = AsyncOpenAI(base_url="http://127.0.0.1:1", api_key="none")
+
+
+async def run(task, client):
+    openai = FOR_ALL_ROLLOUTS.with_options(base_url=client.base_url, api_key=client.api_key)
+"""
+CHECKED = """
+import sys
+from megatron_retool.config import load_config
+from megatron_retool.loop.checks import check_extensions
+from sglang_rollout.agent.agents import agents
+
+config = load_config(None, [f"rollout.agent={sys.argv[1]}:run"])
+check_extensions(config)
+made = agents.load(config.rollout.agent).__globals__["FOR_ALL_ROLLOUTS"]
+print(type(made._client._transport).__name__)
+"""
+
+
+def test_a_client_of_the_agents_module_is_made_when_the_shortcut_is_there(tmp_path):
+    path = tmp_path / "agent.py"
+    path.write_text(MODULE)
+    done = subprocess.run([sys.executable, "-c", CHECKED, path], capture_output=True, text=True)
+    assert done.stdout.strip() == "AsyncShortcut", done
 
 
 class Nowhere(httpx.AsyncBaseTransport):

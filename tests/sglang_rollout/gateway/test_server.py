@@ -16,7 +16,7 @@ import pytest
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.router import NoEngineAvailable
-from sglang_rollout.gateway import api, server
+from sglang_rollout.gateway import api, server, shortcut
 from sglang_rollout.gateway.in_process import GatewayClient
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
@@ -30,7 +30,16 @@ FUNCTION = Counter.schema["function"]
 CLAUDE_TOOL = {"name": "code_interpreter", "input_schema": FUNCTION["parameters"], "description": "Count."}
 
 
-@pytest.fixture(params=[None, GatewayClient], ids=["socket", "in process"])
+@contextlib.asynccontextmanager
+async def own_client(transport):
+    """As an agent makes one by itself."""
+    shortcut.install()
+    with shortcut.leads_to(transport):
+        async with httpx.AsyncClient(timeout=None) as http:
+            yield http
+
+
+@pytest.fixture(params=[None, GatewayClient, own_client], ids=["socket", "in process", "shortcut"])
 def way(request):
     """How calls reach the gateway: (its transport) -> httpx's client, or None for a socket."""
     return request.param

@@ -11,6 +11,7 @@ import pytest
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.gateway import shortcut
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.task_agents.client import ClientSettings
@@ -40,11 +41,13 @@ def played(tokenizer, example: str, says, ground_truth: str = "", task=None, roo
     task = task or {"messages": [{"role": "user", "content": "What is 6 * 7?"}], "ground_truth": ground_truth}
 
     async def scenario():
+        shortcut.install()
         async with Gateway(Actor(tokenizer, says), tokenizer, MultiTurnConfig()) as gateway:
             session = gateway.open_session(SamplingConfig(), limits=SessionLimits(context_length=room))
             client = ClientSettings(session.base_url, session.anthropic_base_url, session.key, gateway.transport)
             run = task_agents.bind(f"{EXAMPLES}/{example}.py:run", kwargs)
-            end = await run_function(run, task, client, lambda: 60.0)
+            with shortcut.leads_to(gateway.transport):  # as in a run
+                end = await run_function(run, task, client, lambda: 60.0)
             return end, await session.close()
 
     end, segments = asyncio.run(scenario())

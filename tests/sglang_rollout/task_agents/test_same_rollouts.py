@@ -45,7 +45,7 @@ class SeededEngine:
         while len(log_probs) < request.max_new_tokens:
             if self.random.random() < 0.3:
                 await asyncio.sleep(self.random.expovariate(300))
-            if self.random.random() < 0.02:
+            if log_probs and self.random.random() < 0.1:
                 reason, self.aborts = "abort", self.aborts + 1
                 break
             tokens, shares = zip(*self.table[ids[-1]], strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -145,6 +146,15 @@ def ends_of(groups):
     rollouts = rollouts_of(rows)
     assert [(own[0].group_id, own[0].index) for own in rollouts] == [(g, i) for g in range(2) for i in range(2)]
     return rows, [own[0].reward_info[AGENT_KEY] for own in rollouts]
+
+
+def test_an_agents_own_client_needs_no_socket_and_reads_no_certificates(tokenizer, functions, monkeypatch):
+    def refused(*arguments, **keywords):
+        raise OSError("certificates are read")
+
+    monkeypatch.setattr(ssl, "create_default_context", refused)
+    rows = [row for group in generated(tokenizer, f"rollout.agent={functions}:continues") for row in group]
+    assert len(rows) == 4 and {row.reward_info[AGENT_KEY]["outcome"] for row in rows} == {"finished"}
 
 
 def test_a_conversation_is_one_row_and_the_agent_gives_its_reward(tokenizer, functions):
