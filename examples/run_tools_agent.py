@@ -5,13 +5,13 @@ rollout.agent: examples/run_tools_agent.py:run
 
 import asyncio
 
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIStatusError
 
 
 async def run(task, client, *, turns=4, calls=3):
     """No reward: ``reward.function`` judges what was said."""
-    http = client.http_client()  # needs no socket
-    async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=http) as openai:
+    # AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) does the same, in twice the time.
+    async with client.openai() as openai:
         messages, tools = list(task["messages"]), task["tools"]
         for turn in range(turns):
             body = {"model": client.model, "messages": messages, "tools": tools}

@@ -11,14 +11,10 @@ import contextlib
 import functools
 import json
 import signal
-import ssl
 
 import verifiers
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from sglang_rollout.environments.base import row_number
-
-CERTIFICATES = ssl.create_default_context()
 
 
 async def run(task, client, *, environment, arguments=None):
@@ -26,8 +22,7 @@ async def run(task, client, *, environment, arguments=None):
     world = loaded(environment, json.dumps(arguments or {}, sort_keys=True))
     rows = world.get_dataset() if task["purpose"] == "train" else world.get_eval_dataset()
     row = rows[row_number(task) % len(rows)]
-    http = DefaultAsyncHttpxClient(verify=CERTIFICATES)
-    async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=http) as openai:
+    async with client.openai() as openai:
         state = await world.rollout(row, openai, client.model, dict(world.sampling_args))
         if state["error"] is not None:
             raise state["error"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -37,49 +39,64 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
         loop: the gateway's.
 
     Attributes:
-        netloc: host and port of the gateway.
+        netloc: the host and port in it.
     """
 
     def __init__(self, api: Api, root_url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._api = api
-        self.netloc = httpx.URL(root_url).netloc
+        self.root_url, self.netloc = root_url, httpx.URL(root_url).netloc
         self._loop = loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        body = await request.aread()
+        asked = self._read(request, await request.aread())
         try:
             async with asyncio.timeout(_seconds(request)):
-                if _running_loop() is self._loop:
-                    return _response(await self._answer(request, body))
-                return _response(await asyncio.wrap_future(self._handed_over(request, body)))
+                return _response(await self._answer(asked))
         except TimeoutError as error:
             raise _out_of_time(request) from error
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if _running_loop() is self._loop:  # waiting would stop the loop that is to give the answer
             return _response(self._api.refusal(request.url.path, _STOPS_THE_LOOP))
-        future = self._handed_over(request, request.read())
+        future = self._handed_over(self._read(request, request.read()))
         try:
             return _response(future.result(_seconds(request)))
         except TimeoutError as error:
             future.cancel()
             raise _out_of_time(request) from error
 
-    async def _answer(self, request: httpx.Request, body: bytes) -> Reply:
-        async def read() -> bytes:
-            return body
+    async def post(self, path: str, key: str, body: Mapping[str, Any]) -> Any:
+        """What a call of ``path`` with ``key`` and ``body`` as JSON is answered, without httpx.
 
-        if request.url.netloc != self.netloc:
-            raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
-        return await self._api.answer(ApiRequest(request.method, request.url.path, request.headers, read))
+        Raises:
+            httpx.HTTPStatusError: the answer is an error, whose message it tells.
+        """
+        sent = json.dumps(body).encode()
+        reply = await self._answer(ApiRequest("POST", path, {"authorization": f"Bearer {key}"}, _reader(sent)))
+        assert isinstance(reply.body, bytes)
+        answer = json.loads(reply.body)
+        if reply.status != 200:
+            request = httpx.Request("POST", f"{self.root_url}{path}", content=sent)
+            raise httpx.HTTPStatusError(answer["error"]["message"], request=request, response=_response(reply))
+        return answer
 
-    def _handed_over(self, request: httpx.Request, body: bytes) -> concurrent.futures.Future[Reply]:
-        answer = self._answer(request, body)
+    async def _answer(self, asked: ApiRequest) -> Reply:
+        if _running_loop() is self._loop:
+            return await self._api.answer(asked)
+        return await asyncio.wrap_future(self._handed_over(asked))
+
+    def _handed_over(self, asked: ApiRequest) -> concurrent.futures.Future[Reply]:
+        answer = self._api.answer(asked)
         try:
             return asyncio.run_coroutine_threadsafe(answer, self._loop)
         except RuntimeError as error:
             answer.close()
-            raise httpx.ConnectError(f"{request.url}: the gateway has ended", request=request) from error
+            raise httpx.ConnectError(f"{self.root_url}: the gateway has ended") from error
+
+    def _read(self, request: httpx.Request, body: bytes) -> ApiRequest:
+        if request.url.netloc != self.netloc:
+            raise httpx.ConnectError(f"{request.url}: this client leads to the gateway alone", request=request)
+        return ApiRequest(request.method, request.url.path, request.headers, _reader(body))
 
 
 class GatewayClient(httpx.AsyncClient):
@@ -129,6 +146,13 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _reader(body: bytes) -> Callable[[], Awaitable[bytes]]:
+    async def read() -> bytes:
+        return body
+
+    return read
 
 
 def _seconds(request: httpx.Request) -> float | None:

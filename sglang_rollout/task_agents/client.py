@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from sglang_rollout.agent.loop import TrajectoryState, row_of
 from sglang_rollout.gateway.in_process import GatewayClient, GatewayTransport
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 MODEL = "policy"
 """The name that answers carry; calls may name any."""
@@ -19,8 +22,7 @@ MODEL = "policy"
 class ClientSettings:
     """Where the model that learns is, for any client of OpenAI's or Anthropic's API.
 
-    The shortest way to it, which takes the least of the driver's time, has a function agent by
-    ``AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=client.http_client())``.
+    What takes the least of the driver's time, of a function agent, is ``openai()``.
 
     Attributes:
         base_url: for clients of OpenAI's API.
@@ -35,6 +37,13 @@ class ClientSettings:
     api_key: str
     transport: GatewayTransport
     model: str = MODEL
+
+    def openai(self) -> AsyncOpenAI:
+        """``openai``'s client of this rollout, for any event loop. It needs no socket, leads to the gateway alone, and
+        waits for an answer as long as the rollout may last."""
+        from sglang_rollout.task_agents.openai_client import client_of_session
+
+        return client_of_session(self.transport, self.api_key)
 
     def http_client(self) -> httpx.AsyncClient:
         """For ``AsyncOpenAI`` and others that take one of httpx's. It leads to the gateway alone, and waits for an
@@ -54,11 +63,7 @@ class ClientSettings:
         Raises:
             httpx.HTTPStatusError: there are no tools, a limit holds, or the rollout has ended.
         """
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        request = httpx.Request("POST", f"{self.base_url}/tool_calls", headers=headers, json=dict(call))
-        response = await self.transport.handle_async_request(request)
-        response.request = request
-        message: dict[str, Any] = response.raise_for_status().json()
+        message: dict[str, Any] = await self.transport.post("/v1/tool_calls", self.api_key, call)
         return message
 
     def environment(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from megatron_retool.config import SamplingConfig
 from megatron_retool.registry import Extension
 from sglang_rollout.agent.agents import task_agents
 from sglang_rollout.gateway import shortcut
@@ -62,6 +63,13 @@ def agent_of_another_loop(task, client):
     asyncio.run(agent_of_the_loop(task, client))
 
 
+async def agent_with_the_runs_client(task, client):
+    async with client.openai() as first, client.openai() as second:
+        await first.chat.completions.create(**ASK)
+    # Closing one closes none.
+    await second.with_options(timeout=60).chat.completions.create(**ASK)
+
+
 async def plain_agent_of_the_loop(task, client):
     await agent_of_the_loop(task, client, plain(openai.AsyncOpenAI))
 
@@ -100,6 +108,7 @@ def refused(*arguments, **keywords):
         agent_of_the_loop,
         agent_of_a_thread,
         agent_of_another_loop,
+        agent_with_the_runs_client,
         plain_agent_of_the_loop,
         plain_agent_of_a_thread,
         plain_agent_of_another_loop,
@@ -154,6 +163,48 @@ def test_the_shortcut_ends_with_its_gateway_and_leads_to_no_other_server(tokeniz
                 return ["server" in answer.headers for answer in found]
 
             assert await asyncio.to_thread(synchronous_ones) == [False, True, True]
+
+    asyncio.run(run())
+
+
+def test_the_runs_clients_are_each_of_their_own_session(tokenizer):
+    """Also where one was used before another is made, and the resources that it keeps were made with it."""
+
+    async def run():
+        async with served(tokenizer, [WORD + END]) as at:
+            sessions = [at.gateway.open_session(SamplingConfig(), limits=at.session.settings.limits) for _ in range(3)]
+            clients = []
+            for session in sessions:
+                settings = ClientSettings(
+                    session.base_url, session.anthropic_base_url, session.key, at.gateway.transport
+                )
+                clients.append(settings.openai())
+                await clients[-1].chat.completions.create(**ASK)
+            for client, times in zip(clients, (1, 2, 3), strict=True):
+                for _ in range(times):
+                    await client.post("/chat/completions", body=ASK, cast_to=object)
+                assert str(client._prepare_url("models")) == f"{at.gateway.transport.root_url}/v1/models"
+            assert [len(session._tree) for session in sessions] == [2, 3, 4] and len(at.session._tree) == 0
+            await sessions[0].close()
+            with pytest.raises(openai.NotFoundError):
+                await clients[0].chat.completions.create(**ASK)
+            await clients[1].chat.completions.create(**ASK)
+
+    asyncio.run(run())
+
+
+def test_tools_that_are_not_there_are_told(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END]) as at:
+            call = {"id": "1", "type": "function", "function": {"name": "x", "arguments": "{}"}}
+
+            async def ask():
+                with pytest.raises(httpx.HTTPStatusError, match="tools") as raised:
+                    await settings(at).call_tool(call)
+                assert raised.value.response.status_code == 404
+
+            await ask()
+            await asyncio.to_thread(lambda: asyncio.run(ask()))
 
     asyncio.run(run())
 
