@@ -71,7 +71,7 @@ class GatewayTransport(httpx.AsyncBaseTransport, httpx.BaseTransport):
         Raises:
             httpx.HTTPStatusError: the answer is an error, whose message it tells.
         """
-        sent = json.dumps(body).encode()
+        sent = json.dumps(dict(body)).encode()
         reply = await self._answer(ApiRequest("POST", path, {"authorization": f"Bearer {key}"}, _reader(sent)))
         assert isinstance(reply.body, bytes)
         answer = json.loads(reply.body)

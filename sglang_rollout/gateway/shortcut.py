@@ -96,11 +96,8 @@ class Shortcut(_ConnectsLate, httpx.HTTPTransport):
     """Of synchronous clients."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """As ``httpx.HTTPTransport.handle_request``.
-
-        Raises:
-            RuntimeError: in the gateway's event loop, which waiting would stop.
-        """
+        """As ``httpx.HTTPTransport.handle_request``; an error of status 400 in the gateway's event loop, which waiting
+        would stop."""
         gateway = _GATEWAYS.get(request.url.netloc)
         return super().handle_request(request) if gateway is None else gateway.handle_request(request)
 

@@ -55,7 +55,7 @@ class ClientSettings:
         return httpx.Client(transport=self.transport, timeout=None)
 
     async def call_tool(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a tool call, as an answer has it, with the run's tools (rollout.multi_turn.tools).
+        """Run a tool call, as an answer's JSON has it, with the run's tools (rollout.multi_turn.tools).
 
         Returns:
             The message of its result, for the next call of the model.
