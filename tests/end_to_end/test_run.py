@@ -262,7 +262,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
     # A step of the demo may be over before the kill: then it is the next generation that finds the engine dead.
-    assert "weight sync failed, restarting http://127.0.0.1" in output or output.count("go on elsewhere") == 2
+    assert "weight sync failed, restarting http://127.0.0.1" in output or "go on elsewhere" in output
     assert "building the learner anew" not in output
     for step in (1, 2, 3, 4, 5):
         trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
