@@ -1,32 +1,30 @@
-"""An agent for the benchmarks that makes its client as anywhere else, for each rollout anew; see gateway_step.py.
-
-But for the client it is examples/run_tools_agent.py.
-"""
+"""examples/run_tools_agent.py with a client that it makes as anywhere else, anew for each rollout (gateway_step.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from openai import APIStatusError, AsyncOpenAI
+from openai import AsyncOpenAI
+
+from examples import run_tools_agent
+from sglang_rollout.task_agents.client import ClientSettings
 
 
-async def run(task: dict[str, Any], client: Any, *, turns: int = 4, calls: int = 3) -> None:
+class OwnClient:
+    """What the example asks of ``ClientSettings``."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.model = settings.model
+        self._openai = AsyncOpenAI(base_url=settings.base_url, api_key=settings.api_key)
+
+    def openai(self) -> AsyncOpenAI:
+        return self._openai
+
+    async def call_tool(self, call: Mapping[str, Any]) -> Any:
+        return await self._openai.post("/tool_calls", body=call, cast_to=object)
+
+
+async def run(task: dict[str, Any], client: ClientSettings) -> None:
     """No reward: ``reward.function`` judges what was said."""
-    async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as openai:
-        messages: list[Any] = list(task["messages"])
-        for turn in range(turns):
-            body = {"model": client.model, "messages": messages, "tools": task["tools"]}
-            try:
-                answer: Any = await openai.post("/chat/completions", body=body, cast_to=object)
-            except APIStatusError as error:
-                if error.code == "context_length_exceeded":
-                    return
-                raise
-            said = answer["choices"][0]["message"]
-            asked = said.get("tool_calls", ())
-            calls -= len(asked)
-            if not asked or calls < 0 or turn == turns - 1:
-                return
-            messages.append(said)
-            for call in asked:
-                messages.append(await openai.post("/tool_calls", body=call, cast_to=object))
+    await run_tools_agent.run(task, OwnClient(client))
