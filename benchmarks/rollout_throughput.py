@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_retool.config import SamplingConfig, load_config
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout.agent.markov_policy import CALL, Table, build_tokenizer, save, table_model
@@ -74,7 +75,7 @@ class Recorder:
 
 async def replay(url: str, chains: list[list[tuple[list[int], int]]]) -> int:
     """The recorded requests with nothing around them; tokens sampled."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=authorization()) as session:
 
         async def chain(requests: list[tuple[list[int], int]]) -> int:
             tokens = 0

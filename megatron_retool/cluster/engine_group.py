@@ -15,6 +15,7 @@ from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
 from sglang_rollout.engine.base import EngineServer, make_engine
+from sglang_rollout.engine.key import engine_key, use_engine_key
 
 ANSWER_SECONDS = 20.0
 """How long an actor may take to end its engine, of which the engine's own limits take 10, before it is replaced."""
@@ -25,11 +26,20 @@ class EngineWorker:
 
     Args:
         gpus: what the engine sees of its node's GPUs; its tensor-parallel ranks take the first of them.
+        key: what the engine demands of requests; None: a key that this process makes.
     """
 
     def __init__(
-        self, config: Config, index: int, tokenizer: bool, weights_from_sync: bool, gpus: Sequence[int] = ()
+        self,
+        config: Config,
+        index: int,
+        tokenizer: bool,
+        weights_from_sync: bool,
+        gpus: Sequence[int] = (),
+        key: str | None = None,
     ) -> None:
+        if key is not None:
+            use_engine_key(key)
         self.config = config
         self.index = index
         self.tokenizer = tokenizer
@@ -86,7 +96,7 @@ class EngineGroup:
         options = placement.engine_options(index)
         gpus = placement.engine_gpus(index, config.weight_sync.method)
         worker = ray.remote(EngineWorker).options(**options)
-        return worker.remote(config, index, self._tokenizer, self._weights_from_sync, gpus)
+        return worker.remote(config, index, self._tokenizer, self._weights_from_sync, gpus, engine_key())
 
     async def start(self, model_path: str) -> None:
         self.urls = list(await asyncio.gather(*(resolved(worker.start.remote(model_path)) for worker in self.workers)))

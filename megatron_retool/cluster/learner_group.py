@@ -44,6 +44,7 @@ from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import SyncReport
+from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class LearnerWorker:
     recorder: StepRecorder | None = None
     """Of the step that is being profiled."""
 
-    def __init__(self, config: Config, role: str, rank: int, gpus: Sequence[int] = ()) -> None:
+    def __init__(self, config: Config, role: str, rank: int, gpus: Sequence[int] = (), key: str | None = None) -> None:
+        if key is not None:
+            use_engine_key(key)
         self.config = config
         self.role = role
         self.rank = rank
@@ -89,7 +92,7 @@ class LearnerWorker:
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and port on this node for torch.distributed."""
-        return node_address(), free_port()
+        return "127.0.0.1" if self.config.cluster.nodes == 1 else node_address(), free_port()
 
     def setup(self, master: tuple[str, int], total_optimizer_steps: int) -> str:
         """Join the process group and build model, optimizer and scheduler; the name of this node.
@@ -274,7 +277,7 @@ class LearnerGroup:
                 **placement.learner_options(rank, role),
                 runtime_env={"env_vars": own} | nsight_environment(config, role, rank, own),
                 max_concurrency=1,
-            ).remote(config, role, rank, placement.gpus(role, rank))
+            ).remote(config, role, rank, placement.gpus(role, rank), engine_key())
             for rank in range(config.learner.world_size)
             for own in [environment | _of_rank(placement, role, rank)]
         ]

@@ -215,12 +215,29 @@ class EngineConfig:
                     f"{key}.extra_args: {flag} accepts guesses that the policy would not have sampled as often, while "
                     "their log-probs are the policy's: leave it out"
                 )
+            if flag in KEY_ARGUMENTS:
+                raise ConfigError(
+                    f"{key}.extra_args: {flag} does not go with the key that every engine gets for itself: leave it out"
+                    + (", and give the file's lines as arguments" if flag == "--config" else "")
+                )
             if ours := SETTINGS_OF_ARGUMENTS.get(flag):
                 raise ConfigError(
                     f"{key}.extra_args: {flag} is the setting {key}.{ours} here, with its checks: use that"
                 )
 
 
+KEY_ARGUMENTS = (
+    "--api-key",
+    "--admin-api-key",
+    "--config",
+    "--grpc-port",
+    "--grpc-mode",
+    "--smg-grpc-mode",
+    "--encoder-only",
+    "--tokenizer-worker-num",
+    "--use-ray",
+)
+"""Arguments of SGLang that replace the key, or start a server that does not ask for it."""
 SETTINGS_OF_ARGUMENTS = {
     **dict.fromkeys(("--ep-size", "--expert-parallel-size", "--ep"), "expert_parallel_size"),
     **dict.fromkeys(

@@ -25,6 +25,7 @@ from megatron_retool.doctor.session import Session
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.engine.process import SGLangServer
 
 TEXT_TOKENS = 512
@@ -91,7 +92,9 @@ def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
         return await client.generate(request)
 
     found = ask(server.base_url, generate)
-    _address_file(session).write_text(json.dumps(server.base_url), encoding="utf-8")
+    path = _address_file(session)
+    path.touch(mode=0o600)
+    path.write_text(json.dumps([server.base_url, engine_key()]), encoding="utf-8")
     return [
         Figure("start", started, "s"),
         Figure("sampled tokens", len(found.output_ids), at_least=16),
@@ -99,9 +102,10 @@ def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
 
 
 def engine_url(session: Session) -> str:
-    """Of the engine that the step ``engine`` has started."""
-    url: str = json.loads(_address_file(session).read_text(encoding="utf-8"))
-    return url
+    """Of the engine that the step ``engine`` has started in its own process, whose key this one takes."""
+    url, key = json.loads(_address_file(session).read_text(encoding="utf-8"))
+    use_engine_key(key)
+    return str(url)
 
 
 def _address_file(session: Session) -> Path:

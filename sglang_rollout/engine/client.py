@@ -31,6 +31,7 @@ from sglang_rollout.engine.base import (
     GenerateResult,
     Memory,
 )
+from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.routed_experts import RoutingShape
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -222,6 +223,7 @@ class SGLangClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
                 auto_decompress=False,
+                headers=authorization(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)

@@ -6,8 +6,9 @@
     server.stop()
 
 The process runs below ``process_guard``, so that no part of it outlives the trainer, whatever happens to that one.
-On a host without CUDA the server gets what SGLang lacks there from ``cpu_shims/``, through its own PYTHONPATH; no
-other process ever sees that directory, and a CUDA engine does not either.
+Every request must show the key of ``key.py``. On a host without CUDA the server gets what SGLang lacks there from
+``cpu_shims/``, through its own PYTHONPATH; no other process ever sees that directory, and a CUDA engine does not
+either.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
 from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS, BlockingClient
+from sglang_rollout.engine.key import engine_key
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +144,7 @@ class SGLangServer:
         self.routed_experts = routed_experts
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
+        self._key_file: Path | None = None
         self._log_start = 0
 
     @property
@@ -192,6 +196,7 @@ class SGLangServer:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         grace_seconds = "1" if self.device == "cpu" else "5"
         guard = [sys.executable, "-S", "-E", str(_HERE / "process_guard.py"), str(os.getpid()), grace_seconds]
+        self._write_key_file()
         with open(self.log_file, "ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -205,8 +210,11 @@ class SGLangServer:
 
     def wait_ready(self) -> None:
         """Wait until the server has generated a token; see ``start`` for what is raised."""
-        with BlockingClient([self.base_url]) as client:
-            self._wait_ready(client)
+        try:
+            with BlockingClient([self.base_url]) as client:
+                self._wait_ready(client)
+        finally:
+            self._remove_key_file()
 
     def _wait_ready(self, client: BlockingClient) -> None:
         deadline = time.monotonic() + self.config.start_timeout_seconds
@@ -237,6 +245,7 @@ class SGLangServer:
     def stop(self, timeout: float = 10.0) -> None:
         """End the server with everything below it. Bounded by ``timeout`` seconds; safe to call at any time."""
         process, self._process = self._process, None
+        self._remove_key_file()
         if process is None:
             return
         if process.poll() is None:
@@ -317,6 +326,8 @@ class SGLangServer:
                     arguments |= {"--speculative-draft-load-format": "auto"}
             else:
                 arguments |= {"--quantization": config.quantization}
+        if self._key_file is not None:
+            arguments |= {"--config": self._key_file}
         command = [sys.executable, "-m", "sglang.launch_server"]
         for flag, value in arguments.items():
             if value is True:
@@ -324,6 +335,23 @@ class SGLangServer:
             elif value is not None and value is not False:
                 command += [flag, str(value)]
         return command + list(config.extra_args)
+
+    def _write_key_file(self) -> None:
+        """What gives the server its key: a file that this user alone can read, for all users see a command line.
+
+        With --api-key and without --admin-api-key SGLang demands the key of every request but /health…, /ready… and
+        /metrics…, and refuses those that need an administrator's key.
+        """
+        self._remove_key_file()
+        handle, name = tempfile.mkstemp(prefix="engine-key-", suffix=".yaml")  # mode 600
+        self._key_file = Path(name)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(f'api-key: "{engine_key()}"\n')
+
+    def _remove_key_file(self) -> None:
+        path, self._key_file = self._key_file, None
+        if path is not None:
+            path.unlink(missing_ok=True)
 
     def environment(self) -> dict[str, str]:
         """The server's environment."""
@@ -344,8 +372,8 @@ class SGLangServer:
                 del environment[name]
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         paths = [path for path in paths if Path(path) not in (CPU_SHIMS, PLUGINS, torchvision_directory())]
+        paths = [str(PLUGINS), *paths]
         if self.routed_experts:
-            paths = [str(PLUGINS), *paths]
             experts = Architecture.from_pretrained(self.model_path, self.families).num_experts or 0
             environment[EXPERT_DTYPE_VARIABLE] = np.dtype(expert_dtype(experts)).name
         if self.device == "cpu":

@@ -46,6 +46,8 @@ DRAFTED = [
         ([f"{ENGINE}.extra_args=[--dp-size,2]"], "rollout.engine.count here"),
         ([f"{ENGINE}.extra_args=[--speculative-algorithm,NGRAM]"], "speculative.algorithm here"),
         ([f"{ENGINE}.extra_args=[--speculative-accept-threshold-single,0.5]"], "would not have sampled as often"),
+        ([f"{ENGINE}.extra_args=[--api-key,mine]"], "--api-key does not go with the key that every engine gets"),
+        ([f"{ENGINE}.extra_args=[--config=engine.yaml]"], "give the file's lines as arguments"),
         ([f"{ENGINE}.speculative.num_steps=3"], "num_steps=3 needs"),
         ([f"{ENGINE}.speculative.algorithm=STANDALONE"], "needs .*draft_model_path"),
         ([NGRAM, f"{ENGINE}.speculative.draft_model_path=/draft"], "NGRAM has no draft model"),
