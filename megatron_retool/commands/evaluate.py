@@ -22,6 +22,7 @@ from rich.console import Console
 from megatron_retool.commands.running import on_base, run_async, with_exported_model
 from megatron_retool.commands.settings import add_config, load
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.lock import run_lock
 
 SETTINGS = (
     "trainer.experiment_name", "trainer.runs_dir", "trainer.seed", "trainer.log_val_generations", "trainer.loggers",
@@ -51,5 +52,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
             config, Path(scratch) / "model", functools.partial(console.print, markup=False, highlight=False)
         )
         check_model(config, learns=False)
-        run_async(evaluate_model(config, console))
+        with run_lock(config.run_dir, "evaluate"):
+            run_async(evaluate_model(config, console))
     return 0

@@ -29,6 +29,7 @@ from megatron_retool.commands.settings import add_config, config_file
 from megatron_retool.config import ConfigError, load_config
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.lock import run_lock
 
 SETTINGS = (
     "trainer", "model", "data", "rollout", "tools", "reward", "algorithm", "learner", "weight_sync", "cluster",
@@ -76,5 +77,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_model(config, learns=True)
     from megatron_retool.pipeline import run_pipeline
 
-    with LeaveRequest() as leave, interrupts():
+    with LeaveRequest() as leave, interrupts(), run_lock(config.run_dir, "pipeline"):
         return run_pipeline(config, path, options.overrides, console, train, leave)

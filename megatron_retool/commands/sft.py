@@ -12,6 +12,8 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 
 from rich.console import Console
 
@@ -20,6 +22,7 @@ from megatron_retool.commands.settings import add_config, load
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.checkpoints import how_to_go_on
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
+from megatron_retool.runs.lock import run_lock
 
 SETTINGS = (
     "trainer.experiment_name", "trainer.runs_dir", "trainer.seed", "trainer.resume_mode", "trainer.keep_checkpoints",
@@ -40,5 +43,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_run(config)
     check_model(config, learns=True)
 
-    with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config)):
+    # Under torchrun or srun the ranks are one run, and the first of them holds its lock.
+    first = os.environ.get("RANK", "0") == "0"
+    lock = run_lock(config.run_dir, "sft") if first else contextlib.nullcontext()
+    with LeaveRequest() as leave, interrupts(how_to_go_on=lambda: how_to_go_on(config)), lock:
         return 0 if fine_tune(config, console, leave) else REQUEUE

@@ -22,6 +22,7 @@ from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config, load
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.runs.lock import run_lock
 
 SETTINGS = (
     "trainer", "model", "data", "rollout", "tools", "reward", "algorithm", "learner", "weight_sync", "cluster",
@@ -45,6 +46,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = running.on_base(config, options)
     from megatron_retool.pipeline import Stages, naming_the_base, run_training
 
-    with naming_the_base(config), LeaveRequest() as leave, interrupts():
+    with naming_the_base(config), LeaveRequest() as leave, interrupts(), run_lock(config.run_dir, "train"):
         check_model(config, learns=True)
         return run_training(config, Stages(config.run_dir, console, leave), running.train)
