@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 
 def descendants(root: int) -> list[int]:
@@ -15,10 +15,9 @@ def descendants(root: int) -> list[int]:
 def children() -> dict[int, list[int]]:
     """The children of every process that has any."""
     found: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                found.setdefault(int(process_fields(int(entry.name))[1]), []).append(int(entry.name))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            found.setdefault(int(process_fields(pid)[1]), []).append(pid)
     return found
 
 
@@ -35,4 +34,5 @@ def below(root: int, known: Mapping[int, Sequence[int]]) -> list[int]:
 
 def process_fields(pid: int) -> list[str]:
     """State, parent, … of /proc/PID/stat: what follows the name, which may hold spaces. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()

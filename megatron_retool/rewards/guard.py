@@ -41,8 +41,11 @@ def fork_guarded(parent: int) -> None:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         return
-    os.closerange(3, 1024)  # the worker's end of the channel among them
-    _exit_as(_wait(child, parent, awaited))
+    try:
+        os.closerange(3, 1024)  # the worker's end of the channel among them
+        _exit_as(_wait(child, parent, awaited))
+    finally:
+        os._exit(1)
 
 
 def _wait(child: int, parent: int, awaited: set[signal.Signals]) -> int:

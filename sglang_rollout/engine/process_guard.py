@@ -133,15 +133,16 @@ def main() -> int:
     guard = os.getpid()
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard:
-            os._exit(1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         try:
+            os.setpgid(0, 0)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != guard:
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
             os.execvp(command[0], command)
-        except OSError as error:
+        except Exception as error:
             print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
+        finally:
             os._exit(127)
     stopped_looks, next_look = 0, time.monotonic()
     shared_memory = SharedMemory()

@@ -7,11 +7,13 @@ is writable (most containers), ``find`` returns None and the rlimits alone remai
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.code_interpreter import linux
 from tools.code_interpreter.locked_directory import abandoned, make_locked
 
 _PREFIX = "retool-sandbox-"
@@ -202,13 +204,7 @@ def _check_can_join(directory: Path) -> None:
     probe = directory / "probe"
     probe.mkdir(exist_ok=True)
     try:
-        child = os.fork()
-        if child == 0:
-            try:
-                (probe / "cgroup.procs").write_text("0")
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
+        child = linux.fork(functools.partial((probe / "cgroup.procs").write_text, "0"))
         if os.waitpid(child, 0)[1] != 0:
             raise PermissionError(f"cannot move a process into {probe}")
     finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +22,12 @@ HOME = f"{SANDBOX}/home"
 OWN_DIRECTORIES = ("mnt", "tmp")
 """Of the root, that a snippet has for itself where it sees a root of its own: parts of its workspace."""
 _PARTS = ("home", "shm", *OWN_DIRECTORIES)
+
+_REMOVAL_SECONDS = 2.0
+"""How long an answer waits for the removal of what its request left; the rest is removed while the worker is idle."""
+_STEPS_A_LOOK = 64
+_END = object()
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM_DIRECTORIES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/alternatives")
@@ -145,13 +153,25 @@ class MemoryWorkspace:
         finally:
             linux.unmount(SANDBOX)
 
+    def tidy(self, seconds: float) -> bool:
+        """Nothing is left: the kernel frees a file system that is out of sight."""
+        return False
+
 
 class DirectoryWorkspace:
-    """A temporary directory of the host for each request, where mounting is not allowed."""
+    """A temporary directory of the host for each request, where mounting is not allowed.
+
+    Args:
+        parent: a directory for one worker; what an earlier one left there is removed.
+        owner: user that the request's directories belong to; None: this process's.
+    """
 
     def __init__(self, parent: str, owner: int | None) -> None:
+        os.makedirs(parent, exist_ok=True)
+        os.chmod(parent, 0o711)
         self._parent = parent
         self._owner = owner
+        self._removals = [removal(f"{parent}/{name}") for name in os.listdir(parent)]
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[str]:
@@ -162,7 +182,15 @@ class DirectoryWorkspace:
             _make_parts(directory, self._owner)
             yield directory
         finally:
-            remove_directory(directory)
+            self._removals.append(removal(directory))
+            self.tidy(_REMOVAL_SECONDS)
+
+    def tidy(self, seconds: float) -> bool:
+        """Remove for at most so long what requests left; whether anything is left to remove."""
+        deadline = time.monotonic() + seconds
+        while self._removals and _work_until(self._removals[-1], deadline):
+            self._removals.pop()
+        return bool(self._removals)
 
 
 def _make_parts(directory: str, owner: int | None) -> None:
@@ -173,15 +201,95 @@ def _make_parts(directory: str, owner: int | None) -> None:
             os.chown(path, owner, owner)
 
 
-def remove_directory(directory: str) -> None:
-    """Remove a tree, also one made to resist: nested too deep for recursion, or without the rights to enter it."""
+def remove_directory(directory: str, seconds: float = math.inf) -> bool:
+    """Remove a tree within ``seconds``; whether all was tried by then."""
+    return _work_until(removal(directory), time.monotonic() + seconds)
+
+
+def removal(directory: str) -> Iterator[None]:
+    """Remove a tree piece by piece, also one made to resist; each step removes about one entry.
+
+    Any depth takes one descriptor and no recursion, and the rights to enter a directory are taken where they are
+    missing. What the kernel does not give up (a mount point, an immutable file) stays.
+    """
+    parent, name = os.path.split(directory)
     try:
-        shutil.rmtree(directory)
-    except (OSError, RecursionError):
-        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            subprocess.run(
-                [*command, "--", directory], env={"PATH": os.defpath}, stderr=subprocess.DEVNULL, check=False
-            )
+        current = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    entered: list[str] = []
+    waiting = [[name]]
+    """For each directory on the way down, the names of those in it that are still there."""
+    identities = [_identity(current)]
+    try:
+        while True:
+            if waiting[-1]:
+                name = waiting[-1].pop()
+                try:
+                    inner = _enter(name, current)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(name, dir_fd=current)
+                    continue
+                os.close(current)
+                current = inner
+                entered.append(name)
+                identities.append(_identity(current))
+                waiting.append([])
+                with os.scandir(current) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting[-1].append(entry.name)
+                        else:
+                            with contextlib.suppress(OSError):
+                                os.unlink(entry.name, dir_fd=current)
+                        yield
+            elif entered:
+                waiting.pop()
+                identities.pop()
+                outer = os.open("..", _DIRECTORY, dir_fd=current)
+                os.close(current)
+                current = outer
+                if _identity(current) != identities[-1]:
+                    return  # moved meanwhile by a process that is still alive: ".." leads elsewhere
+                with contextlib.suppress(OSError):
+                    os.rmdir(entered.pop(), dir_fd=current)
+                yield
+            else:
+                return
+    except OSError:
+        return
+    finally:
+        os.close(current)
+
+
+def _enter(name: str, parent: int) -> int:
+    """Open the directory ``name``, made readable and writable."""
+    try:
+        directory = os.open(name, _DIRECTORY, dir_fd=parent)
+    except PermissionError:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise
+        os.chmod(name, 0o700, dir_fd=parent)
+        directory = os.open(name, _DIRECTORY, dir_fd=parent)
+    with contextlib.suppress(OSError):
+        os.fchmod(directory, 0o700)
+    return directory
+
+
+def _identity(directory: int) -> tuple[int, int]:
+    status = os.fstat(directory)
+    return status.st_dev, status.st_ino
+
+
+def _work_until(steps: Iterator[None], deadline: float) -> bool:
+    """Take ``steps`` until ``deadline``; whether they came to their end."""
+    while time.monotonic() < deadline:
+        for _ in itertools.islice(steps, _STEPS_A_LOOK):
+            pass
+        if next(steps, _END) is _END:
+            return True
+    return False
 
 
 def open_regular_file(directory: str, path: str) -> int:

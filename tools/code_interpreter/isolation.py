@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from tools.code_interpreter.settings import ISOLATION_ORDER, SandboxSettings
 
 SEARCH_PATH = f"{os.defpath}:/usr/local/bin"
 _SCRATCH_PREFIX = "retool-sandbox-"
+_ABANDONED_SECONDS = 10.0
+"""How long a start may take to remove one of these; the next start goes on with it."""
 _UIDS_PER_SERVER = 1 << 14
 _FIRST_UID = 0x70000000
 """systemd documents 0x70000000 to 0x7fffffff as used by nobody."""
@@ -32,7 +35,7 @@ class IsolationUnavailable(RuntimeError):
 def remove_abandoned(parent: Path) -> None:
     """Remove the scratch directories of wardens that were killed."""
     for path in abandoned(parent, f"{_SCRATCH_PREFIX}*-*"):
-        filesystem.remove_directory(str(path))
+        filesystem.remove_directory(str(path), _ABANDONED_SECONDS)
 
 
 def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPlan:
@@ -108,22 +111,17 @@ def make_plan(settings: SandboxSettings, server_process_id: int) -> IsolationPla
 def try_namespaces(scratch: str, user_namespace: bool) -> None:
     """Build, in the calling (throw-away) process, all that a worker and its snippet need."""
     enter_namespaces(user_namespace)
-    child = os.fork()
-    if child == 0:
-        try:
-            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
-            filesystem.enter_read_only_root([], scratch)
-            own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-            linux.unshare(linux.CLONE_NEWPID)
-            linux.setns(own, linux.CLONE_NEWPID)
-            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
-            linux.mount("tmpfs", filesystem.SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m")
-            os._exit(0)
-        except OSError as error:
-            os.write(1, str(error).encode()[:500])
-        finally:
-            os._exit(1)
-    if os.waitpid(child, 0)[1] != 0:
+
+    def build() -> None:
+        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
+        filesystem.enter_read_only_root([], scratch)
+        own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        linux.unshare(linux.CLONE_NEWPID)
+        linux.setns(own, linux.CLONE_NEWPID)
+        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
+        linux.mount("tmpfs", filesystem.SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m")
+
+    if os.waitpid(linux.fork(functools.partial(_say_refusal, build)), 0)[1] != 0:
         raise OSError("")  # the child has told the reason
 
 
@@ -185,21 +183,26 @@ def _bubblewrap_refusal(plan: IsolationPlan) -> str | None:
 def _refusal(attempt: Callable[[], None]) -> str | None:
     """Run ``attempt`` in a forked process; None where it succeeds, else the reason."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(writer, 1)
-            attempt()
-            os._exit(0)
-        except BaseException as error:
-            os.write(1, str(error).encode(errors="replace")[:500])
-        finally:
-            os._exit(1)
+
+    def child() -> None:
+        os.dup2(writer, 1)
+        _say_refusal(attempt)
+
+    process = linux.fork(child)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         text = pipe.read().decode(errors="replace")
-    failed = os.waitpid(child, 0)[1] != 0
+    failed = os.waitpid(process, 0)[1] != 0
     return (text or "unknown reason") if failed else None
+
+
+def _say_refusal(attempt: Callable[[], None]) -> None:
+    """Call ``attempt`` in a process that ends after it; what it raises goes to the standard output too."""
+    try:
+        attempt()
+    except BaseException as error:
+        os.write(1, str(error).encode(errors="replace")[:500])
+        raise
 
 
 def _try_seccomp() -> None:
@@ -239,10 +242,10 @@ def can_change_user(uid: int) -> bool:
 
 def kill_user(uid: int) -> None:
     """End every process of ``uid``; for hosts on which no pid namespace does that."""
-    child = os.fork()
-    if child == 0:
+
+    def kill() -> None:
         with contextlib.suppress(OSError):
             os.setresuid(uid, uid, uid)
             os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    os.waitpid(linux.fork(kill), 0)

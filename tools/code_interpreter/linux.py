@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Callable
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
@@ -126,6 +127,26 @@ def _set_capabilities(mask: int) -> None:
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     # Two words each of effective, permitted and inheritable: the first struct has capabilities 0 to 31.
     check(_libc.syscall(_CAPSET, header, struct.pack("=6I", mask, mask, mask, 0, 0, 0)), "capset")
+
+
+def fork(child: Callable[[], object]) -> int:
+    """Fork a process that calls ``child`` and ends, with status 0, or 1 where ``child`` raises; return its id.
+
+    Whatever ``child`` raises, the copied process never reaches the caller's own loops and ``finally`` blocks, which
+    would act on what belongs to the original.
+
+    Raises:
+        OSError: no process can be made.
+    """
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            child()
+            status = 0
+        finally:
+            os._exit(status)
+    return process
 
 
 def die_with_parent(signal_number: int) -> None:

@@ -248,8 +248,8 @@ def _compile(code: str, print_last_expression: bool, name: str = FILE_NAME) -> l
 
 
 def own_modules() -> list[str]:
-    """The sandbox's modules that are imported, by name."""
-    return [name for name in sys.modules if name == "tools" or name.startswith("tools.")]
+    """The project's modules that are imported, by name."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("tools", "megatron_retool")]
 
 
 def forget(modules: Sequence[str]) -> None:

@@ -17,10 +17,14 @@ import socket
 import sys
 from pathlib import Path
 
+_LOOK_MILLISECONDS = 10_000
+_REMOVAL_SECONDS = 10.0
+"""The next server to start removes what is left of the scratch directory after that."""
+
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tools.code_interpreter import filesystem, isolation, linux, worker, zygote
+    from tools.code_interpreter import descendants, filesystem, isolation, linux, zygote
     from tools.code_interpreter.child_signal import ChildSignal
     from tools.code_interpreter.settings import SandboxSettings
 
@@ -39,30 +43,36 @@ def main() -> int:
         if plan.kind == "namespaces":
             isolation.enter_namespaces(plan.user_namespace)
         children = ChildSignal()
-        child = os.fork()
-        if child == 0:
+
+        def be_zygote() -> None:
             children.forget()
             os.close(lifeline)
             os.close(plan.scratch_lock)  # the warden's alone, so that its successor sees at once that it has died
             zygote.redirect_standard_streams()
             zygote.run_zygote(plan, control)
+
+        child = linux.fork(be_zygote)
         control.close()
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         poll = select.poll()
         poll.register(children, select.POLLIN)
         poll.register(lifeline, select.POLLIN | select.POLLHUP)
+        # The kernel ends a pid namespace's processes with its first one.
+        look = None if plan.kind == "namespaces" else _LOOK_MILLISECONDS
         while os.waitpid(child, os.WNOHANG)[0] == 0:
             children.drain()
-            if lifeline in dict(poll.poll()):
+            if lifeline in dict(poll.poll(look)):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 break
+            if look is not None:
+                descendants.end(spared=child)  # what a worker that died left behind
         if plan.first_uid is not None and plan.kind != "namespaces":
             for index in range(settings.workers):
                 isolation.kill_user(plan.first_uid + index)
-        worker.kill_children()
+        descendants.end()
     finally:
-        filesystem.remove_directory(plan.scratch)
+        filesystem.remove_directory(plan.scratch, _REMOVAL_SECONDS)
         if plan.cgroups is not None:
             plan.cgroups.remove()
     return 0

@@ -24,9 +24,20 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
-from tools.code_interpreter import console, filesystem, isolation, landlock, linux, notebook, seccomp, snippet
+from tools.code_interpreter import (
+    console,
+    descendants,
+    filesystem,
+    isolation,
+    landlock,
+    linux,
+    notebook,
+    seccomp,
+    snippet,
+)
 from tools.code_interpreter.child_signal import ChildSignal
 from tools.code_interpreter.plan import IsolationPlan
 from tools.code_interpreter.settings import INTERPRETER_FLAGS
@@ -34,6 +45,7 @@ from tools.code_interpreter.settings import INTERPRETER_FLAGS
 MESSAGE_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 5
 _KILL_GRACE_SECONDS = 5.0
+_TIDY_SECONDS = 0.05
 _IN_BUBBLEWRAP = f"{filesystem.SANDBOX}/modules"
 """Where the modules lie that a new interpreter needs."""
 _START = (
@@ -80,7 +92,7 @@ class Worker:
             _set_environment(filesystem.HOME, filesystem.temporary_directory())
         else:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-            self._workspace = filesystem.DirectoryWorkspace(plan.scratch, self._uid)
+            self._workspace = filesystem.DirectoryWorkspace(f"{plan.scratch}/worker-{index}", self._uid)
         # bubblewrap needs the capabilities itself and takes them from the code; to keep one, it must be in the set.
         if self._forks and not plan.keep_read_search:
             linux.drop_bounding_set()
@@ -92,7 +104,11 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Answer requests until the server closes the channel."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
         while True:
+            while not poll.poll(0) and self._workspace.tidy(_TIDY_SECONDS):
+                pass
             try:
                 message, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, _MOST_DESCRIPTORS)
             except ConnectionError:
@@ -122,14 +138,15 @@ class Worker:
             self._cgroup.set_memory_limit(request["memory_bytes"] + self._resident)
         started = time.monotonic()
         try:
-            child = self._fork()
-            if child == 0:
+
+            def be_snippet() -> None:
                 try:
                     self._become_snippet(request, descriptors, status_writer, directory)
                 except BaseException as error:
                     os.write(status_writer, snippet.SETUP_FAILED + repr(error).encode(errors="replace")[:1000])
-                finally:
-                    os._exit(125)
+                    raise
+
+            child = self._fork(be_snippet)
             os.close(status_writer)
             status_writer = -1
             state, wait_status = self._wait(child, started + request["timeout"], request["id"])
@@ -158,15 +175,15 @@ class Worker:
             answer.update(state="failed", error=f"the sandbox could not be set up: {reason or 'it ended at once'}")
         return answer
 
-    def _fork(self) -> int:
+    def _fork(self, be_snippet: Callable[[], None]) -> int:
         if self._plan.kind != "namespaces":
-            return os.fork()
+            return linux.fork(be_snippet)
         # The first process forked after this is pid 1 of the new namespace; when it ends, the kernel ends the rest.
         linux.unshare(linux.CLONE_NEWPID)
-        child = os.fork()
-        if child != 0:
+        try:
+            return linux.fork(be_snippet)
+        finally:
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
-        return child
 
     def _wait(self, child: int, deadline: float, request_id: int) -> tuple[str, int]:
         """Wait for ``child`` to end, or end it at the deadline or at the server's wish.
@@ -206,7 +223,8 @@ class Worker:
             return
         if self._uid is not None:
             isolation.kill_user(self._uid)
-        kill_children()
+        if not descendants.end():
+            os._exit(1)  # they cannot be killed: give the whole worker up, the server starts another
 
     def _become_snippet(self, request: dict, descriptors: list[int], status: int, directory: str) -> NoReturn:
         self._children.forget()
@@ -303,11 +321,8 @@ class Worker:
 
     def _collect(self, request_id: int, request_fd: int, directory: str) -> None:
         """Send the server the files that the request asks for, opened with the snippet's own rights."""
-        child = os.fork()
-        if child != 0:
-            os.waitpid(child, 0)
-            return
-        try:
+
+        def send_files() -> None:
             header, _ = snippet.read_header(request_fd)
             self._become_user()
             for path in header["fetch_files"]:
@@ -318,26 +333,8 @@ class Worker:
                 message = {"id": request_id, "file": path, "size": os.fstat(file).st_size}
                 socket.send_fds(self._channel, [json.dumps(message).encode()], [file])
                 os.close(file)
-        finally:
-            os._exit(0)
 
-
-def kill_children() -> None:
-    """End all descendants of this process, which adopts orphans, and reap them."""
-    while True:
-        children = []
-        with open("/proc/self/stat") as file:
-            own = int(file.read().split()[0])
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == own:
-                    children.append(int(entry))
-        if not children:
-            return
-        for child in children:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        os.waitpid(linux.fork(send_files), 0)
 
 
 def _set_environment(home: str, temporary: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -100,10 +101,15 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
         channel = socket.socket(fileno=descriptors[0])
         index = json.loads(message)["worker"]
         with contextlib.suppress(OSError):  # the server sees the channel close and answers for the request
-            if os.fork() == 0:
-                control.close()
-                worker.run_worker(plan, index, channel, usage)
+            linux.fork(functools.partial(_be_worker, plan, index, channel, control, usage))
         channel.close()
+
+
+def _be_worker(
+    plan: IsolationPlan, index: int, channel: socket.socket, control: socket.socket, usage: tuple[int, int]
+) -> None:
+    control.close()
+    worker.run_worker(plan, index, channel, usage)
 
 
 def _memory_in_use() -> tuple[int, int]:
