@@ -14,6 +14,12 @@ from megatron_retool.config.base import ConfigError
 from megatron_retool.config.nearest import nearest_key
 from megatron_retool.config.verl_keys import explain
 
+_REMOVED = {
+    "tools.code_interpreter.share_results": (
+        "every call runs its own snippet, since reading code cannot show that it prints the same again; remove the key"
+    ),
+}
+"""Keys that there once were, and what to do about them."""
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -43,6 +49,8 @@ def fitted(given: Any, schema: type, *, root: type, source: str = "", prefix: st
             while isinstance(value, Mapping) and value:
                 inner, value = next(iter(value.items()))
                 whole = f"{whole}.{inner}"
+            if whole in _REMOVED:
+                raise ConfigError(f"{where}{whole} is no longer a setting: {_REMOVED[whole]}")
             if (translated := explain(key, given[name])) is not None:
                 whole_file = "; `megatron-retool config from-verl FILE` translates a whole file"
                 raise ConfigError(f"{where}unknown key: {translated}{whole_file * isinstance(given[name], Mapping)}")

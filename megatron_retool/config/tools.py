@@ -29,9 +29,6 @@ class CodeInterpreterConfig:
     """Sessions at a time on one server that the trainer starts, each of which holds a worker; null: half of workers."""
     session_idle_seconds: float = positive(3600.0)
     """A session to which no call comes for so long is ended."""
-    share_results: bool = False
-    """The same code is run once, whatever responses ask for it, where reading it shows that a second run would print
-    the same: it uses nothing that tells the time, draws random numbers, or reads files (docs/sandbox.md)."""
     port: int = not_negative(0, maximum=65535)
     """Of the servers that the trainer starts; 0: any free port."""
     isolation: str = choice("auto", "namespaces", "bubblewrap", "rlimits")
@@ -135,11 +132,6 @@ class ToolsConfig:
                 raise ConfigError(
                     f"tools.search.service.base_url={service!r} must be a URL such as https://google.serper.dev"
                 )
-        if self.code_interpreter.share_results and self.code_interpreter.session:
-            raise ConfigError(
-                "tools.code_interpreter.share_results does not go with tools.code_interpreter.session: what code "
-                "prints there depends on the calls before it. Set one of them to false"
-            )
         url = self.code_interpreter.url
         urls = [url] if isinstance(url, str) else url
         if url is not None and not (isinstance(urls, list) and urls and all(isinstance(each, str) for each in urls)):

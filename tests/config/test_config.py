@@ -26,6 +26,7 @@ def test_override_wins_over_file(tmp_path):
     "override, words",
     [
         ("learner.tensor_parallel_size=2", ["learner.tensor_parallel_size", "learner.tensor_model_parallel_size"]),
+        ("tools.code_interpreter.share_results=true", ["share_results is no longer a setting", "remove the key"]),
         ("trainer.sead=2", ["trainer.sead", "trainer.seed"]),
         ("trainer.seed=many", ["trainer.seed", "many"]),
         ("trainer.resume_mode=sometimes", ["trainer.resume_mode", "resume_path"]),

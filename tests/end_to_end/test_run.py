@@ -182,7 +182,6 @@ def learnt(row: dict[str, float]) -> dict[str, float]:
         "weight_sync/",
         "tool/seconds",
         "tool/sandbox",
-        "tool/code_interpreter/shared",
         "val-",
     )
     return {name: value for name, value in row.items() if not name.startswith(of_time)}

@@ -15,7 +15,6 @@ from megatron_retool.config import CodeInterpreterConfig, ConfigError
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxSession, SandboxUnavailable
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.settings import TOKEN_VARIABLE
-from tools.code_interpreter.shared_results import SharedResults
 from tools.tool import Tool, ToolResult, TrajectoryInfo, shorten_middle
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,6 @@ class CodeInterpreterTool(Tool):
             )
         self._config = config
         self._client = client or CodeInterpreterClient(config.urls)
-        self._shared = SharedResults(self._run) if config.share_results else None
         self.resumes = not config.session
         if config.session:
             self.schema = copy.deepcopy(self.schema)
@@ -92,27 +90,18 @@ class CodeInterpreterTool(Tool):
         try:
             if session is not None:
                 return await self._call_in(session, arguments["code"])
-            metrics = {}
-            if self._shared is None:
-                result = await self._run(arguments["code"])
-            else:
-                result, shared = await self._shared.run(arguments["code"])
-                metrics["shared"] = float(shared)
+            result = await self._client.run_code(
+                arguments["code"],
+                run_timeout=config.run_timeout_seconds,
+                memory_limit_mb=config.memory_limit_mb,
+                print_last_expression=config.print_last_expression,
+            )
         except SandboxUnavailable as error:
             logger.warning("%s", error)
             text = "SandboxError: the code interpreter is not available at the moment"
             return ToolResult("error", text, time.monotonic() - started)
         status = "ok" if result.ok else "timeout" if result.outcome is Outcome.TIME_LIMIT_EXCEEDED else "error"
-        return ToolResult(status, describe(result, config), time.monotonic() - started, metrics)
-
-    async def _run(self, code: str) -> ExecutionResult:
-        config = self._config
-        return await self._client.run_code(
-            code,
-            run_timeout=config.run_timeout_seconds,
-            memory_limit_mb=config.memory_limit_mb,
-            print_last_expression=config.print_last_expression,
-        )
+        return ToolResult(status, describe(result, config), time.monotonic() - started)
 
     async def _call_in(self, session: _Held, code: str) -> ToolResult:
         """Run a cell in the trajectory's process, which its first call begins.
