@@ -10,7 +10,7 @@ import binascii
 import enum
 import posixpath
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from tools.code_interpreter.filesystem import OWN_DIRECTORIES
 from tools.code_interpreter.snippet import SOURCE_NAMES
 
 _MAX_FETCHED_FILES = 256
+_MAX_PATH_BYTES = 1024
+_MAX_PLACES = 8192
+"""Files of a request and the directories that hold them, half of what a workspace has room for."""
 _ABSOLUTE = tuple(f"/{name}/" for name in OWN_DIRECTORIES)
 
 
@@ -35,7 +38,7 @@ class Outcome(enum.StrEnum):
     SANDBOX_ERROR = "sandbox_error"
     """The sandbox failed; nothing is known about the code."""
     BUSY = "busy"
-    """No worker became free in time; the code did not run. HTTP status 503."""
+    """No worker became free in time, or the server stops: try again. HTTP status 503."""
     INVALID_REQUEST = "invalid_request"
     """The request names an unknown language or has a field of the wrong type or value. HTTP status 422."""
 
@@ -271,18 +274,42 @@ def _decode_files(files: Any) -> dict[str, bytes]:
             decoded[path] = base64.b64decode(content, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
             raise InvalidRequest(f"files: the content of {path!r:.200} is not base64: {error}") from None
+    _check_places(decoded)
     return decoded
+
+
+def _check_places(paths: Iterable[str]) -> None:
+    """Raise InvalidRequest where two paths name one place, or one needs a directory where another is a file."""
+    files: set[str] = set()
+    directories: set[str] = set()
+    for path in paths:
+        place = posixpath.normpath(path)
+        if place in files:
+            raise InvalidRequest(f"files: {path[:200]!r} names the same place as another path")
+        files.add(place)
+        while (place := posixpath.dirname(place)) not in ("", "/"):
+            directories.add(place)
+        if len(files) + len(directories) > _MAX_PLACES:
+            raise InvalidRequest(f"files: more than {_MAX_PLACES} files and directories")
+    if both := files & directories:
+        raise InvalidRequest(f"files: {min(both)[:200]!r} is a file, and a directory of another path")
 
 
 def _check_path(name: str, path: str) -> str:
     parts = path.split("/")
+    if len(path) > _MAX_PATH_BYTES:
+        raise InvalidRequest(f"{name}: {path[:200]!r}… is longer than {_MAX_PATH_BYTES} bytes")
+    try:
+        size = len(path.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name}: {path[:200]!r} is not valid Unicode") from None
     if (
         (path.startswith("/") and not path.startswith(_ABSOLUTE))
         or not parts[-1]
-        or any(part == ".." or len(part.encode("utf-8", "replace")) > 255 for part in parts)
+        or any(part == ".." or len(part.encode()) > 255 for part in parts)
         or parts[-1] == "."
         or "\0" in path
-        or len(path) > 1024
+        or size > _MAX_PATH_BYTES
     ):
         below = " or ".join(_ABSOLUTE)
         raise InvalidRequest(f"{name}: {path[:200]!r} is neither a path inside the working directory nor below {below}")

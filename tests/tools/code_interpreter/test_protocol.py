@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ paths = st.lists(names, min_size=1, max_size=3)
         stdin=st.text().map(lambda text: text.encode("utf-8", "surrogatepass")),
         files=st.dictionaries(
             paths.map("/".join) | paths.map(lambda parts: "/mnt/" + "/".join(parts)), st.binary(max_size=50), max_size=3
-        ),
+        ).filter(lambda files: not any(f"{other}/".startswith(f"{path}/") for path, other in permutations(files, 2))),
         fetch_files=st.lists(paths.map("/".join), max_size=3, unique=True).map(tuple),
         print_last_expression=st.none() | st.booleans(),
     )
@@ -84,3 +85,43 @@ def test_no_accepted_path_leaves_the_directory(path: str) -> None:
     except InvalidRequest:
         return
     assert os.path.normpath(os.path.join("/box", path)).startswith(("/box/", "/mnt/", "/tmp/"))
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (["l", "l/x"], "'l' is a file, and a directory"),
+        (["l/x/y", "./l//x"], "'l/x' is a file, and a directory"),
+        (["/tmp/a/b", "/tmp/./a"], "'/tmp/a' is a file, and a directory"),
+        (["a", "./a"], "'./a' names the same place"),
+        (["a/b", "a//b"], "'a//b' names the same place"),
+        (["/mnt/a", "/mnt//a"], "'/mnt//a' names the same place"),
+        ([""], "'' is neither"),
+        (["."], "'.' is neither"),
+        (["a/"], "'a/' is neither"),
+        (["/"], "'/' is neither"),
+        (["/etc/passwd"], "'/etc/passwd' is neither"),
+        (["//tmp/a"], "'//tmp/a' is neither"),
+        (["/tmp/"], "'/tmp/' is neither"),
+        (["../a"], "'../a' is neither"),
+        (["/tmp/../etc/a"], "is neither"),
+        (["a\0b"], "is neither"),
+        (["é" * 128], "is neither"),
+        (["é/" * 400 + "a"], "is neither"),
+        (["a/" * 600 + "a"], "is longer than 1024 bytes"),
+        (["\ud800"], "is not valid Unicode"),
+        (["\udcff"], "is not valid Unicode"),
+        ([f"{number}" for number in range(8193)], "more than 8192 files and directories"),
+        ([f"{number}/" * 40 + "a" for number in range(300)], "more than 8192 files and directories"),
+    ],
+)
+def test_files_that_cannot_be_written_side_by_side(paths: list[str], said: str) -> None:
+    with pytest.raises(InvalidRequest, match="^files: ") as refusal:
+        ExecutionRequest.from_json({"code": "", "files": dict.fromkeys(paths, "")})
+    assert said in str(refusal.value)
+    assert len(str(refusal.value)) < 400
+
+
+def test_files_that_lie_in_one_directory() -> None:
+    files = dict.fromkeys(["a/b", "a/c", "/tmp/a/b", "/mnt/a", "a..b/..c"], "")
+    assert list(ExecutionRequest.from_json({"code": "", "files": files}).files) == list(files)
