@@ -325,7 +325,8 @@ class AgentLoop:
         ended = result.matched_stop == self.glue.end_of_turn_id
         calls = []
         if ended == self.format.uses_chat_template:
-            calls = parsed_calls(self.format, self._turn_text(state, without_last=ended))
+            text = self._turn_text(state, without_last=ended)
+            calls = parsed_calls(self.format, text, lambda: _names(self.tools.schemas(state.extra_info)))
         if not calls:
             state.finish_reason = FinishReason.STOP
         elif (
@@ -435,6 +436,10 @@ def row_of(state: TrajectoryState) -> dict[str, Any]:
         "index": state.index,
         "seed": state.seed,
     }
+
+
+def _names(schemas: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {schema["function"]["name"] for schema in schemas}
 
 
 class _NoTools:

@@ -27,22 +27,25 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, MultiTurnConfig
 from megatron_retool.registry import ExtensionError, Registry, check_methods
+from megatron_retool.untrusted import load_json
+from sglang_rollout.agent.tagged_calls import TaggedTurn, TagGrammar
 from sglang_rollout.agent.written_calls import (
     ParsedCall,
+    StringAware,
     call_of_json,
+    calls_in,
+    calls_of_json,
     json_call,
     malformed,
-    opened_blocks,
     tagged_blocks,
     without_fence,
-    without_reasoning,
 )
-from tools.arguments import WrittenText
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +88,65 @@ class _ResultsByChatTemplate:
         raise NotImplementedError("results are tool messages of the chat template")
 
 
+_ANGLED = TagGrammar(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    function=re.compile(r"<function=\s*([^<>\s]+)\s*>"),
+    function_end="</function>",
+    parameter_start="<parameter=",
+    parameter=re.compile(r"<parameter=\s*([^<>\s]+)\s*>"),
+    value_end="</parameter>",
+    several=True,
+    line_breaks=True,
+    tags=re.compile(r"</?tool_call>|<function=|</function>|<parameter=|</parameter>"),
+    wants_call="expected <function=name>…</function>",
+    wants_parameter="expected <parameter=name>…</parameter>",
+    wants_end="expected <function=name>…</function>",
+)
+_SEED = replace(
+    _ANGLED,
+    opening="<seed:tool_call>",
+    closing="</seed:tool_call>",
+    tags=re.compile(r"</?seed:tool_call>|<function=|</function>|<parameter=|</parameter>"),
+)
+_INVOKED = TagGrammar(
+    opening="<minimax:tool_call>",
+    closing="</minimax:tool_call>",
+    function=re.compile(r"<invoke\s+name=[\"']?([^\"'<>\s]+)[\"']?\s*>"),
+    function_end="</invoke>",
+    parameter_start="<parameter",
+    parameter=re.compile(r"<parameter\s+name=[\"']?([^\"'<>\s]+)[\"']?\s*>"),
+    value_end="</parameter>",
+    several=True,
+    line_breaks=False,
+    tags=re.compile(r"</?minimax:tool_call>|<invoke\s|</invoke>|<parameter\s|</parameter>"),
+    wants_call='expected <invoke name="…">…</invoke>',
+    wants_parameter='expected <parameter name="…">…</parameter>',
+    wants_end='expected <invoke name="…">…</invoke>',
+)
+_KEYS_AND_VALUES = TagGrammar(
+    opening="<tool_call>",
+    closing="</tool_call>",
+    function=re.compile(r"([^<\s][^<]*)(?=<arg_key>|</tool_call>)"),
+    function_end="",
+    parameter_start="<arg_key>",
+    parameter=re.compile(r"<arg_key>\s*([^<\s][^<]*)</arg_key>\s*<arg_value>"),
+    value_end="</arg_value>",
+    several=False,
+    line_breaks=False,
+    tags=re.compile(r"</?tool_call>|</?arg_key>|</?arg_value>"),
+    wants_call="expected the name of a function",
+    wants_parameter="expected <arg_key>…</arg_key><arg_value>…</arg_value>",
+    wants_end="expected <arg_key>…</arg_key><arg_value>…</arg_value>",
+)
+
+
 @formats.register("hermes")
 class HermesFormat(_ResultsByChatTemplate):
     """JSON in <tool_call> tags, as Qwen2.5 and Qwen3 are trained to write."""
 
     def parse(self, text: str) -> list[ParsedCall]:
-        return _calls_between("<tool_call>", "</tool_call>", without_reasoning(text), json_call)
+        return calls_of_json(text, "<tool_call>", "</tool_call>", json_call)
 
 
 @formats.register("qwen3_coder")
@@ -101,7 +157,7 @@ class Qwen3CoderFormat(_ResultsByChatTemplate):
     """
 
     def parse(self, text: str) -> list[ParsedCall]:
-        return _calls_between("<tool_call>", "</tool_call>", without_reasoning(text), _call_in_tags)
+        return calls_in(text, _ANGLED.opening, TaggedTurn(text, _ANGLED).read)
 
 
 @formats.register("seed_oss")
@@ -109,8 +165,7 @@ class SeedOssFormat(_ResultsByChatTemplate):
     """As ``Qwen3CoderFormat``, in Seed-OSS's own tags."""
 
     def parse(self, text: str) -> list[ParsedCall]:
-        spoken = without_reasoning(text, "seed:think")
-        return _calls_between("<seed:tool_call>", "</seed:tool_call>", spoken, _call_in_tags)
+        return calls_in(text, _SEED.opening, TaggedTurn(text, _SEED).read, tag="seed:think")
 
 
 @formats.register("minimax_m2")
@@ -118,13 +173,7 @@ class MiniMaxM2Format(_ResultsByChatTemplate):
     """<invoke> tags in <minimax:tool_call>, as MiniMax-M2 is trained to write; values as in ``Qwen3CoderFormat``."""
 
     def parse(self, text: str) -> list[ParsedCall]:
-        calls: list[ParsedCall] = []
-        for body, closed in opened_blocks(without_reasoning(text), "<minimax:tool_call>", "</minimax:tool_call>"):
-            invocations = opened_blocks(body, "<invoke ", "</invoke>") if closed else []
-            calls += [_invocation(inside) if ended else malformed(inside, _INVOKE) for inside, ended in invocations]
-            if not invocations:
-                calls.append(malformed(body, _INVOKE if closed else "the tool call has no </minimax:tool_call>"))
-        return calls
+        return calls_in(text, _INVOKED.opening, TaggedTurn(text, _INVOKED).read)
 
 
 @formats.register("deepseek_v3")
@@ -135,7 +184,8 @@ class DeepSeekV3Format(_ResultsByChatTemplate):
     """
 
     def parse(self, text: str) -> list[ParsedCall]:
-        return _calls_between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", without_reasoning(text), self._read)
+        begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+        return calls_of_json(text, begin, end, self._read, wrapper="<｜tool▁calls▁begin｜>")
 
     def _read(self, body: str) -> ParsedCall:
         head, found, rest = body.partition("<｜tool▁sep｜>")
@@ -151,13 +201,31 @@ class Llama3Format(_ResultsByChatTemplate):
     """A turn that is one JSON object with a name and parameters, as Llama 3.1 to 3.3 are trained to write."""
 
     def parse(self, text: str) -> list[ParsedCall]:
+        body = text.strip()
+        if body.startswith("{"):
+            call = json_call(body)
+            # It may also be the answer.
+            return [replace(call, start=0, certain=False)] if _is_written_as_a_call(body) else []
         before, tagged, body = text.partition("<|python_tag|>")
-        body = (body if tagged else before).strip()
-        if not body.startswith("{"):
-            return [malformed(body, "expected an object after <|python_tag|>")] if tagged else []
-        call = json_call(body)
-        # Without the tag, an object may also be the answer.
-        return [call] if tagged or call.name else []
+        if not tagged:
+            return []
+        if not body.strip().startswith("{"):
+            return [malformed(body.strip(), "expected an object after <|python_tag|>", start=len(before))]
+        return [replace(json_call(body.strip()), start=len(before))]
+
+
+def _is_written_as_a_call(body: str) -> bool:
+    """Whether ``body`` is an object of a name and parameters, and of nothing else."""
+    try:
+        written = load_json(body, strict=False)
+    except ValueError:
+        return False
+    return (
+        isinstance(written, dict)
+        and written.keys() <= {"type", "name", "parameters", "arguments"}
+        and isinstance(written.get("name"), str)
+        and isinstance(written.get("parameters", written.get("arguments")), dict)
+    )
 
 
 @formats.register("glm45")
@@ -180,23 +248,8 @@ class Glm45Format:
     def parse(self, text: str) -> list[ParsedCall]:
         if not text.endswith(self.closing_tags):
             return []
-        spoken = without_reasoning(text.removesuffix(self.closing_tags[0]))
-        return _calls_between("<tool_call>", "</tool_call>", spoken, self._read)
-
-    def _read(self, body: str) -> ParsedCall:
-        head, *pairs = body.split("<arg_key>")
-        name = head.strip()
-        if not name or "<" in name:
-            return malformed(body, "expected the name of a function", name)
-        arguments: dict[str, Any] = {}
-        for pair in pairs:
-            key, closed, rest = pair.partition("</arg_key>")
-            between, opened, value = rest.partition("<arg_value>")
-            value, ended, after = value.rpartition("</arg_value>")
-            if not (closed and opened and ended and key.strip()) or between.strip() or after.strip():
-                return malformed(body, "expected <arg_key>…</arg_key><arg_value>…</arg_value>", name)
-            arguments[key.strip()] = WrittenText(value)
-        return ParsedCall(name, arguments, body)
+        spoken = text.removesuffix(self.closing_tags[0])
+        return calls_in(spoken, _KEYS_AND_VALUES.opening, TaggedTurn(spoken, _KEYS_AND_VALUES).read)
 
     def render_results(self, results: Sequence[str]) -> str:
         shown = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
@@ -215,17 +268,30 @@ class HarmonyFormat:
 
     _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
     _NAME = re.compile(r"[\w-]{1,64}")
+    _ENDS = StringAware("<|end|>")
 
     def parse(self, text: str) -> list[ParsedCall]:
-        message, called, _ = text.partition("<|call|>")
-        if not called:
+        if not text.endswith("<|call|>"):
             return []
-        header, found, body = message.rpartition("<|message|>")
-        recipient = self._RECIPIENT.search(header.rpartition("<|start|>")[2]) if found else None
-        name = "" if recipient is None else recipient[1].rpartition(".")[2]
-        if not self._NAME.fullmatch(name):
-            return [malformed(body, "expected to=functions.name and <|message|> before <|call|>")]
-        return [call_of_json(name, body.strip() or "{}", body)]
+        whole, position = text.removesuffix("<|call|>"), 0
+        while (begun := whole.find("<|message|>", position)) >= 0:
+            header = whole[position:begun].rpartition("<|start|>")
+            recipient = self._RECIPIENT.search(header[2])
+            body = begun + len("<|message|>")
+            # What a call carries is JSON, whose strings may hold any tag.
+            end = self._ENDS.find(whole, body)[0] if recipient else whole.find("<|end|>", body)
+            if recipient and end == len(whole):
+                name = recipient[1].rpartition(".")[2]
+                if not self._NAME.fullmatch(name):
+                    break
+                call = call_of_json(name, whole[body:].strip() or "{}", whole[body:])
+                return [replace(call, start=position + len(header[0]))]
+            if end < 0:
+                break
+            position = end + len("<|end|>")
+        return [
+            malformed(whole[position:], "expected to=functions.name and <|message|> before <|call|>", start=position)
+        ]
 
     def render_results(self, results: Sequence[str]) -> str:
         return self.render_named_results([""] * len(results), results)
@@ -295,10 +361,14 @@ class ArpoFormat:
         return "".join(f" <result>\n{result}\n</result>" for result in results)
 
 
-def parsed_calls(call_format: ToolCallFormat, text: str) -> list[ParsedCall]:
-    """The calls of a turn. What a format raises is told to the model, as of any call that it wrote badly."""
+def parsed_calls(call_format: ToolCallFormat, text: str, offered: Callable[[], Collection[str]]) -> list[ParsedCall]:
+    """The calls of a turn. What a format raises is told to the model, as of any call that it wrote badly.
+
+    Args:
+        offered: gives the names of the tools, which decide whether what may be an answer is a call.
+    """
     try:
-        return call_format.parse(text)
+        return [call for call in call_format.parse(text) if call.certain or call.name in offered()]
     except Exception as error:
         # It was tried on a few texts alone.
         logger.exception("rollout.multi_turn.format: parse raised on %.200r", text)
@@ -384,51 +454,3 @@ def _check_rendering(label: str, tried: str, render: Callable[[], Any]) -> None:
         raise ExtensionError(f"{label}: {tried} raised {type(error).__name__}: {error}") from error
     if not isinstance(rendered, str):
         raise ExtensionError(f"{label}: {tried} returned {rendered!r:.60}, which is no text")
-
-
-_INVOKE = 'expected <invoke name="…">…</invoke>'
-_NAMED = re.compile(r"name=[\"']?([^\"'>\s]+)[\"']?\s*>")
-
-
-def _named(text: str) -> tuple[str, str]:
-    """The name that a tag's attribute gives, and what follows the tag."""
-    found = _NAMED.match(text)
-    return ("", text) if found is None else (found[1], text[found.end() :])
-
-
-def _calls_between(opening: str, closing: str, text: str, read: Callable[[str], ParsedCall]) -> list[ParsedCall]:
-    """The calls of ``text``, one between each ``opening`` and its ``closing``."""
-    return [
-        read(body.strip()) if closed else malformed(body.strip(), f"the tool call has no {closing}")
-        for body, closed in opened_blocks(text, opening, closing)
-    ]
-
-
-def _invocation(inside: str) -> ParsedCall:
-    """A call from ``name="…"><parameter name="…">value</parameter>…``."""
-    name, rest = _named(inside)
-    if not name:
-        return malformed(inside, _INVOKE)
-    arguments: dict[str, Any] = {}
-    for parameter, closed in opened_blocks(rest, "<parameter ", "</parameter>"):
-        key, value = _named(parameter)
-        if not (closed and key):
-            return malformed(inside, 'expected <parameter name="…">…</parameter>', name)
-        arguments[key] = WrittenText(value)
-    return ParsedCall(name, arguments, inside)
-
-
-def _call_in_tags(body: str) -> ParsedCall:
-    """A call from ``<function=name><parameter=key>value</parameter>…</function>``."""
-    head, opened, rest = body.partition(">")
-    inside, closed, after = rest.rpartition("</function>")
-    name = head.removeprefix("<function=").strip()
-    if not (opened and closed and head.startswith("<function=") and name) or after.strip():
-        return malformed(body, "expected <function=name>…</function>")
-    arguments: dict[str, Any] = {}
-    for parameter, finished in opened_blocks(inside, "<parameter=", "</parameter>"):
-        key, found, value = parameter.partition(">")
-        if not (finished and found and key.strip()):
-            return malformed(body, "expected <parameter=name>…</parameter>", name)
-        arguments[key.strip()] = WrittenText(value.removeprefix("\n").removesuffix("\n"))
-    return ParsedCall(name, arguments, body)

@@ -143,7 +143,7 @@ class ContextRenderer:
         ended = result.finish_reason == "stop" and bool(ids) and ids[-1] == self.end_of_turn_id
         visible = ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids
         text = self._tokenizer.decode(visible, skip_special_tokens=False) if visible else ""
-        parsed = parsed_calls(self._format, text) if ended else []
+        parsed = parsed_calls(self._format, text, lambda: _names(tools or ())) if ended else []
         matched = None
         if not ended and result.finish_reason == "stop":
             found = [(text.find(each), each) for each in stop if each in text]
@@ -201,11 +201,20 @@ def _spoken(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> SpokenCall:
     return SpokenCall(identifier, call.name, json.dumps(arguments, ensure_ascii=False), call.raw)
 
 
+def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:
+    return {(tool.get("function") or {}).get("name") for tool in tools}
+
+
 def _before_calls(text: str, calls: Sequence[ParsedCall]) -> str:
-    """What a turn says before its first call, without the tag that opens the call."""
+    """What a turn says before its first call, without the tags that open the call."""
     if not calls:
         return text
-    # The model may have considered the same call in its reasoning.
-    reasoned = text.find("</think>")
-    place = text.find(calls[0].raw, max(reasoned, 0))
-    return _OPENING_TAG.sub("", text[:place]) if place >= 0 else text
+    if calls[0].start is not None:
+        return text[: calls[0].start].rstrip()
+    # A format of one's own does not say where. Calls end the turn; before them, text may quote the same call.
+    place = len(text)
+    for call in reversed(calls):
+        place = text.rfind(call.raw, 0, place)
+        if place < 0:
+            return text
+    return _OPENING_TAG.sub("", text[:place])
