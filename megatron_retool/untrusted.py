@@ -6,6 +6,7 @@ Python's own decoder raises three kinds of errors, and accepts what its encoder,
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 MOST_LEVELS = 64
@@ -31,10 +32,13 @@ def load_json(text: str | bytes, *, strict: bool = True) -> Any:
 
     Raises:
         ValueError: it is no JSON or no UTF-8, nested deeper than ``MOST_LEVELS``, or holds a number of more digits than
-            Python converts. The message is one line.
+            Python converts, beyond the range of a float, or NaN or Infinity, which JSON has not. The message is one
+            line.
     """
     try:
-        value = json.loads(text, strict=strict)
+        value = json.loads(text, strict=strict, parse_constant=_no_number, parse_float=_finite)
+    except _NotFinite as error:
+        raise ValueError(str(error)) from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     except UnicodeDecodeError as error:
@@ -44,6 +48,21 @@ def load_json(text: str | bytes, *, strict: bool = True) -> Any:
     except ValueError as error:
         raise ValueError("a number has too many digits") from error
     check_levels(value)
+    return value
+
+
+class _NotFinite(ValueError):
+    """A number that JSON cannot hold."""
+
+
+def _no_number(written: str) -> Any:
+    raise _NotFinite(f"{written} is no number of JSON")
+
+
+def _finite(written: str) -> float:
+    value = float(written)
+    if not math.isfinite(value):
+        raise _NotFinite(f"{written[:20]} is beyond the range of a float")
     return value
 
 
