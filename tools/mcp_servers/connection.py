@@ -72,7 +72,13 @@ class McpServer:
         async with contextlib.AsyncExitStack() as stack:
             if self.url is None:
                 arguments = ["-c", _LAUNCH, str(os.getpid()), *self.command]
-                parameters = StdioServerParameters(command=sys.executable, args=arguments, env=dict(self.environment))
+                # One byte that is no UTF-8 would end the client's reader without a word, and every call after it.
+                parameters = StdioServerParameters(
+                    command=sys.executable,
+                    args=arguments,
+                    env=dict(self.environment),
+                    encoding_error_handler="replace",
+                )
                 client = Client(parameters)
             else:
                 http = await stack.enter_async_context(create_mcp_http_client(headers=self._headers()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
-from tools.mcp_servers.connection import McpConnection, McpUnavailable
+from tools.mcp_servers.connection import McpConnection, McpServer, McpUnavailable
 
 needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the package mcp")
 
@@ -80,3 +82,24 @@ def test_calls_that_find_a_server_gone_leave_its_successor_alone():
     gone, again = asyncio.run(scenario())
     assert all(isinstance(error, McpUnavailable) for error in gone)
     assert again == "b of 1", "a call that failed late ends no connection but its own"
+
+
+@needs_mcp
+@pytest.mark.parametrize(
+    ("kind", "said"), [("no utf-8", "caf\ufffd"), ("no json", "fine"), ("unknown id", "fine"), ("crash", None)]
+)
+def test_what_a_careless_server_writes_does_not_end_the_calls_that_follow(kind: str, said: str | None) -> None:
+    server = McpServer((sys.executable, str(Path(__file__).with_name("careless_server.py"))), start_seconds=60.0)
+
+    async def scenario() -> list[str | None]:
+        connection = McpConnection(server)
+        texts: list[str | None] = []
+        for asked in (kind, "plain"):
+            try:
+                texts.append((await connection.call("answer", {"kind": asked}, 20.0)).content[0].text)
+            except McpUnavailable:
+                texts.append(None)
+        await connection.close()
+        return texts
+
+    assert asyncio.run(scenario()) == [said, "fine"]
