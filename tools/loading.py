@@ -131,6 +131,12 @@ def named_tool(tool: Tool, name: str | None = None, label: str = "the tool") -> 
     Raises:
         ExtensionError: name, schema or a method is missing or wrong.
     """
+    for method in ("start", "stop", "open", "call", "close", "take_metrics"):
+        if not callable(getattr(tool, method)):
+            raise ExtensionError(
+                f"{label}: {type(tool).__name__}.{method}={getattr(tool, method)!r:.60} hides the method {method} of a "
+                f"tool: give the attribute another name (self._{method})"
+            )
     own = getattr(tool, "name", None)
     schema = _checked_schema(label, own, getattr(tool, "schema", None))
     if name is not None:

@@ -195,6 +195,7 @@ def test_entries_of_a_wrong_form(entry: Any, said: str) -> None:
         ("{bad}:NoCall", {}, r"NoCall defines no call: add async def call\(self, arguments\)"),
         ("{bad}:OldClose", {}, r"close must take session: .* \(what ends with the run is stop\(self\)\)"),
         ("{bad}:Needs", {}, "open needs seed, which only some prompts may give: give it a default"),
+        ("{bad}:Shadows", {}, r"Shadows.start=3 hides the method start of a tool: give the attribute another name"),
         ("{bad}:undescribed", {}, "making the tool failed: ValueError: .* has no docstring"),
     ],
 )
@@ -208,6 +209,7 @@ def test_a_wrong_tool_is_one_message(own: str, tmp_path: Path, target: str, kwar
         "class NoCall(Tool):\n    name, schema = Own.name, Own.schema\n"
         "class OldClose(Own):\n    async def close(self): ...\n"
         "class Needs(Own):\n    async def open(self, trajectory, *, seed): ...\n"
+        "class Shadows(Own):\n    def __init__(self): self.start = 3\n"
         "def undescribed(x): ...\n"
     )
     target = target.format(own=own, bad=tmp_path / "bad.py")
