@@ -5,7 +5,7 @@ Whoever counts or scores what a policy did counts rollouts; whoever trains or st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -17,6 +17,26 @@ from megatron_retool.trajectory import Trajectory
 AGENT_KEY = "agent"
 """In reward_info: how an agent that samples through the gateway, or an environment, ended (outcome, message) and, where
 it has given the reward itself, its result (score and what else it said)."""
+
+
+ROW_NAMES = ("uid", "data_source", "ground_truth")
+"""What a trajectory's extra_info says of its row beside the row's own extra_info."""
+SHADOWED = "extra_info"
+"""In a trajectory's extra_info: what the row's own extra_info has under names that are taken, if it has any."""
+
+
+def with_row(extra_info: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """A trajectory's extra_info: the row's own, and ``row`` (of ``ROW_NAMES``), which no key of the user replaces."""
+    taken = {*row, SHADOWED}
+    shadowed = {name: value for name, value in extra_info.items() if name in taken}
+    free = {name: value for name, value in extra_info.items() if name not in taken}
+    return {**free, **row, **({SHADOWED: shadowed} if shadowed else {})}
+
+
+def own_extra_info(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's own extra_info, as its file has it, out of a trajectory's."""
+    free = {name: value for name, value in extra_info.items() if name not in (*ROW_NAMES, SHADOWED)}
+    return {**free, **extra_info.get(SHADOWED, {})}
 
 
 class AgentOutcome(StrEnum):

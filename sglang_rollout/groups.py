@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from megatron_retool.config import RolloutConfig
+from megatron_retool.rollout_rows import ROW_NAMES, with_row
 from sglang_rollout.agent.branching import EntropyBranching
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup
@@ -68,10 +69,8 @@ class GroupFactory:
     def new(self, row: PromptRow, purpose: Purpose, size: int) -> Group:
         """A group of ``size`` trajectories that begin at the prompt."""
         prompt_ids = [int(token) for token in row.prompt_ids]
-        extra_info = dict(row.extra_info)
-        for name in ("uid", "data_source", "ground_truth"):
-            if hasattr(row, name):
-                extra_info.setdefault(name, getattr(row, name))
+        known = {name: getattr(row, name) for name in ROW_NAMES if hasattr(row, name)}
+        extra_info = with_row(row.extra_info, known)
         messages = getattr(row, "messages", ())
         branching = self.config.branching
         forks = branching.enable and purpose == "train"

@@ -145,9 +145,9 @@ def _checked(estimator: Extension[AdvantageEstimator], batch: AdvantageInputs, n
             f"{list(batch.loss_mask.shape)}, one number for each token (batch.per_token makes it of one for each "
             "response)"
         )
-    column = column.detach()
+    column = column.detach().float()  # Before they are looked at: what is finite in float64 may be infinite here.
     if estimator.target in advantage_estimators.names:
-        return column.float()
+        return column
     if bool((column[~batch.loss_mask] != 0).any()):
         raise ExtensionError(
             f"{estimator.label}: the {name} are not 0 at tokens that the policy did not sample: "

@@ -14,6 +14,8 @@ from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
 from megatron_retool.loop.checkpointer import Checkpointer
+from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, rollouts_of
+from megatron_retool.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -113,6 +115,47 @@ class StragglerWatch:
                 "at its clocks and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE) and at other processes there[/]",
                 highlight=False,
             )
+
+
+class RewardFailures:
+    """Says on the console how many rewards of a step failed, and why the first of them did.
+
+    A step is mentioned where a kind of failure is new, or where at least ``share`` of its rewards failed.
+    """
+
+    share = 0.1
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._known: set[str] = set()
+
+    def record(self, step: int, rows: Sequence[Trajectory]) -> None:
+        """``rows``: the step's scored trajectories."""
+        rollouts = [rollout[0] for rollout in rollouts_of(rows)]
+        failed = [found for found in map(reward_failure, rollouts) if found is not None]
+        kinds = Counter(kind for kind, _ in failed)
+        if not failed or (set(kinds) <= self._known and len(failed) < self.share * len(rollouts)):
+            return
+        self._known |= set(kinds)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        self._console.print(
+            f"step {step}: {len(failed)} of {len(rollouts)} rewards failed ({counts}) and count as "
+            f"reward.failure_score; the first: {failed[0][1] or failed[0][0]}",
+            style="yellow",
+            markup=False,
+            highlight=False,
+        )
+
+
+def reward_failure(trajectory: Trajectory) -> tuple[str, str] | None:
+    """Kind and message of what went wrong with a reward; None: nothing did."""
+    info = trajectory.reward_info
+    if "failure" in info:
+        return str(info["failure"]), str(info.get("failure_message", ""))[:300]
+    agent = info.get(AGENT_KEY, {})
+    if agent.get("outcome") == AgentOutcome.BAD_RESULT:
+        return str(AgentOutcome.BAD_RESULT.value), str(agent.get("message", ""))[:300]
+    return None
 
 
 class SkipReason(Enum):

@@ -19,7 +19,14 @@ from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.loop.checks import check_model, check_stored_rollouts
 from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_rollout, has_loss, split_mini_batches
 from megatron_retool.loop.experience import Experience
-from megatron_retool.loop.faults import LearnerRecovery, SkippedSteps, SkipReason, StragglerWatch, nonfinite_updates
+from megatron_retool.loop.faults import (
+    LearnerRecovery,
+    RewardFailures,
+    SkippedSteps,
+    SkipReason,
+    StragglerWatch,
+    nonfinite_updates,
+)
 from megatron_retool.loop.fused_update import learn_fused, source_of
 from megatron_retool.loop.profiling import StepProfiler
 from megatron_retool.loop.resume import announce_resume, announce_start, contents_after, restore
@@ -109,6 +116,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         )
         stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
+        reward_failures = RewardFailures(run.console)
         profiler = StepProfiler(run)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
@@ -122,6 +130,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
             with timer.phase(Phase.STEP):
                 with timer.phase(Phase.GENERATION):
                     collected = await experience.take(step)
+                reward_failures.record(step, collected.generated)
                 saved = await checkpointer.finish()
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch

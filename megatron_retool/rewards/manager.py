@@ -15,7 +15,7 @@ from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
 from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
-from megatron_retool.rollout_rows import AGENT_KEY, rollouts_of, whole_rollout
+from megatron_retool.rollout_rows import AGENT_KEY, ROW_NAMES, own_extra_info, rollouts_of, whole_rollout
 from megatron_retool.trajectory import FinishReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,8 @@ class RewardManager:
             "solution_str": self._tokenizer.decode(_ids(trajectory.response_ids), skip_special_tokens=False),
             "ground_truth": extra.get("ground_truth"),
             "extra_info": {
-                **extra,
+                **{name: extra[name] for name in ROW_NAMES if name in extra},
+                **own_extra_info(extra),
                 "final_turn": self._tokenizer.decode(_ids(final), skip_special_tokens=True),
                 "num_turns": trajectory.num_turns,
                 "tool_calls": [{"name": call.name, "status": call.status} for call in trajectory.tool_calls],

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.config import MultiTurnConfig
+from megatron_retool.rollout_rows import ROW_NAMES, own_extra_info
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
 from sglang_rollout.agent.call_positions import call_positions
@@ -427,11 +428,10 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
 def row_of(state: TrajectoryState) -> dict[str, Any]:
     """The data's row as agents and environments see it: messages, data_source, ground_truth, uid, extra_info (what else
     the row carries), group_id, index (of the rollout in its group) and seed."""
-    known = ("data_source", "ground_truth", "uid")
     return {
         "messages": [dict(message) for message in state.messages],
-        **{name: state.extra_info.get(name) for name in known},
-        "extra_info": {name: value for name, value in state.extra_info.items() if name not in known},
+        **{name: state.extra_info.get(name) for name in ROW_NAMES},
+        "extra_info": own_extra_info(state.extra_info),
         "group_id": state.group_id,
         "index": state.index,
         "seed": state.seed,

@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
 from megatron_retool.loop.experience import collect_groups
-from megatron_retool.loop.faults import SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.loop.faults import RewardFailures, SkippedSteps, SkipReason, nonfinite_updates
 from megatron_retool.loop.rollout_files import read_estimates, write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
@@ -34,6 +34,26 @@ def test_the_run_ends_after_so_many_in_a_row_and_names_the_reasons() -> None:
         skipped.check(6)
     for words in ("In 2 of them every gradient is NaN", "actor/grad_norm", "In 1 of them no group has different"):
         assert words in str(caught.value)
+
+
+def test_failed_rewards_are_said_on_the_console() -> None:
+    def rows(*infos: dict[str, Any]) -> list[Trajectory]:
+        ids, nothing = np.array([1]), np.zeros(1)
+        return [
+            Trajectory(ids, ids, nothing == 0, nothing, nothing, nothing, 0, index, FinishReason.STOP, reward_info=info)
+            for index, info in enumerate(infos)
+        ]
+
+    console = Console(record=True, width=200)
+    failures = RewardFailures(console)
+    failed = {"failure": "exception", "failure_message": "score raised KeyError at line 3: 'level'"}
+    failures.record(1, rows({}, failed, failed, {"agent": {"outcome": "bad_result", "message": "no number"}}))
+    failures.record(2, rows({}, {}))
+    failures.record(3, rows(failed, *[{}] * 30))
+    failures.record(4, rows(failed, *[{}] * 3))
+    said = console.export_text().splitlines()
+    assert [line.split(":")[0] for line in said] == ["step 1", "step 4"]
+    assert "3 of 4 rewards failed (2 exception, 1 bad_result)" in said[0] and "KeyError at line 3" in said[0]
 
 
 def test_zero_never_ends_the_run() -> None:

@@ -13,11 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig
+from megatron_retool.config import ConfigError, OverlongConfig, RewardConfig, RolloutConfig
 from megatron_retool.data.prompts import PromptRow
 from megatron_retool.process_tree import process_fields
+from megatron_retool.rewards.base import BadResultError, normalize_result
 from megatron_retool.rewards.manager import RewardManager, check_reward
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
+from sglang_rollout.agent.loop import row_of
+from sglang_rollout.groups import GroupFactory
+from sglang_rollout.task_agents.outcome import AgentEnd
 
 
 class Characters:
@@ -132,6 +136,38 @@ def test_custom_functions_get_what_they_need(function):
     assert (extra["final_turn"], extra["num_turns"], extra["level"], extra["finish_reason"]) == ("b", 3, 3, "stop")
     assert extra["tool_calls"] == [{"name": "code_interpreter", "status": "ok"}]
     json.dumps(info)
+
+
+def test_a_key_of_the_row_never_takes_the_place_of_its_truth_or_source(function):
+    name = function("""
+        def score(data_source, solution_str, ground_truth, extra_info):
+            seen = [data_source, ground_truth, *(extra_info[name] for name in ("ground_truth", "note"))]
+            return {"score": 1.0, "seen": seen}
+    """)
+    own = {"ground_truth": "seven", "data_source": "hub/other", "uid": 3, "note": 5}
+    row = PromptRow([1], 0, "a", "demo", "42", own)
+    state = GroupFactory(RolloutConfig(), 512).new(row, "train", 1).states[0]
+    assert [state.extra_info[name] for name in ("uid", "data_source", "ground_truth")] == ["a", "demo", "42"]
+    seen_by_agent = row_of(state)
+    assert seen_by_agent["extra_info"] == own and seen_by_agent["ground_truth"] == "42"
+    scored = trajectory("\\boxed{42}")
+    scored.extra_info = dict(state.extra_info)
+    with RewardManager(RewardConfig(function=name), Characters()) as manager:
+        manager.score([scored])
+    assert scored.reward_info["seen"] == ["demo", "42", "seven", 5]
+
+
+@pytest.mark.parametrize("name", ["trained", "overlong_filtered", "failure", "agent", "branch", "tools"])
+def test_a_function_writes_no_key_of_the_run(name):
+    kept = normalize_result({"score": 1.0, name: True})
+    assert name not in kept and kept[f"returned_{name}"] is True
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, 1e18, {"score": 1.0, "acc": 1e39}])
+def test_a_score_that_the_learner_cannot_hold_is_a_bad_result(value):
+    with pytest.raises(BadResultError, match="between -1e\\+17 and 1e\\+17"):
+        normalize_result(value)
+    assert AgentEnd.returned(value).result is None
 
 
 def test_every_failure_is_typed_counted_and_survived(function):
