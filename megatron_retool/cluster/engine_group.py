@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from megatron_retool.cluster.gpus import visible_devices
+from megatron_retool.cluster.learner_failures import DEATHS
 from megatron_retool.cluster.placement import Placement
 from megatron_retool.cluster.runtime import node_address, redirect_output, resolved, stop_actors
 from megatron_retool.config import Config
@@ -117,7 +117,7 @@ class EngineGroup:
         try:
             await asyncio.wait_for(resolved(self.workers[index].stop.remote()), ANSWER_SECONDS)
             self.urls[index] = await self.workers[index].start.remote(model_path)
-        except (RayActorError, TimeoutError):
+        except (*DEATHS, TimeoutError):
             if self._stopped:
                 raise
             ray.kill(self.workers[index])

@@ -9,7 +9,11 @@ from typing import Any
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
 DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
-"""What Ray raises of a rank that is gone."""
+"""What Ray raises when an actor is gone. OutOfMemoryError, of Ray's memory monitor, is no RayActorError."""
+_OUT_OF_MEMORY = (
+    "the node's memory is used up: end what else runs there, give it more memory, or lower the memory of engines, "
+    "sandboxes and rollout.engine.count"
+)
 _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
 
 
@@ -53,4 +57,5 @@ def failures(tasks: list[asyncio.Task[Any]]) -> list[tuple[int, BaseException]]:
 def in_one_line(error: BaseException) -> str:
     text = str(getattr(error, "cause", None) or error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]
+    said = " ".join([*lines[:1], *lines[-1:]] if len(lines) > 1 else lines)[:500]
+    return f"{_OUT_OF_MEMORY}: {said}" if isinstance(error, OutOfMemoryError) else said

@@ -28,9 +28,14 @@ def start_local_ray(**options: Any) -> None:
             if attempt == _ATTEMPTS:
                 raise RuntimeError(
                     f"Ray did not start, {attempt} times: {_first_sentence(error)}. This host's load is "
-                    f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: end what else runs here, or give Ray longer "
-                    f"than {_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free space in /tmp and /dev/shm"
+                    f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores and {_free_memory_gib():.1f} GiB of its "
+                    "memory are free: end what else runs here, or give Ray longer than "
+                    f"{_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free memory, and space in /tmp and /dev/shm"
                 ) from error
+
+
+def _free_memory_gib() -> float:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def _first_sentence(error: Exception) -> str:

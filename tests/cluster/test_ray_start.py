@@ -47,6 +47,7 @@ def test_the_last_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch, attem
     text = str(raised.value)
     assert len(attempts) == 3
     assert text.startswith("Ray did not start, 3 times: The current node timed out during startup. This host's load is")
+    assert "GiB of its memory are free" in text and "Otherwise: free memory" in text
     assert "RAY_raylet_start_wait_time_s=" in text and "\n" not in text
 
 
