@@ -91,7 +91,8 @@ class MetricLogger:
         self._jsonl: AppendFile | None = None
         if "jsonl" in loggers:
             path = self.run_dir / "metrics.jsonl"
-            drop_rows_from(path, first_step)
+            for problem in drop_rows_from(path, first_step):
+                self.console.print(problem, style="yellow", markup=False, highlight=False)
             self._jsonl = AppendFile(path)
         run = LoggedRun(self.run_dir, project, self.run_dir.name, first_step, dict(config or {}))
         self._loggers: dict[str, Logger] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron_retool.planning.strategies import Strategy, standard_strategies
 from megatron_retool.planning.suggest import Planner, overrides_of, plan_memory
 from megatron_retool.planning.timing import RunTime, predict_run, predict_step
 from megatron_retool.planning.workload import Workload, workload_of
+from megatron_retool.runs.metrics_file import read_metrics_and_problems
 from sglang_rollout.engine.served_models import check_served_model
 
 DEFAULT_STEPS = 100
@@ -141,15 +141,11 @@ def read_measurements(path: Path) -> dict[str, float]:
     Raises:
         ConfigError: the file is missing, malformed or has no step.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: --run takes the directory of a run, runs/<experiment_name>"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a file of JSON lines: {error}") from error
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: --run takes the directory of a run, runs/<experiment_name>")
+    rows, problems = read_metrics_and_problems(path)
+    if problems and not rows:
+        raise ConfigError(f"{path} is not a file of JSON lines: {problems[0]}")
     steps = [row for row in rows if Phase.GENERATION.metric in row]
     if not steps:
         raise ConfigError(f"{path} has no training step")

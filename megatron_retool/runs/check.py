@@ -7,7 +7,6 @@ A run, a single checkpoint, a converted or exported model. Nothing is changed, e
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from conversion.files.checksums import (
 )
 from conversion.files.dist_checkpoint import FORMAT_NAME, DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import INDEX_NAME, SINGLE_FILE_NAME, HFCheckpoint, HFCheckpointError
+from megatron_retool.runs.metrics_file import step_of_line
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -121,9 +121,8 @@ def _metrics(path: Path, folder: str, at_top: bool) -> Finding:
         finding.faults.append(f"{path}: the last row is cut off")
     every_step = (path.parent / "rollouts").is_dir()
     for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
+        step = step_of_line(line)
+        if step is None:
             finding.faults.append(f"{path}: line {number} is no row of a step")
             continue
         if last is not None and step <= last:

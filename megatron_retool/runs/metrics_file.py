@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megatron_retool.runs.files import atomic_write
+from megatron_retool.untrusted import load_json
 
 
 def check_run_directory(run_dir: Path) -> None:
@@ -14,8 +17,8 @@ def check_run_directory(run_dir: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in order; none where there is no such file. A line that a crash cut off, or a disk
-    damaged, is left out."""
+    """The rows of a metrics.jsonl in order; none where there is no such file. Every row has a whole number as its step.
+    A line that a crash cut off, or a disk damaged, is left out."""
     return read_metrics_and_problems(path)[0]
 
 
@@ -25,31 +28,68 @@ def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], l
     path = Path(path)
     if path.is_file():
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except ValueError:  # JSON's or UTF-8's
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
+            row = _row(line)
+            if row is None:
                 problems.append(f"{path}, line {number} is no JSON object, or only half of one: it is left out")
+            elif type(row.get("step")) is not int:
+                problems.append(f"{path}, line {number} has no whole number as its step: it is left out")
+            else:
+                rows.append(row)
     return rows, problems
 
 
-def drop_rows_from(path: Path, step: int) -> None:
-    """Cut metrics.jsonl off before the first row of ``step`` or later, or before a half-written line.
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None where it is none. Zeros, which a crash leaves of a file's end, are passed over."""
+    try:
+        row = load_json(line.strip(b"\0 \t\r\n").decode(), strict=False)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
-    This needs no room, which a disk may lack when a run resumes.
+
+def step_of_line(line: bytes) -> int | None:
+    """The step of a line's row; None where the line is damaged."""
+    step = (_row(line) or {}).get("step")
+    return step if type(step) is int else None
+
+
+def drop_rows_from(path: Path, step: int) -> list[str]:
+    """Take the rows of ``step`` and later out of metrics.jsonl, and a last line that a crash cut off.
+
+    Damaged lines between the rows that stay are kept as they are.
+
+    Returns:
+        A sentence for each line that is damaged or was cut off.
     """
     if not path.exists():
-        return
-    end = 0
+        return []
+    problems = read_metrics_and_problems(path)[1]
+
+    def stays(line: bytes) -> bool:
+        own = step_of_line(line)
+        return line.endswith(b"\n") and step > 0 if own is None else own < step
+
+    drop_lines(path, stays)
+    return problems
+
+
+def drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
+    """Leave the lines of ``path`` that ``keep`` says, each of which then ends with a line break.
+
+    Where these are the first ones, the file is only cut: that needs no room, which a disk may lack when a run resumes.
+
+    Raises:
+        OSError: there is no room for the lines that stay; the file is as it was.
+    """
     with open(path, "rb+") as handle:
-        for line in handle:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                    break
-            except json.JSONDecodeError:
-                break
-            end += len(line)
-        handle.truncate(end)
+        lines = handle.readlines()
+        kept = [line for line in lines if keep(line)]
+        size = sum(map(len, kept))
+        if kept == lines[: len(kept)]:
+            handle.truncate(size)
+            if kept and not kept[-1].endswith(b"\n"):
+                handle.seek(size)
+                handle.write(b"\n")
+            return
+    with atomic_write(path) as whole:
+        whole.writelines(line if line.endswith(b"\n") else line + b"\n" for line in kept)

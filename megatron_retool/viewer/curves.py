@@ -61,15 +61,7 @@ def read_curves(run_dir: Path) -> Curves:
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, _changed: int, _size: int) -> Curves:
     rows, problems = read_metrics_and_problems(path)
-    steps, usable = [], []
-    for row in rows:
-        step = row.get("step")
-        if isinstance(step, int) and not isinstance(step, bool):
-            steps.append(step)
-            usable.append(row)
-        else:
-            problems.append(f"{path}: a row has no whole number as its step: it is left out")
-    return Curves(steps, usable, problems)
+    return Curves([row["step"] for row in rows], rows, problems)
 
 
 def curves_page(run_dir: Path, names: Sequence[str] = ()) -> dict[str, Any]:

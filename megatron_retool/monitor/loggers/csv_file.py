@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_retool.monitor.loggers import LoggedRun, Logger
 from megatron_retool.runs.append_file import AppendFile
 from megatron_retool.runs.files import atomic_write
+from megatron_retool.runs.metrics_file import drop_lines
 
 
 class CsvLogger(Logger):
@@ -70,26 +71,22 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _drop_rows_from(path: Path, step: int) -> list[str]:
-    """Cut the file off before the first row of ``step`` or later, or before one that is not whole.
-
-    This needs no room, which a disk may lack when a run resumes.
+    """Take the rows of ``step`` and later out of the file, and those that are not whole: metrics.jsonl has them.
 
     Returns:
         The columns of what is left; none where nothing is.
     """
-    columns: list[str] = []
-    end = 0
-    with path.open("rb+") as handle:
-        for line in handle:
-            cells = _cells(line)
-            if not columns:
-                if cells[:1] != ["step"]:
-                    break
-                columns = cells
-            elif len(cells) != len(columns) or not cells[0].isdecimal() or int(cells[0]) >= step:
-                break
-            end += len(line)
-        handle.truncate(end)
+    with path.open("rb") as handle:
+        header = handle.readline()
+    columns = _cells(header)
+    if columns[:1] != ["step"]:
+        columns = []
+
+    def stays(line: bytes) -> bool:
+        cells = _cells(line)
+        return len(cells) == len(columns) and cells[:1] != [] and cells[0].isdecimal() and int(cells[0]) < step
+
+    drop_lines(path, lambda line: bool(columns) and (line == header or stays(line)))
     return columns
 
 
