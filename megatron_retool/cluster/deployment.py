@@ -35,7 +35,7 @@ from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import Activities
 from megatron_retool.monitor.write_errors import WriteErrors
-from megatron_retool.rewards.manager import RewardManager, check_reward
+from megatron_retool.rewards.manager import RewardManager, check_data_sources, check_reward
 from megatron_retool.runs.environment import record_environment
 from megatron_retool.trajectory import Trajectory
 from sglang_rollout.agent.agents import make_agent
@@ -104,7 +104,9 @@ class Deployment:
             self.prompts = PromptSource(config.data, tokenizer, self.tools, config.trainer.seed)
             self.total_steps = total_training_steps(config, len(self.prompts))
             self.console.print(f"training on {self.prompts.counts}")
+            check_data_sources(config.reward, self.prompts.data_sources)
         check_reward(config.reward, next(iter(self.validation_prompts), None))
+        check_data_sources(config.reward, (row.data_source for row in self.validation_prompts))
         self.rewards = self._stack.enter_context(
             RewardManager(config.reward, tokenizer, config.data.max_response_length)
         )

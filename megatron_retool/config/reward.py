@@ -25,8 +25,8 @@ class OverlongConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "math"
-    """"math", "deep_research" (ARPO's tags), "deep_research_hermes", "reasoning_gym", or path/to/file.py:function or
-    package.module:function."""
+    """"math", "by_data_source" (the grader that verl takes for a row's data_source), "deep_research" (ARPO's tags),
+    "deep_research_hermes", "reasoning_gym", or path/to/file.py:function or package.module:function."""
     function_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call (verl's reward_kwargs)."""
     processes: int = at_least_one(2, maximum=4096)

@@ -1,4 +1,4 @@
-"""verl's settings (0.4 to 0.7) and ours: one table for error messages, ``config from-verl`` and docs/verl.md.
+"""verl's settings (0.4 to 0.9) and ours: one table for error messages, ``config from-verl`` and docs/verl.md.
 
 A row is one key of verl, or all below a key that ends in ``.*``. Nothing here imports verl or needs it.
 """
@@ -199,6 +199,7 @@ TABLE: tuple[VerlKey, ...] = (
             lambda value: "acc" if value == "acc" else "reward"),
     VerlKey("algorithm.filter_groups.max_num_gen_batches", ("algorithm.dynamic_sampling.max_generation_batches",),
             "0: no limit", _unless_negative),
+    *_rows("algorithm", "filter_groups.max_inflight_gen_batches", "each round generates the groups that are missing"),
     VerlKey(f"{CORRECTION}.rollout_is", (f"{CORRECTION}.level", f"{CORRECTION}.mode"), "mode=truncate; null: mode=none",
             _same),
     VerlKey(f"{CORRECTION}.rollout_is_threshold", (f"{CORRECTION}.upper",), convert=_same),
@@ -237,7 +238,9 @@ TABLE: tuple[VerlKey, ...] = (
         "bring the file into verl's columns instead (docs/extending.md)"),
     *_rows("data", "return_raw_chat return_raw_input_ids return_full_prompt reward_fn_key dataloader_num_workers "
            "filter_overlong_prompts_workers use_shm", _ALWAYS + ", or not needed"),
-    *_rows("data", "image_key video_key image_patch_size return_multi_modal_inputs", _VLM),
+    *_rows("data", "image_key video_key audio_key image_patch_size mm_processor_kwargs return_multi_modal_inputs",
+           _VLM),
+    *_rows("data", "function_tool_path", "own tools as path/to/file.py:function in rollout.multi_turn.tools"),
     VerlKey("data.tokenizer", ("model.tokenizer_path",), convert=_same),
     *_rows("data", "trust_remote_code apply_chat_template_kwargs.*",
         "the tokenizer's own chat template is taken as it is"),
@@ -396,7 +399,8 @@ TABLE: tuple[VerlKey, ...] = (
     *(VerlKey(f"{prefix}custom_reward_function.reward_kwargs.*", ("reward.function_kwargs",))
       for prefix in ("", "reward.")),
     *(VerlKey(f"{prefix}.{name}", (ours,), note, convert)
-      for prefix in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+      for prefix in ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
+                     "reward.reward_kwargs.overlong_buffer_cfg")
       for name, ours, note, convert in (
         ("enable", "reward.overlong.mode", "true is soft_punish", lambda value: "soft_punish" if value else "none"),
         ("len", "reward.overlong.buffer_length", "", _same), ("penalty_factor", "reward.overlong.penalty", "", _same))),
@@ -404,7 +408,15 @@ TABLE: tuple[VerlKey, ...] = (
     *_rows("reward_model", "reward_kwargs.overlong_buffer_cfg.log overlong_buffer.log", "the penalty is always logged"),
     *_rows("reward_model", "reward_manager reward_loop_source reward_loop_module_path reward_loop_class_name "
            "use_reward_loop launch_reward_fn_async", "rewards are always scored in processes while others generate"),
-    VerlKey("reward_model.num_workers", ("reward.processes",), convert=_same),
+    *_rows("reward", "reward_kwargs.max_resp_len", "data.max_response_length is taken"),
+    *_rows("reward", "reward_kwargs.overlong_buffer_cfg.log", "the penalty is always logged"),
+    *(VerlKey(f"{section}.num_workers", ("reward.processes",), convert=_same)
+      for section in ("reward_model", "reward")),
+    *_rows("reward", "reward_manager.*", "rewards are always scored in processes while others generate"),
+    *_rows("reward", "sandbox_fusion.*", "a reward function that runs code asks a server of its own"),
+    *_rows("reward", "reward_model.* reward_kwargs.*",
+           "there is no reward model: a reward function may ask a server that serves one"),
+    VerlKey("sandbox_fusion.*", (), "a reward function that runs code asks a server of its own"),
     VerlKey("reward_model.sandbox_fusion.*", (), "a reward function that runs code asks a server of its own"),
     VerlKey("reward_model.*", (), "there is no reward model: a reward function may ask a server that serves one"),
     VerlKey("reward_manager.*", (), "rewards are always scored in processes while others generate"),
@@ -433,4 +445,7 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey("ray_kwargs.*", (), "cluster.ray_address; docs/cluster.md says how Ray is started"),
     VerlKey("ray_init.*", (), "cluster.ray_address; docs/cluster.md says how Ray is started"),
     VerlKey("transfer_queue.*", (), "verl's own data plane"),
+    VerlKey("distillation.*", (), "distillation from a teacher is not supported"),
+    *_rows("trainer", "use_v1 v1.*", "verl's trainers of 0.9; see cluster.placement and rollout.partial"),
+    VerlKey("skip.*", (), "rollout.replay_dir takes a run's stored trajectories"),
 )  # fmt: skip

@@ -97,6 +97,11 @@ class PromptSource:
         return len(self._rows)
 
     @property
+    def data_sources(self) -> set[str]:
+        """The data sources that the rows name."""
+        return {row.data_source for row in self._rows}
+
+    @property
     def epoch(self) -> int:
         """Passes over the prompts that are complete."""
         return self._drawn // len(self._rows)

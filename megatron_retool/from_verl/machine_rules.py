@@ -255,7 +255,7 @@ def _engine_setting(values: VerlValues, found: Settings, key: str, ours: str, va
 def agent(values: VerlValues) -> Settings:
     """Turns and tools; verl's runs without multi_turn have neither."""
     prefix, ours = f"{ROLLOUT}.multi_turn", "rollout.multi_turn"
-    tools = values.get(f"{prefix}.tool_config_path", values.get("data.tool_config_path"))
+    tools = values.get(f"{prefix}.tool_config_path") or values.get("data.tool_config_path")
     # An agent loop with tools does not ask for multi_turn.enable.
     if not values.is_true(f"{prefix}.enable") and not tools:
         return {f"{ours}.tools": [], f"{ours}.max_assistant_turns": 1}
@@ -280,7 +280,10 @@ def _tools(values: VerlValues, path: Any) -> Settings:
     """The tools that verl's tool file lists, as far as they are built in here."""
     key = "rollout.multi_turn.tools"
     own = f"each own tool becomes a class or a function that {key} names (docs/extending.md)"
-    file = values.find_file(str(path)) if path else None
+    if not path:
+        values.decide(f"multi_turn.enable=true, and the file names no tools: {key}=[] is taken; {own}")
+        return {key: []}
+    file = values.find_file(str(path))
     if file is None:
         values.decide(f"verl's tools ({path}) were not found: {key}=[code_interpreter] is taken; {own}")
         return {key: ["code_interpreter"]}

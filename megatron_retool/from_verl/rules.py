@@ -6,12 +6,16 @@ verl's run. What a rule cannot decide it says with ``VerlValues.decide``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.config.verl_keys import ACTOR, CORRECTION, ROLLOUT, advantage, kl_estimator, policy_loss
+from megatron_retool.config import ConfigError
+from megatron_retool.config.verl_keys import ACTOR, CORRECTION, MODEL, ROLLOUT, advantage, kl_estimator, policy_loss
+from megatron_retool.rewards.by_data_source import grader_of, missing_grader
 
+_ROWS_LOOKED_AT = 2000
 Settings = dict[str, Any]
 """Our dotted key -> value."""
 
@@ -55,7 +59,7 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.log_val_generations": 0,
 }
-"""What verl 0.7 does where a setting is not given, as far as a rule asks for it."""
+"""What verl 0.7 to 0.9 does where a setting is not given, as far as a rule asks for it."""
 
 
 class VerlValues:
@@ -108,9 +112,40 @@ class VerlValues:
         return any(self.given.get(key) is True for key in keys)
 
 
+def other_training(values: VerlValues) -> Settings:
+    """Kinds of training that are not built in: a translation without them would be another run.
+
+    Raises:
+        ConfigError: the file asks for one.
+    """
+    for key in (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank", f"{ACTOR}.lora_rank"):
+        rank = values.get(key, 0)
+        if isinstance(rank, (int, float)) and rank > 0:
+            raise ConfigError(
+                f"{key}={rank}: LoRA is not supported, and training all weights would be another run: set it to 0 in "
+                "the file, or leave it out, to translate the file for full fine-tuning (docs/supported.md)"
+            )
+    if values.get(f"{MODEL}.lora_adapter_path"):
+        raise ConfigError(
+            f"{MODEL}.lora_adapter_path={values.get(f'{MODEL}.lora_adapter_path')}: LoRA is not supported: merge the "
+            "adapter into the model, take the merged model's path and leave the key out (docs/supported.md)"
+        )
+    if values.is_true("distillation.enabled"):
+        raise ConfigError(
+            "distillation.enabled=true: distillation from a teacher is not supported: set it to false in the file to "
+            "translate the rest (docs/supported.md)"
+        )
+    return {}
+
+
 def kl(values: VerlValues) -> Settings:
     """The KL in the loss or in the reward, with the estimator of the one that is on."""
-    found: Settings = {"algorithm.kl_in_loss": 0.0, "algorithm.kl_in_reward": 0.0}
+    found: Settings = {
+        "algorithm.kl_in_loss": 0.0,
+        "algorithm.kl_in_reward": 0.0,
+        "algorithm.adaptive_kl_target": None,
+        "algorithm.adaptive_kl_horizon": None,
+    }
     if values.is_true(f"{ACTOR}.use_kl_loss"):
         found["algorithm.kl_in_loss"] = values.get(f"{ACTOR}.kl_loss_coef")
         found["algorithm.kl_estimator"] = kl_estimator(values.get(f"{ACTOR}.kl_loss_type"))
@@ -176,8 +211,10 @@ def rollout_correction(values: VerlValues) -> Settings:
     cap = values.get(f"{ACTOR}.tis_imp_ratio_cap", -1)
     level = values.get(f"{CORRECTION}.rollout_is")
     if level in ("token", "sequence"):
-        found |= {f"{ours}.level": level, f"{ours}.mode": "truncate"}
-        found[f"{ours}.upper"] = values.get(f"{CORRECTION}.rollout_is_threshold")
+        lower, _, upper = str(values.get(f"{CORRECTION}.rollout_is_threshold")).rpartition("_")
+        # verl's "lower_upper" masks, as IcePop does; a number truncates.
+        found |= {f"{ours}.level": level, f"{ours}.mode": "mask" if lower else "truncate"}
+        found |= {f"{ours}.lower": float(lower or 0.0), f"{ours}.upper": float(upper)}
     elif old_threshold is not None and values.is_true("algorithm.rollout_is"):
         mask = values.get("algorithm.rollout_is_mode") == "mask"
         lower = values.get("algorithm.rollout_is_threshold_lower", 1.0 / float(old_threshold))
@@ -248,18 +285,59 @@ def reward(values: VerlValues) -> Settings:
             )
         else:
             values.decide(f"reward.function={path}:{name}: the file must be importable without verl's own modules")
-    prefixes = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+    else:
+        found |= _default_reward(values)
+    prefixes = (
+        "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    )  # fmt: skip
     for prefix in prefixes:
         if values.is_true(f"{prefix}.enable"):
             found["reward.overlong.mode"] = "soft_punish"
             found["reward.overlong.buffer_length"] = int(values.number(f"{prefix}.len", 4096))
             found["reward.overlong.penalty"] = float(values.number(f"{prefix}.penalty_factor", 1.0))
-    if values.is_true("reward_model.enable"):
+    if values.is_true("reward_model.enable", "reward.reward_model.enable"):
         values.decide(
             "reward_model.enable=true: there is no reward model here. A reward function may ask a server that serves "
             "one (an async def in reward.function, docs/extending.md)"
         )
     return found
+
+
+def _default_reward(values: VerlValues) -> Settings:
+    """verl's own reward, whose grader the rows' data_source chooses."""
+    read, ungraded = False, []
+    for name in ("train_files", "val_files"):
+        for file in as_list(values.get(f"data.{name}")):
+            path = values.find_file(str(file))
+            sources = None if path is None else _data_sources(path)
+            read = read or sources is not None
+            ungraded += [source for source in sources or () if grader_of(source) is None]
+    for source in dict.fromkeys(ungraded):
+        values.decide(missing_grader(source))
+    if not read:
+        values.decide(
+            "reward.function=by_data_source grades as verl does for openai/gsm8k, MATH, math_dapo, aime*, numina_*, "
+            "hiyouga/geometry3k and searchR1_*; a run on rows of another data_source is refused: set reward.function"
+        )
+    return {"reward.function": "by_data_source"}
+
+
+def _data_sources(path: Path) -> set[str] | None:
+    """The first values of a parquet file's column data_source; None if it cannot be read."""
+    import pyarrow.parquet as parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            batch = next(file.iter_batches(_ROWS_LOOKED_AT, columns=["data_source"]), None)
+            return set() if batch is None else {str(source) for source in batch.column(0).to_pylist()}
+    except Exception:  # not parquet, damaged, or without the column: the run says so
+        return None
+
+
+def as_list(value: Any) -> list[Any]:
+    """A setting that is one thing or a list of them, as a list."""
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def prompts(values: VerlValues) -> Settings:
@@ -277,10 +355,7 @@ def prompts(values: VerlValues) -> Settings:
             "(data.overlong_prompts=filter)"
         )
     for name in ("train_files", "val_files"):
-        files = values.get(f"data.{name}")
-        if isinstance(files, str):
-            files = [files]
-        if files:
+        if files := as_list(values.get(f"data.{name}")):
             found[f"data.{name}"] = [str(file) for file in files]
     limit = values.get("data.val_max_samples", -1)
     if isinstance(limit, int) and limit > 0:
@@ -293,7 +368,7 @@ def run_itself(values: VerlValues) -> Settings:
     every = {name: max(int(values.number(f"trainer.{name}")), 0) for name in ("save_freq", "test_freq")}
     found: Settings = {
         "trainer.project_name": str(values.get("trainer.project_name")),
-        "trainer.experiment_name": str(values.get("trainer.experiment_name")).replace("/", "_"),
+        "trainer.experiment_name": re.sub(r"[^\w.=+@,-]", "_", str(values.get("trainer.experiment_name"))).lstrip("-."),
         "trainer.total_epochs": values.get("trainer.total_epochs"),
         "trainer.log_val_generations": values.get("trainer.log_val_generations"),
         **{f"trainer.{name}": value for name, value in every.items()},
@@ -319,6 +394,6 @@ def run_itself(values: VerlValues) -> Settings:
 
 
 RULES: tuple[Callable[[VerlValues], Settings], ...] = (
-    kl, advantage_and_loss, dynamic_sampling, rollout_correction, reward, prompts, run_itself,
+    other_training, kl, advantage_and_loss, dynamic_sampling, rollout_correction, reward, prompts, run_itself,
 )  # fmt: skip
 """The rules about algorithm, data, reward and run; ``machine_rules`` has those about learner and engines."""

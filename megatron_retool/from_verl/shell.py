@@ -19,7 +19,7 @@ _ASSIGNMENT = re.compile(
 )
 _PARAMETER = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*|[@*#?\d])(?:\[[@*]\])?"
-    r"(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*\}[^{}]*)*)?\}"
+    r"(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)?\}"
     r"|(?P<plain>[A-Za-z_]\w*|[@*#?\d]))"
 )
 UNKNOWN = "\0"
@@ -113,7 +113,7 @@ def _scan(text: str) -> list[tuple[str, str]]:
 def _is_open(text: str) -> bool:
     depth, quotes = 0, {"'": 0, '"': 0}
     for character, quote in _scan(text):
-        if character == quote:
+        if character == quote and quote in quotes:
             quotes[quote] += 1
         elif not quote:
             depth += {"(": 1, ")": -1}.get(character, 0)
@@ -151,7 +151,7 @@ def _statement(line: str, variables: dict[str, str | list[str]], script: Script)
             items = _words(rest.strip()[1:-1], variables)
             variables[match["name"]] = [*(old if match["more"] and isinstance(old, list) else []), *items]
             return
-        words = _words(rest, variables)
+        words = _words(rest, variables, split=False)
         if len(words) <= 1:
             value = words[0] if words else ""
             variables[match["name"]] = f"{old}{value}" if match["more"] and isinstance(old, str) else value
@@ -164,8 +164,12 @@ def _statement(line: str, variables: dict[str, str | list[str]], script: Script)
             script.options.append(word)
 
 
-def _words(text: str, variables: dict[str, str | list[str]]) -> list[str]:
-    """The words of a command, expanded and without their quotes."""
+def _words(text: str, variables: dict[str, str | list[str]], split: bool = True) -> list[str]:
+    """The words of a command, expanded and without their quotes.
+
+    Args:
+        split: whether the value of a variable without quotes around it is split at its spaces, as in a command.
+    """
     words: list[str] = []
     current: str | None = None
     place = 0
@@ -183,6 +187,14 @@ def _words(text: str, variables: dict[str, str | list[str]]) -> list[str]:
             value, place = _expand(text, place, variables)
             if isinstance(value, list):
                 words += value
+            elif split and not quote and UNKNOWN not in value and len(value.split()) > 1:
+                first, *others = value.split()
+                if current is not None and not value[0].isspace():
+                    first = current + first
+                    current = None
+                words += [] if current is None else [current]
+                words += [first, *others[:-1]]
+                current = others[-1]
             else:
                 current = (current or "") + value
         elif character.isspace() and not quote:
@@ -216,12 +228,16 @@ def _expand(text: str, place: int, variables: dict[str, str | list[str]]) -> tup
     if not name[0].isalpha() and name[0] != "_":
         return "", match.end()  # the script's own arguments
     if value is None or (value == "" and rest.startswith(":")):
-        if rest.lstrip(":").startswith(("-", "=")):
+        if rest.lstrip(":").startswith("+"):
+            value = ""
+        elif rest.lstrip(":").startswith(("-", "=")):
             value = " ".join(_words(rest.lstrip(":")[1:], variables))
             if rest.lstrip(":").startswith("="):
                 variables[name] = value
         elif value is None:
             value = f"{UNKNOWN}${name}{UNKNOWN}"
+    elif rest.lstrip(":").startswith("+"):
+        value = " ".join(_words(rest.lstrip(":")[1:], variables))
     return value, match.end()
 
 

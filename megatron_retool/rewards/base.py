@@ -32,6 +32,7 @@ reward_functions: Registry[ScoreFunction] = Registry(
         "deep_research": "megatron_retool.rewards.deep_research:compute_score",
         "deep_research_hermes": "megatron_retool.rewards.deep_research:compute_score_hermes",
         "reasoning_gym": "megatron_retool.rewards.reasoning_gym:compute_score",
+        "by_data_source": "megatron_retool.rewards.by_data_source:compute_score",
     },
 )
 

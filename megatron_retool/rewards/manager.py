@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from megatron_retool.config import ConfigError, RewardConfig
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
+from megatron_retool.rewards.by_data_source import grader_of, missing_grader
 from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
 from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
 from megatron_retool.rollout_rows import AGENT_KEY, ROW_NAMES, own_extra_info, rollouts_of, whole_rollout
@@ -156,7 +157,7 @@ class RewardManager:
         if self._config.function != "math":
             return None
         try:
-            return math_reward.quick_score(request["solution_str"], request["ground_truth"], request["extra_info"])
+            return math_reward.quick_score(**request)
         except Exception:
             return None  # A worker says what is wrong with it.
 
@@ -224,7 +225,7 @@ class RewardManager:
 def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> None:
     """Load a function of one's own in a process of its own, and score one answer to ``prompt``: its truth in a box.
 
-    Of a built-in function the keyword arguments are checked alone.
+    For a built-in function, only the keyword arguments are checked.
 
     Raises:
         ConfigError: the function cannot be loaded or called with reward.function_kwargs, raises, ends its process,
@@ -267,6 +268,14 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
             f"its ground truth: {reply['message']}. Correct the function, reward.function_kwargs, or the data's "
             "columns that it reads"
         )
+
+
+def check_data_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
+    """Raise ConfigError if reward.function=by_data_source has no grader for one of ``data_sources``."""
+    if config.function == "by_data_source":
+        for data_source in sorted(set(data_sources)):
+            if grader_of(data_source) is None:
+                raise ConfigError(f"reward.function={config.function}: {missing_grader(data_source)}")
 
 
 def _ids(ids: Any) -> list[int]:

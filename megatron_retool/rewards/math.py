@@ -1,8 +1,8 @@
 """Mathematical answers: +1 if the final answer is equivalent to the ground truth, -1 otherwise.
 
 The answer is what the *last assistant turn* commits to: its last complete ``\\boxed{...}``, ``<answer>...</answer>``
-or ``Answer: ...`` line, whichever comes last.  Text in tool calls, tool results and earlier turns never counts, nor
-does a bare number.
+or ``Answer: ...`` line, whichever comes last.  GSM8K asks for ``#### <number>``, so that counts for its rows.  Text in
+tool calls, tool results and earlier turns never counts, nor does a bare number.
 
 Equality is decided in two stages.  ``quick_verdict`` settles integers and identical text in microseconds, in whatever
 process it is called.  What it cannot settle goes to ``answers.equality``: milliseconds, and under a second for any
@@ -23,6 +23,8 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=[\d-]))([+-]?[\w.,/]*\w)")
 # Every pattern that sees a whole response runs in linear time: a response is text that a policy chose.
 _ANSWER_LINE = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n:]*:[ \t]*(\S[^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _TOOL_CALL = re.compile(r"<(tool_call|code|python|search)>")
+_HASHES = re.compile(r"#### *\$?(-?[\d.,]*\d)", re.ASCII)
+_HASHES_WITHIN = 300
 _BOXES_TRIED = 50
 _TURN_STARTS = ("<|im_start|>assistant", "</tool_response>", "</interpreter>", "</result>")
 _INTEGER = re.compile(r"([+-]?)(\d{1,300}|\d{1,3}(?:,\d{3}){1,90})\Z", re.ASCII)
@@ -34,7 +36,7 @@ def compute_score(
     """Score one solution.
 
     Args:
-        data_source: not used; part of the interface.
+        data_source: whether it names GSM8K, whose answers stand behind ``####``.
         solution_str: the response; only its last assistant turn is read.
         ground_truth: the answer as text or number, or a list of accepted ones.
         extra_info: "final_turn" holds the last assistant turn where the caller knows it.
@@ -42,8 +44,7 @@ def compute_score(
     Returns:
         {"score": 1.0 or -1.0, "acc": 1.0 or 0.0, "pred": the answer as given or None}.
     """
-    final_turn = (extra_info or {}).get("final_turn")
-    prediction = extract_answer(final_turn if isinstance(final_turn, str) else final_assistant_turn(solution_str))
+    prediction = _prediction(data_source, solution_str, extra_info or {})
     verdict = quick_verdict(prediction, ground_truth)
     if verdict is None:
         assert prediction is not None
@@ -56,12 +57,26 @@ def result(correct: bool, prediction: str | None) -> dict[str, Any]:
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": prediction}
 
 
-def quick_score(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any] | None:
+def quick_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any] | None:
     """``compute_score`` where ``quick_verdict`` can decide, else None. Never takes long."""
-    final_turn = extra_info.get("final_turn")
-    prediction = extract_answer(final_turn if isinstance(final_turn, str) else final_assistant_turn(solution_str))
+    prediction = _prediction(data_source, solution_str, extra_info)
     verdict = quick_verdict(prediction, ground_truth)
     return None if verdict is None else result(verdict, prediction)
+
+
+def _prediction(data_source: str, solution_str: str, extra_info: dict[str, Any]) -> str | None:
+    final_turn = extra_info.get("final_turn")
+    text = final_turn if isinstance(final_turn, str) else final_assistant_turn(solution_str)
+    answer = extract_answer(text)
+    return hash_answer(text) if answer is None and "gsm8k" in data_source.lower() else answer
+
+
+def hash_answer(text: str) -> str | None:
+    """The number behind the last ``####`` of the text's last 300 characters, as GSM8K writes an answer."""
+    found = _HASHES.findall(text[-_HASHES_WITHIN:])
+    return found[-1].replace(",", "") if found else None
 
 
 def final_assistant_turn(solution: str) -> str:

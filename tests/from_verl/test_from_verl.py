@@ -3,6 +3,8 @@
 import io
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 from rich.console import Console
@@ -264,3 +266,90 @@ def test_sections_come_in_our_order(tmp_path):
     from_verl(EXAMPLES / "dapo_megatron.sh", tmp_path)
     sections = list(yaml.safe_load((tmp_path / "ours.yaml").read_text()))
     assert sections == [name for name in Config.__dataclass_fields__ if name in sections]
+
+
+def script(tmp_path, *overrides):
+    file = tmp_path / "run.sh"
+    file.write_text("python3 -m verl.trainer.main_ppo " + " ".join(overrides) + "\n")
+    return file
+
+
+BASE = ("algorithm.adv_estimator=grpo", "data.train_files=a.parquet", "actor_rollout_ref.model.path=/m",
+        "actor_rollout_ref.rollout.n=2", "trainer.n_gpus_per_node=2")  # fmt: skip
+
+
+def test_without_a_function_the_data_sources_choose_the_grader(tmp_path):
+    status, config, printed = from_verl(script(tmp_path, *BASE), tmp_path)
+    assert status == 0 and config.reward.function == "by_data_source"
+    assert "a run on rows of another data_source is refused" in printed
+
+
+def test_a_data_source_without_a_grader_is_left_to_decide(tmp_path):
+    sources = ["openai/gsm8k", "codecontests", "my/own"]
+    parquet.write_table(pyarrow.table({"data_source": sources}), tmp_path / "a.parquet")
+    _, _, printed = from_verl(script(tmp_path, *BASE), tmp_path)
+    assert "data_source='codecontests' runs code" in printed and "data_source='my/own' has no grader" in printed
+    assert "gsm8k" not in printed.partition("to decide")[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor_rollout_ref.model.lora_rank=64", "LoRA is not supported"),
+        ("actor_rollout_ref.model.lora.rank=256", "LoRA is not supported"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "merge the adapter"),
+        ("distillation.enabled=True", "distillation"),
+    ],
+)
+def test_another_kind_of_training_is_refused_and_nothing_is_written(override, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        from_verl(script(tmp_path, *BASE, override), tmp_path)
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_no_lora_is_no_question(tmp_path):
+    status, _, printed = from_verl(script(tmp_path, *BASE, "actor_rollout_ref.model.lora_rank=0"), tmp_path)
+    assert status == 0 and "lora_rank=0" not in printed.partition("to decide")[2]
+
+
+def test_a_fixed_kl_coefficient_has_no_target(tmp_path):
+    """A resolved configuration holds kl_ctrl whole, whichever type is on."""
+    resolved = [
+        f"algorithm.kl_ctrl.{text}" for text in ("type=fixed", "kl_coef=0.001", "target_kl=0.1", "horizon=10000")
+    ]
+    for more in ([], ["algorithm.use_kl_in_reward=True"]):
+        target = tmp_path / str(len(more))
+        target.mkdir()
+        status, config, printed = from_verl(script(tmp_path, *BASE, *resolved, *more), target)
+        assert status == 0, printed
+        assert config.algorithm.adaptive_kl_target is None
+        assert config.algorithm.kl_in_reward == (0.001 if more else 0.0)
+
+
+def test_multi_turn_without_a_tool_file(tmp_path):
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    overrides = (f"{multi_turn}.enable=True", f"{multi_turn}.tool_config_path=null")
+    status, config, printed = from_verl(script(tmp_path, *BASE, *overrides), tmp_path)
+    assert status == 0 and config.rollout.multi_turn.tools == []
+    assert "None" not in printed and "names no tools" in printed
+
+
+def test_bounds_of_icepop_mask(tmp_path):
+    correction = "algorithm.rollout_correction"
+    overrides = (f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold=0.5_4.0")
+    status, config, printed = from_verl(script(tmp_path, *BASE, *overrides), tmp_path)
+    assert status == 0, printed
+    found = config.algorithm.rollout_correction
+    assert (found.mode, found.lower, found.upper) == ("mask", 0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reward.num_workers", "reward.reward_manager.name", "reward.reward_model.rollout.dtype", "trainer.use_v1",
+        "trainer.v1.trainer_mode", "sandbox_fusion.url", "skip.rollout.enable", "data.audio_key",
+        "distillation.n_gpus_per_node",
+    ],
+)  # fmt: skip
+def test_keys_of_newer_versions_are_verls(key):
+    assert not translate(Source({key: None})).strange

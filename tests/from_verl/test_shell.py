@@ -4,7 +4,7 @@ from megatron_retool.from_verl.shell import UNKNOWN, read_script
 
 
 def overrides(text, **environment):
-    return read_script(text, {"PWD": "/here", **environment}).overrides
+    return read_script(text, {"PWD": "/here", "B": "", **environment}).overrides
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,12 @@ def overrides(text, **environment):
         ("n=3\nif [[ $n -gt 2 ]]; then v=big; fi\nx a.b=$v", "big"),
         ('if [ -z "$GONE" ]; then\n v=0\nelif [ 1 == 1 ]; then\n v=5\nfi\nx a.b=$v', "5"),
         ("x a.b= c.d=1 $@", ""),
+        ('OPTIONS="c.d=1 a.b=2"\nx $OPTIONS e.f=3', "2"),
+        ('n=2\nOPTIONS=" c.d=1\n a.b=$n"\nx ${OPTIONS} e.f=3', "2"),
+        ("Q=8\nx a.b=m${Q:+_${Q}}", "m_8"),
+        ("x a.b=m${Q:+_${Q}}", "m"),
+        ("Q=8\nx a.b=${N:-m_${B}${Q:+_${Q}}}", "m__8"),
+        ('A=(\n a.b=\\"none\\"\n)\nx "${A[@]}"', '"none"'),
     ],
 )
 def test_value_of_an_override(text, value):
