@@ -3,7 +3,8 @@
 TARGET is the directory of a Hugging Face model, a run (its newest checkpoint, or
 that of --step), or one of a run's checkpoints, which is exported to a temporary
 directory first. Engine, tools and sampling (rollout.val) are as the run's
-config.yaml says; a model of no run has the defaults.
+config.yaml says, the system message as in its prompts; a model of no run has
+the defaults and no system message.
 
 /reset begins anew, /quit ends. Ctrl-C stops an answer.
 
@@ -12,7 +13,7 @@ all the rest to standard error.
 
 examples:
   megatron-retool chat runs/demo
-  megatron-retool chat runs/demo --step 40 --prompt "What is 6 * 7?"
+  megatron-retool chat runs/demo --step 40 --prompt "What is 47 * 86 + 31?"
   megatron-retool chat models/qwen --no-tools --system "Be brief." rollout.val.temperature=0
 """
 
@@ -23,7 +24,7 @@ import argparse
 from rich.console import Console
 
 from megatron_retool.commands.running import run_async
-from megatron_retool.commands.served import SERVED_SETTINGS, add_target, served_config
+from megatron_retool.commands.served import SERVED_SETTINGS, add_target, served_config, system_message
 from megatron_retool.commands.settings import at_least
 
 SETTINGS = SERVED_SETTINGS
@@ -33,7 +34,6 @@ EXIT_STATUS = {1: "an error, which the last line says; --prompt has no answer"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
-    parser.add_argument("--system", metavar="TEXT", help="the conversation's first message")
     parser.add_argument("--no-tools", action="store_true", help="the model gets none")
     parser.add_argument("--seed", metavar="N", type=at_least(0), help="of the draws (default: they differ every time)")
 
@@ -51,11 +51,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     with served_config(options, say) as (_, config, logs):
         tools = not options.no_tools and bool(config.rollout.multi_turn.tools)
+        system = system_message(options, config, say)
 
         async def work() -> bool:
             async with (
                 Service(config, say, log_directory=logs, tools=tools) as service,
-                Chat(service, console, notes, system=options.system, seed=options.seed) as chat,
+                Chat(service, console, notes, system=system, seed=options.seed) as chat,
             ):
                 if service.tools is not None:
                     say(f"tools: {', '.join(service.tools.names)}")

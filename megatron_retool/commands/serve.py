@@ -3,7 +3,8 @@
 TARGET is the directory of a Hugging Face model, a run (its newest checkpoint, or
 that of --step), or one of a run's checkpoints, which is exported to a temporary
 directory first. Engines, tools and sampling (rollout.val) are as the run's
-config.yaml says; a model of no run has the defaults.
+config.yaml says; a model of no run has the defaults. A call without a system
+message gets that of the run's prompts.
 
 With --tools the server runs the run's tools itself: a call that brings no tools
 of its own gets the model's final answer. Without, tools are the client's alone.
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megatron_retool.commands.running import run_async
-from megatron_retool.commands.served import SERVED_SETTINGS, add_target, served_config
+from megatron_retool.commands.served import SERVED_SETTINGS, add_target, served_config, system_message
 from megatron_retool.commands.settings import at_least
 
 SETTINGS = SERVED_SETTINGS
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(text, markup=False, highlight=False)
 
     with served_config(options, say) as (source, config, logs):
+        system = system_message(options, config, say)
 
         def started(url: str) -> None:
             shown = "any" if key is None else key
@@ -73,7 +75,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             async with Service(config, say, log_directory=logs, tools=options.tools) as service:
                 if service.tools is not None:
                     say(f"tools run here: {', '.join(service.tools.names)}")
-                await serve(service, source.name, address, started)
+                await serve(service, source.name, address, started, system)
 
         run_async(work())
     return 0

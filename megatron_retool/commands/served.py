@@ -27,10 +27,22 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a model's directory, a run, or a checkpoint of one")
     parser.add_argument("--step", metavar="N", type=at_least(0), help="of the run's checkpoint (default: the newest)")
     parser.add_argument("--config", metavar="FILE", help="YAML file in place of the run's config.yaml")
+    system = parser.add_mutually_exclusive_group()
+    system.add_argument("--system", metavar="TEXT", help="the system message (default: that of the run's prompts)")
+    system.add_argument("--no-system", action="store_true", help="no system message")
     parser.add_argument(
         "--log-dir", metavar="DIR", type=Path, help="keep what engines and sandbox print (default: a temporary one)"
     )
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value", help="settings in place of the file's")
+
+
+def system_message(options: argparse.Namespace, config: Config, say: Callable[[str], None]) -> str | None:
+    """The system message of conversations, which is said; None: they have none."""
+    from megatron_retool.serving.system_prompt import choose
+
+    message, said = choose(config.data, options.system, options.no_system)
+    say(said)
+    return message
 
 
 @contextmanager

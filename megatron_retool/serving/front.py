@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 from megatron_retool.config import Config
+from megatron_retool.serving.system_prompt import with_system
 from megatron_retool.serving.tool_turns import HiddenTurns, until_final
 from sglang_rollout.gateway.conversation import Answer, Call, Message
 from sglang_rollout.gateway.errors import ApiError
@@ -47,15 +48,23 @@ class OpenDoor:
         context_length: tokens of a context with its answer.
         api_key: what every call must show; None: nothing.
         tools: run for calls that bring no tools of their own; None: the client's are the only ones.
+        system: the system message of calls that have none; None: they stay as they are.
     """
 
     def __init__(
-        self, config: Config, *, context_length: int, api_key: str | None = None, tools: ToolRegistry | None = None
+        self,
+        config: Config,
+        *,
+        context_length: int,
+        api_key: str | None = None,
+        tools: ToolRegistry | None = None,
+        system: str | None = None,
     ) -> None:
         self._config = config
         self._limits = serving_limits(context_length)
         self._api_key = api_key
         self._tools = tools
+        self._system = system
         self._hidden = HiddenTurns()
         self._responses: dict[str, list[Message]] = {}
         self._numbers = itertools.count()
@@ -87,6 +96,7 @@ class OpenDoor:
         session = self._present or session
         self._calls += 1
         self._running[session] += 1
+        call = replace(call, messages=with_system(call.messages, self._system))
         try:
             if self._tools is None or call.tools is not None:
                 return await session.answer(call, with_tokens)

@@ -57,19 +57,28 @@ class Address:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def serve(service: Service, name: str, address: Address, started: Callable[[str], None]) -> None:
+async def serve(
+    service: Service, name: str, address: Address, started: Callable[[str], None], system: str | None = None
+) -> None:
     """Answer until the task is cancelled; ``started`` gets the server's URL.
 
     Args:
         service: entered. Its tools are run for clients, where it has some.
         name: of the model.
+        system: the system message of calls that have none.
 
     Raises:
         OSError: the port was taken meanwhile.
         ConfigError: the length of a context is not known.
     """
     config = service.config
-    door = OpenDoor(config, context_length=context_length(config), api_key=address.api_key, tools=service.tools)
+    door = OpenDoor(
+        config,
+        context_length=context_length(config),
+        api_key=address.api_key,
+        tools=service.tools,
+        system=system,
+    )
     began = time.time()
 
     async def health(request: web.Request) -> web.Response:

@@ -20,11 +20,13 @@ QUESTION = [{"role": "user", "content": "How many?"}]
 CONFIG = load_config(None, ["rollout.val.temperature=0.5", "rollout.val.top_p=1.0"])
 
 
-def served(tokenizer, script: Script, scenario, *, tools=None, key: str | None = None) -> None:
+def served(
+    tokenizer, script: Script, scenario, *, tools=None, key: str | None = None, system: str | None = None
+) -> None:
     """Run ``scenario(gateway, openai client)``."""
 
     async def run() -> None:
-        door = OpenDoor(CONFIG, context_length=4096, api_key=key, tools=tools)
+        door = OpenDoor(CONFIG, context_length=4096, api_key=key, tools=tools, system=system)
         async with Gateway(script, tokenizer, MultiTurnConfig(), model=MODEL, door=door) as gateway:
             url = f"http://127.0.0.1:{gateway.port}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key=key or "any", max_retries=0) as client:
@@ -46,6 +48,23 @@ def test_a_key_for_all(tokenizer):
                 await client.with_options(api_key=wrong or "-").models.list()
 
     served(tokenizer, Script(tokenizer, [ANSWER]), scenario, key="our key")
+
+
+def test_a_call_without_a_system_message_gets_the_servers(tokenizer):
+    script = Script(tokenizer, [CALL], [ANSWER], [ANSWER])
+    tools, _ = counting_tools()
+
+    async def scenario(gateway, client):
+        ask = client.chat.completions.create
+        first = (await ask(model=MODEL, messages=QUESTION)).choices[0]
+        await ask(model=MODEL, messages=[*QUESTION, {"role": "assistant", "content": first.message.content}, *QUESTION])
+        await ask(model=MODEL, messages=[{"role": "system", "content": "Mine."}, *QUESTION])
+
+    served(tokenizer, script, scenario, tools=tools, system="Solve it.")
+    texts = [tokenizer.decode(context) for context in script.contexts]
+    assert [text.count("Solve it.") for text in texts[:3]] == [1, 1, 1]
+    assert "print(6*7)" in texts[2], "hidden turns are found below the server's system message"
+    assert "Solve it." not in texts[-1] and "Mine." in texts[-1]
 
 
 def test_calls_choose_how_they_are_sampled(tokenizer):

@@ -28,20 +28,28 @@ SMALLEST_VOCABULARY = 256 + len(CONTROL_TOKENS) + len(TAG_TOKENS)
 # Append-only: what a message renders to does not depend on the messages after it, so a rollout may append token ids.
 # The tools' schema is cut down to names and types, which keeps the prompt of the one-tool demo under sixty tokens.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {%- set listed %}
+        {{- '<tools>' }}
+        {%- for tool in tools %}
+            {{- '\\n{"name": "' + tool.function.name + '", "arguments": {' }}
+            {%- for name, schema in tool.function.parameters.properties.items() %}
+                {{- '"' + name + '": "' + schema.type + '"' }}
+                {{- '' if loop.last else ', ' }}
+            {%- endfor %}
+            {{- '}}' }}
+        {%- endfor %}
+        {{- '\\n</tools>' }}
+    {%- endset %}
+    {%- if messages and messages[0].role != 'system' %}
+        {{- '<|im_start|>system\\n' + listed + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'system' %}
         {{- '<|im_start|>system\\n' + message.content }}
         {%- if tools and loop.first %}
-            {{- '\\n<tools>' }}
-            {%- for tool in tools %}
-                {{- '\\n{"name": "' + tool.function.name + '", "arguments": {' }}
-                {%- for name, schema in tool.function.parameters.properties.items() %}
-                    {{- '"' + name + '": "' + schema.type + '"' }}
-                    {{- '' if loop.last else ', ' }}
-                {%- endfor %}
-                {{- '}}' }}
-            {%- endfor %}
-            {{- '\\n</tools>' }}
+            {{- '\\n' + listed }}
         {%- endif %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == 'user' %}
