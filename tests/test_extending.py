@@ -20,6 +20,8 @@ from megatron_retool.algorithms.policy_loss import PolicyLossInputs
 from megatron_retool.config import Config, ToolsConfig, load_config
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.loop.checks import check_extensions
+from megatron_retool.monitor.logger import MetricLogger
+from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.registry import Need
 from sglang_rollout.agent.tool_call_formats import make_format
 from sglang_rollout.engine.base import GenerateRequest, make_engine
@@ -48,12 +50,21 @@ def load(directory: Path, *names: str) -> Config:
 
 def test_the_page_names_a_file_for_every_snippet() -> None:
     blocks = re.findall(r"```(?:python|yaml)\n", PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) == len(snippets()) == 21
+    assert len(blocks) == len(snippets()) == 23
 
 
 def test_every_snippet_passes_the_checks_before_a_run(outside: Path) -> None:
     check_extensions(load(outside, "data", "loss", "advantage", "reward", "tool", "format", "agent", "engine"))
     check_extensions(load(outside, "search"))
+
+
+def test_a_logger_writes_what_it_is_told(outside: Path) -> None:
+    config = load(outside, "logger")
+    check_loggers(config.trainer)
+    trainer = config.trainer
+    with MetricLogger(outside / "run", trainer.loggers, logger_kwargs=trainer.logger_kwargs) as log:
+        log.log(3, {"val-core/all/acc/mean@4": 0.5, "critic/rewards/mean": 1.0})
+    assert (outside / "run" / "lines.txt").read_text() == "3 val-core/all/acc/mean@4=0.5\n"
 
 
 def test_loss_and_advantage_get_what_they_need(outside: Path) -> None:
@@ -162,7 +173,7 @@ def test_a_wrong_target_ends_the_command_with_one_message(
     outside: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
     load(outside, "data", "loss", "advantage", "reward", "tool")
-    assert command_line.main(["train", "--config", "all.yaml", "model.path=none", override]) == 1
+    assert command_line.main(["train", "--config", "all.yaml", "model.path=not/fetched", override]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(said, printed) and "Traceback" not in printed and printed.startswith("error: ")
     assert not (outside / "runs").exists()

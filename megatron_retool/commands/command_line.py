@@ -7,6 +7,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -49,6 +50,20 @@ def parse(words: list[str]) -> tuple[Callable[[argparse.Namespace, Console], int
     return module.run, parser_of(command, module).parse_intermixed_args(rest)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest option for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage, the message and the nearest option, and exit with status 2."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        first = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+        if first is not None and message.startswith("unrecognized"):
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            nearest = difflib.get_close_matches(first, known, n=1)
+            message += f"; did you mean {nearest[0]}?" if nearest else f"; `{self.prog} --help` lists the options"
+        super().error(message)
+
+
 def parser_of(command: Command, module: ModuleType) -> argparse.ArgumentParser:
     """The command's parser, whose help ends with the settings that it reads and its exit statuses."""
     statuses: Mapping[int, str] = EXIT_STATUS | getattr(module, "EXIT_STATUS", {})
@@ -57,7 +72,7 @@ def parser_of(command: Command, module: ModuleType) -> argparse.ArgumentParser:
     if settings:
         epilog = f"settings that it reads (megatron_retool/config has their meaning):\n{settings_text(settings)}\n\n"
     epilog += "exit status:\n" + "\n".join(f"  {status:<4} {text}" for status, text in sorted(statuses.items()))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"{PROGRAM} {command.name}",
         description=module.__doc__,
         epilog=epilog,

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.config.model import check_model_path
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
+    if not config.demo.enable:
+        check_model_path(config.model.path)  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 

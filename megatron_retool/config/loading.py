@@ -108,7 +108,8 @@ def _read_override(override: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
     source = _source(override)
     if not equals:
-        raise ConfigError(f"{source} is not of the form dotted.key=value")
+        hint = f": did you mean --config {override}?" if override.endswith((".yaml", ".yml")) else ""
+        raise ConfigError(f"{source} is not of the form dotted.key=value{hint}")
     if "[" in key:
         raise ConfigError(f"{source}: a list is replaced as a whole: {key.partition('[')[0]}=[…]")
     if not _DOTTED_KEY.fullmatch(key):
@@ -163,7 +164,8 @@ def _anchored(node: Any, directory: Path) -> Any:
     working directory. So they mean the same in every process of the run, and in the configuration that it leaves
     behind."""
     if isinstance(node, dict):
-        return {key: _anchored(value, directory) for key, value in node.items()}
+        # Keys too: trainer.logger_kwargs is by the logger's name.
+        return {_anchored(key, directory): _anchored(value, directory) for key, value in node.items()}
     if isinstance(node, list):
         return [_anchored(value, directory) for value in node]
     match = _FILE_AND_OBJECT.fullmatch(node) if isinstance(node, str) else None

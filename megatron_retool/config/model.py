@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from conversion.model.family import load_families
 from megatron_retool.config.base import ConfigError
 from megatron_retool.registry import ExtensionError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -26,3 +31,23 @@ class ModelConfig:
             load_families(self.families)
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
+
+
+def check_model_path(path: str) -> None:
+    """Raise ConfigError if ``path`` is neither a directory nor a hub id that may be fetched.
+
+    A hub id is owner/name, where no directory of that owner's name is here, or one that is in the hub's cache.
+    """
+    given = Path(path).expanduser()
+    if not path or given.is_dir():
+        return
+    if given.exists():
+        raise ConfigError(f"model.path={path} is a file: give the directory of a Hugging Face model")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
+    if (cache.expanduser() / f"models--{path.replace('/', '--')}").is_dir():
+        return
+    if not _HUB_ID.fullmatch(path) or given.parent.is_dir():
+        raise ConfigError(
+            f"model.path={path}: there is no such directory: give the directory of a Hugging Face model, or a hub id "
+            "as owner/name"
+        )

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import Config
-from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers
+from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers, check_methods
 from megatron_retool.monitor.phases import VALIDATION_PREFIXES, Phase
 from megatron_retool.monitor.write_errors import WriteErrors
 from megatron_retool.runs.append_file import AppendFile
@@ -98,7 +98,9 @@ class MetricLogger:
         self._loggers: dict[str, Logger] = {}
         for name, make in bound.items():
             with self._tolerated(name):
-                self._loggers[name] = make(run)
+                made = make(run)
+                check_methods(make.label, made)  # a function may return anything
+                self._loggers[name] = made
 
     @classmethod
     def of_run(

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_retool.__main__ import main
 from megatron_retool.commands import COMMANDS, Command
-from megatron_retool.commands.command_line import parser_of
+from megatron_retool.commands.command_line import parse, parser_of
 from megatron_retool.commands.pipeline import quick_form
 from megatron_retool.commands.settings import settings_text
 from megatron_retool.config import Config, ConfigError, load_config
@@ -136,3 +136,24 @@ def test_a_short_form_has_the_same_stages_and_a_run_of_its_own(quick: Path) -> N
     assert [stage.name for stage in short.sft.stages] == [stage.name for stage in whole.sft.stages]
     assert short.trainer.total_steps <= 4
     assert short.trainer.total_steps % short.trainer.test_freq == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "--conifg", "a.yaml"], "unrecognized arguments: --conifg; did you mean --config?"),
+        (["plan", "--confg=a.yaml"], "--confg=a.yaml; did you mean --config?"),
+        (["chat", "runs/demo", "--sytem", "Be brief."], "did you mean --system?"),
+        (["train", "--zzz"], "`megatron-retool train --help` lists the options"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(words, hint, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["base.yaml", "configs/base.yml"])
+def test_a_configuration_without_its_option_is_told_the_option(name) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean --config {name}"):
+        load_config(None, [name])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.config.model import check_model_path
 from megatron_retool.loop.checks import check_extensions, check_model, check_run
 from tests.admission.variants import PHI_4_MINI
 
@@ -61,3 +62,24 @@ def test_compression_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="checkpoint_compression=zstd needs the Python package zstandard"):
         check_run(config)
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere", "./nowhere", "/no/such/model", "models/a/b", "here/nowhere", "~/no_such_model"]
+)
+def test_a_model_that_is_not_here_is_said_without_asking_a_hub(path, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        check_model_path(path)
+
+
+def test_hub_ids_and_models_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--gpt2").mkdir(parents=True)
+    for path in ("", "Qwen/Qwen2.5-7B-Instruct", "gpt2", str(MODEL)):
+        check_model_path(path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is a file"):
+        check_model_path("model.safetensors")

@@ -238,3 +238,45 @@ def test_trackio_goes_on_with_its_run(tmp_path, monkeypatch):
     assert {name for name, *_ in found} == {tmp_path.name}
     assert [row["val-core/all/acc/mean@4"] for _, _, row in found if "other" in row] == [0.5, 1.0]
     assert any("validation/samples" in row and "2+2?" in json.dumps(row) for *_, row in found)
+
+
+class Plain:
+    """Not derived from Logger, with one method of it."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def log(self, step, metrics):
+        pass
+
+
+class TakesTooMuch(Logger):
+    def log(self, step, metrics, epoch):
+        pass
+
+
+def plain_one(run):
+    return Plain(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Plain", "Plain: the logger has no path, log_samples, close: derive it from"),
+        ("TakesTooMuch", r"the method log must take \(self, step, metrics\)"),
+    ],
+)
+def test_a_class_that_is_no_logger_is_refused_before_anything_starts(name, words):
+    config = load_config(None, [f"trainer.loggers=[{__name__}:{name}]"])
+    with pytest.raises(ConfigError, match=words):
+        check_loggers(config.trainer)
+
+
+def test_a_function_that_makes_no_logger_ends_no_run(tmp_path):
+    name = f"{__name__}:plain_one"
+    check_loggers(load_config(None, [f"trainer.loggers=[{name}]"]).trainer)
+    console = Console(file=io.StringIO(), width=400)
+    with MetricLogger(tmp_path, [name], project="project", console=console) as log:
+        log.log(1, {"a": 1.0})
+        assert log._write_errors.count == 1
+    assert "the logger has no path" in console.file.getvalue()

@@ -11,6 +11,7 @@ while a run is under way is counted and printed, and ends nothing.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,10 @@ class LoggedRun:
             known[logger] = make()
             write_text(path, json.dumps(known, indent=1))
         return str(known[logger])
+
+
+_CALLED: Mapping[str, tuple[str, ...]] = {"log": ("step", "metrics"), "log_samples": ("step", "rows"), "close": ()}
+"""What a run calls of a logger, with the arguments by position."""
 
 
 class Logger:
@@ -135,4 +140,26 @@ def bind_loggers(
             bound[name] = loggers.bind(name, kwargs.get(name))
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
+        if isinstance(bound[name].object, type):
+            check_methods(bound[name].label, bound[name].object)
     return bound
+
+
+def check_methods(label: str, logger: Any) -> None:
+    """Raise ConfigError if ``logger``, a class or an instance of one, lacks what a run calls.
+
+    Args:
+        label: names the setting in the message.
+    """
+    cure = "derive it from megatron_retool.monitor.loggers.Logger (docs/extending.md#my-logger)"
+    lacking = [name for name in ("path", *_CALLED) if not hasattr(logger, name)]
+    if lacking:
+        raise ConfigError(f"{label}: the logger has no {', '.join(lacking)}: {cure}")
+    for name, arguments in _CALLED.items():
+        method = getattr(logger, name)
+        given = [None, *arguments] if isinstance(logger, type) else arguments
+        try:
+            inspect.signature(method).bind(*given)
+        except (TypeError, ValueError) as error:
+            takes = ", ".join(("self", *arguments))
+            raise ConfigError(f"{label}: the method {name} must take ({takes}): {error}") from error
