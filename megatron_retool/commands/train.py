@@ -15,6 +15,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
-    if not config.demo.enable:
+    if not (config.demo.enable and Path(config.demo.directory) in Path(config.model.path).parents):
         check_model_path(config.model.path)  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics

@@ -157,3 +157,13 @@ def test_an_unknown_option_names_the_nearest(words, hint, capsys) -> None:
 def test_a_configuration_without_its_option_is_told_the_option(name) -> None:
     with pytest.raises(ConfigError, match=f"did you mean --config {name}"):
         load_config(None, [name])
+
+
+def test_a_model_that_is_not_here_is_said_before_heavy_imports() -> None:
+    script = (
+        "import sys; from megatron_retool.__main__ import main; status = main(['train', 'model.path=nowhere']); "
+        "sys.exit(3 if 'torch' in sys.modules else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1, "the path was looked at after torch was imported"
+    assert "model.path=nowhere: there is no such directory" in done.stdout
