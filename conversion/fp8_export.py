@@ -77,7 +77,7 @@ def export_with_modelopt(
         raise ValueError("calibration holds no sample: activation scales cannot be set")
     if importlib.util.find_spec("modelopt") is None:
         raise RuntimeError("per-tensor FP8 and NVFP4 need nvidia-modelopt: pip install nvidia-modelopt")
-    with new_directory(Path(target), overwrite=overwrite) as temporary:
+    with new_directory(Path(target), sources=[Path(hf_dir)], overwrite=overwrite) as temporary:
         job = _ModeloptJob(Path(hf_dir), temporary, MODELOPT_FORMATS[scheme], tuple(tuple(ids) for ids in samples))
         # modelopt patches Megatron-Core and transformers where it is imported: that stays in a process of its own.
         run_alone(_run_modelopt, job)

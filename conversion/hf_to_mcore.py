@@ -40,7 +40,7 @@ import torch
 
 from conversion.files.block_fp8_checkpoint import FULL_PRECISION, BlockFP8Checkpoint, open_source
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
-from conversion.files.directory import COMPANIONS, REPORT_NAME, local_directory, new_directory
+from conversion.files.directory import COMPANIONS, REPORT_NAME, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
     HFCheckpoint,
@@ -149,12 +149,13 @@ def convert(
         HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit; nothing is written.
         DamagedError: a file of ``hf_dir`` is not what it was when it was written.
         ExtensionError: one of ``families`` cannot be used.
-        FileExistsError: ``mcore_dir`` exists and ``overwrite`` is not set.
+        FileExistsError: ``mcore_dir`` overlaps ``hf_dir`` or may not be replaced, see ``check_target``.
         VerificationError: the logits differ by more than ``tolerance``; nothing is left behind.
         OSError: too little room on the disk, or writing failed; nothing is left behind.
     """
     began = time.monotonic()
     hf_dir, mcore_dir = Path(hf_dir), Path(mcore_dir)
+    check_target(mcore_dir.absolute(), [hf_dir], overwrite=overwrite)
     with verified_meanwhile(hf_dir) if checksums else nullcontext(lambda wait: None) as check_source:
         architecture = Architecture.from_pretrained(hf_dir, families, dequantized=True)
         layout = layout or TargetLayout()
@@ -180,7 +181,9 @@ def convert(
             check_tokenizer(hf_dir)
 
         needed, records = _output_bytes(checkpoint, weight_map, dtype), dict[str, FileRecord]()
-        with new_directory(mcore_dir, overwrite=overwrite, needed_bytes=needed, records=records) as temporary:
+        with new_directory(
+            mcore_dir, sources=[hf_dir], overwrite=overwrite, needed_bytes=needed, records=records
+        ) as temporary:
             chunks = []
             count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()))
 

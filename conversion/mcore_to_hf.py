@@ -39,7 +39,7 @@ from torch import Tensor
 
 from conversion import fp8_export
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified_meanwhile
-from conversion.files.directory import COMPANIONS, local_directory, new_directory
+from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
     FileWriter,
@@ -116,6 +116,8 @@ def export(
     """
     began = time.monotonic()
     mcore_dir, hf_dir = checkpoint_directory(mcore_dir), Path(hf_dir)
+    sources = [mcore_dir, *([] if hf_config_dir is None else [Path(hf_config_dir)])]
+    check_target(hf_dir.absolute(), sources, overwrite=overwrite)
     with verified_meanwhile(mcore_dir, _is_read) if checksums else nullcontext(lambda wait: None) as check_source:
         companions = companion_directory(mcore_dir, hf_config_dir)
         architecture = Architecture.from_pretrained(companions, families)
@@ -140,7 +142,9 @@ def export(
             count(part)
 
         records: dict[str, FileRecord] = {}
-        with new_directory(hf_dir, overwrite=overwrite, needed_bytes=sum(sizes), records=records) as temporary:
+        with new_directory(
+            hf_dir, sources=sources, overwrite=overwrite, needed_bytes=sum(sizes), records=records
+        ) as temporary:
             parameters = _placed(mappings, groups, files)
             ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
             jobs = [

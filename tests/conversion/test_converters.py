@@ -185,7 +185,10 @@ def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Pa
     (target / "precious").touch()
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         convert(model_directory("llama"), target, workers=1)
+    with pytest.raises(FileExistsError, match="has no COMPLETE marker"):
+        convert(model_directory("llama"), target, workers=1, overwrite=True)
     assert (target / "precious").exists()
+    (target / "COMPLETE").touch()
     convert(model_directory("llama"), target, workers=1, overwrite=True)
     assert not (target / "precious").exists() and (target / "COMPLETE").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
