@@ -24,13 +24,15 @@ from megatron_retool.rewards.answers.expressions import (
     Structure,
     Symbol,
     Text,
+    integer,
     is_expression,
+    symbols_of,
 )
 from megatron_retool.rewards.answers.grammar import Grammar
 from megatron_retool.rewards.answers.spelling import spelled, without_spacing
 from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError, tokens
-from megatron_retool.rewards.answers.units import parse_unit, single
-from megatron_retool.rewards.answers.words import plain_words
+from megatron_retool.rewards.answers.units import is_letter_unit, parse_unit, single
+from megatron_retool.rewards.answers.words import is_plain_language, plain_words
 
 _RELATIONS = {
     **{"=": "=", "==": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "\\le": "<=", "\\ge": ">="},
@@ -303,15 +305,17 @@ class Reader:
         grammar = Grammar(slice_, self._units)
         read = grammar.sum()
         if grammar.token is not None and grammar.sees("\\pmod", "\\bmod", "\\mod"):
-            return Residue(_required(read), self._modulus(slice_[grammar.position + 1 :]))
+            return Residue(_required(read), self._modulus(grammar.tokens[grammar.position + 1 :]))
         token = grammar.token
         if token is not None and token.text == "mod":
-            return Residue(_required(read), self._modulus(slice_[grammar.position + 1 :]))
+            return Residue(_required(read), self._modulus(grammar.tokens[grammar.position + 1 :]))
         unit = None
         if token is not None:
             unit = parse_unit(grammar.unit_text()) if self._units else None
             if unit is None:
                 raise UnreadableError(f"unexpected {token.text}")
+            if not _is_surely_unit(read, grammar.tokens[grammar.position :]):
+                return self._without_units()._quantity(slice_) if currency is None else _no_unit(token)
         if currency is not None:
             money = single(currency)
             if unit is None:
@@ -324,6 +328,46 @@ class Reader:
 
     def _modulus(self, slice_: Sequence[Token]) -> Expression:
         return self._plain(slice_)
+
+
+def _no_unit(token: Token) -> Structure:
+    raise UnreadableError(f"{token.text} may be a variable")
+
+
+def _is_surely_unit(amount: Structure, unit: Sequence[Token]) -> bool:
+    """Can these tokens behind ``amount`` be nothing but a unit?
+
+    Words in \\text can. Plain letters could be variables: behind a plain number the usual ones are a unit, behind an
+    expression with variables only words of plain language are, and behind any other value (25 \\pi) longer ones too.
+    """
+    letters = [token.text for token in unit if token.kind == "word"]
+    if any(len(word) == 1 for word in letters) and not any(token.text == "\\circ" for token in unit):
+        longer = any(len(word) > 1 for word in letters)
+        return _is_plain_number(amount) and (longer or is_letter_unit(" ".join(token.text for token in unit)))
+    if not is_expression(amount) or symbols_of(_required(amount)):
+        return all(map(is_plain_language, letters))
+    return True
+
+
+def _is_plain_number(structure: Structure) -> bool:
+    """A number, a fraction or a mixed number of numbers, or one times a power of ten."""
+    if isinstance(structure, Number):
+        return True
+    if not isinstance(structure, Call):
+        return False
+    arguments = structure.arguments
+    if structure.function == "neg":
+        return _is_plain_number(arguments[0])
+    if structure.function == "div":
+        return all(isinstance(argument, Number) for argument in arguments)
+    if structure.function == "add":  # as a mixed number is read; 3 + 2 m is a sum
+        whole, part = arguments
+        return (
+            isinstance(whole, Number) and isinstance(part, Call) and part.function == "div" and _is_plain_number(part)
+        )
+    power = arguments[-1]
+    is_power = isinstance(power, Call) and power.function == "pow" and power.arguments[0] == integer(10)
+    return structure.function == "mul" and isinstance(arguments[0], Number) and is_power
 
 
 def _required(structure: Structure) -> Expression:

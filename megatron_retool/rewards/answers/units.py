@@ -115,8 +115,8 @@ _SHORTHANDS = {
     "mpg": "mile/gallon",
     "bpm": "beat/min",
 }
-# These letters are units only where they stand apart from the number: 2m is a product.
-_SINGLE_LETTERS = frozenset("mgshLKNJWV")
+# What letters without \\text mean where each could be a variable too. Any other product of letters is one of variables.
+_LETTER_UNITS = re.compile(r"[mgshLlKNJWV]|m \^ (?:\{ )?[23](?: \})?|m / s(?: \^ (?:\{ )?2(?: \})?)?")
 _ATOM = re.compile(r"[A-Za-z_]+|%")
 _PIECES = re.compile(r"[A-Za-z_]+|%|\^\s*\{?\s*-?\d\s*\}?|\d|/|\*|\S")
 
@@ -164,6 +164,8 @@ _TABLE = _table()
 def is_unit_word(word: str) -> bool:
     """May ``word`` begin a unit?"""
     lower = word.lower()
+    if len(word) == 1:
+        return word in _TABLE
     return word in _TABLE or lower in _TABLE or lower in _SCALES or lower in _SHORTHANDS or lower in _LEADING
 
 
@@ -172,7 +174,12 @@ _LEADING = {"square", "sq", "cubic", "cu", "per", "real", "distinct", "different
 
 def stands_alone(word: str) -> bool:
     """Is ``word`` a unit only where a space parts it from the number?"""
-    return word in _SINGLE_LETTERS or word == "in"
+    return len(word) == 1 or word in ("in", "mg")
+
+
+def is_letter_unit(text: str) -> bool:
+    """Is ``text``, pieces with a blank between them, one of the units that single letters may stand for: m, m / s?"""
+    return _LETTER_UNITS.fullmatch(text) is not None
 
 
 @lru_cache(maxsize=4096)
@@ -226,7 +233,7 @@ def parse_unit(text: str) -> Unit | None:
             scale *= last[0] ** (sign * extra)
             powers[last[1]] = powers.get(last[1], 0) + sign * extra
             continue
-        entry = _TABLE.get(piece) or _TABLE.get(lower)
+        entry = _TABLE.get(piece) or (_TABLE.get(lower) if len(piece) > 1 else None)
         if entry is None or not (_ATOM.fullmatch(piece)):
             return None
         if entry == last and entry[1] == PERCENT:

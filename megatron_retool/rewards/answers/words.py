@@ -55,6 +55,15 @@ def split_word(word: str) -> list[str]:
     return list(word)
 
 
+def is_plain_language(word: str) -> bool:
+    """Is a run of letters a word, which no variables side by side could be?"""
+    try:
+        split_word(word)
+    except UnreadableError:
+        return True
+    return False
+
+
 def _is_product(word: str) -> bool:
     """Three or four letters are variables if they read like no word: abc, xyz, nRT."""
     if len(word) > 4:
