@@ -90,7 +90,8 @@ def equivalent(prediction: str, truth: str) -> bool:
 
 _CHOICE = re.compile(r"\(?([A-J])\)?\Z")
 _CHOICE_WITH_CONTENT = re.compile(
-    r"(?:\\text ?\{ ?)?\(?([A-J])[):](?: ?\})? ?(?!.*(?:\b(?:or|and|not)\b|\b[A-J]\b)).+\Z"
+    r"(?:\\text ?\{ ?)?\(?([A-J])[):](?: ?\})? ?"
+    r"(?:A (?!is\b|are\b|was\b|also\b|or\b|and\b)(?=[a-z]))?(?!.*(?:\b(?:or|and|not)\b|\b[A-J]\b)).+\Z"
 )
 
 
@@ -207,6 +208,8 @@ class _Comparison:
             lenient: also take m + n = 73 for a statement of 73.
         """
         sides = list(relation.sides)
+        if all(isinstance(side, Number) for side in sides):
+            return None  # 1 = 1 states nothing
         if relation.operators[-1] == "~" and len(sides) > 1 and "~" not in relation.operators[:-1]:
             approximation = sides.pop()
             if sides and not is_name(sides[-1]) and not self._expressions.near(sides[-1], approximation):

@@ -12,8 +12,10 @@ import mpmath
 
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
+    PI,
     Call,
     Expression,
+    I,
     Number,
     Relation,
     Structure,
@@ -36,6 +38,8 @@ from megatron_retool.rewards.answers.values import (
 
 _TRIALS = 5
 _ROUNDED_DIGITS = 6
+# 3.14159 is what is written where \\pi is approximated.
+_ROUNDED_DIGITS_OF_PI = 8
 _LONG_DIGITS = 10
 _FLOAT_DIGITS = 15
 _FLOAT_ERROR = Fraction(1, 10**15)
@@ -118,6 +122,8 @@ class ExpressionEquality:
         if value is None:
             if self._same_at(left, right, {}):
                 return True
+            if _has(other, PI) and decimal.digits < _ROUNDED_DIGITS_OF_PI:
+                return False
             number, _ = self._at(other, {})
             if abs(mpmath.im(number)) > 1e-25:
                 return False
@@ -174,7 +180,7 @@ class ExpressionEquality:
 
 
 def _complex(one: Any, two: Any, left: Expression, right: Expression) -> bool:
-    return bool(mpmath.im(one) != 0 or mpmath.im(two) != 0) and not (_has_i(left) or _has_i(right))
+    return bool(mpmath.im(one) != 0 or mpmath.im(two) != 0) and not (_has(left, I) or _has(right, I))
 
 
 def _is_infinite(expression: Expression) -> bool:
@@ -194,10 +200,10 @@ def _alternates(expression: Expression) -> bool:
     return any(_alternates(argument) for argument in expression.arguments)
 
 
-def _has_i(expression: Expression) -> bool:
+def _has(expression: Expression, symbol: Symbol) -> bool:
     if isinstance(expression, Call):
-        return any(_has_i(argument) for argument in expression.arguments)
-    return expression == Symbol("i")
+        return any(_has(argument, symbol) for argument in expression.arguments)
+    return expression == symbol
 
 
 def _substituted(expression: Expression, point: dict[str, Fraction]) -> Expression:

@@ -34,7 +34,9 @@ def as_expression(structure: Structure) -> Expression:
 def simplified(structure: Structure) -> Structure:
     """With \\pm written out, and a single item in brackets as the item."""
     if isinstance(structure, (Call, Quantity, Relation)) and _has_sign_choice(structure):
-        return Listing((_with_sign(structure, 1), _with_sign(structure, -1)), "or")
+        # x differs from both, or is one of the two.
+        word = "and" if isinstance(structure, Relation) and "!=" in structure.operators else "or"
+        return Listing((_with_sign(structure, 1), _with_sign(structure, -1)), word)
     if isinstance(structure, (Listing, Collection)) and any(_has_sign_choice(item) for item in structure.items):
         items: list[Structure] = []
         for item in structure.items:

@@ -86,6 +86,10 @@ def _answer(text: str, commas: bool, units: bool) -> Structure:
     matrix = _MATRIX.match(text)
     if matrix:
         return _matrix(matrix[2], commas)
+    start = text.find("\\begin{")
+    scaled = _MATRIX.match(text, start) if start > 0 else None
+    if scaled:
+        return _scaled_matrix(text[:start], _matrix(scaled[2], commas), commas)
     constructor = _CONSTRUCTORS.match(text)
     if constructor:
         return _constructed(constructor[1], text[constructor.end() :].strip(), commas)
@@ -103,6 +107,15 @@ def _matrix(body: str, commas: bool) -> Matrix:
     if not rows or len({len(row) for row in rows}) != 1 or sum(map(len, rows)) > 4 * _MAX_ITEMS:
         raise UnreadableError("rows of different lengths")
     return Matrix(rows)
+
+
+def _scaled_matrix(factor: str, matrix: Matrix, commas: bool) -> Matrix:
+    """A matrix with a number or an expression in front, which multiplies each element."""
+    factor = re.sub(r"(?:\\cdot|\\times|\*)\s*\Z", "", factor.strip()).strip()
+    expression = integer(-1) if factor == "-" else Reader(commas, units=False).statement(tokens(factor, commas))
+    return Matrix(
+        tuple(tuple(Call("mul", (_required(expression), _required(item))) for item in row) for row in matrix.rows)
+    )
 
 
 def _constructed(name: str, rest: str, commas: bool) -> Structure:

@@ -65,8 +65,60 @@ _EMPTY_DELIMITER = re.compile(r"\\(?:left|right)\s*\.")
 _SPACING = re.compile(r"\\[,;:!> ]|~|\s")
 _UPRIGHT = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|cal|normal)|mbox|hbox|operatorname\*?|bm|boldsymbol|"
-    r"textsuperscript)\s*(?=\{)"
+    r"textsuperscript|rm|bf|it|sf|tt|emph)\s*(?=\{)"
 )
+_DRESS = re.compile(
+    r"\\(?:(?:text)?color(?:box)?\s*(?:\[\w+\])?\s*\{[^{}]*\}|[hv]?phantom\s*\{[^{}]*\}|[hvm]space\*?\s*\{[^{}]*\}|"
+    r"(?:kern|mkern|hskip|mskip)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm|mm)|(?:label|tag)\*?\s*\{[^{}]*\}|"
+    r"(?:tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge|scriptstyle|scriptscriptstyle|"
+    r"bfseries|itshape|rmfamily|sffamily|mathstrut|strut|nonumber|notag|newline|underline|uline|ensuremath|framebox|"
+    r"mathord|mathop|mathinner|mathbin|mathrel|smash|middle|nolimits)(?![A-Za-z]))"
+)
+"""What changes how an answer looks, with what belongs to it; what is dressed stays."""
+_SWITCHED_UPRIGHT = re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)\s+(?=[A-Za-z])")
+_OUTER_SPACE = re.compile(r"\A(?:\\[,;:!> ]|~|\s)+|(?:\\[,;:!> ]|~|\s|\\(?=\Z))+\Z")
+_NAMED_FUNCTION = re.compile(
+    r"\\(?:operatorname\*?|mathrm|text|rm)\s*\{\s*(lcm|gcd|max|min|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan)"
+    r"\s*\}(?=\s*(?:\\left)?[({\d\\^])"
+)
+_OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*?)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
+_BARE_OVER = re.compile(r"([^{}=,;<>]*?)\\over(?![A-Za-z])([^{}=,;<>\\]*)\Z")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))")
+_CHINESE = {
+    **{
+        "平方": " square ",
+        "立方": " cubic ",
+        "千米": " km ",
+        "公里": " km ",
+        "厘米": " cm ",
+        "毫米": " mm ",
+        "分米": " dm ",
+    },
+    **{
+        "米": " meters ",
+        "千克": " kg ",
+        "公斤": " kg ",
+        "克": " grams ",
+        "吨": " tons ",
+        "毫升": " ml ",
+        "升": " liters ",
+    },
+    **{"小时": " hours ", "分钟": " minutes ", "秒": " seconds ", "天": " days ", "周": " weeks ", "个月": " months "},
+    **{"年": " years ", "元": " yuan ", "度": " degrees ", "人": " people ", "岁": " years ", "公顷": " hectares "},
+    **{
+        "每": " per ",
+        "和": " and ",
+        "与": " and ",
+        "及": " and ",
+        "以及": " and ",
+        "且": " and ",
+        "或": " or ",
+        "或者": " or ",
+    },
+    **{"、": ",", "。": ".", "无解": "no solution", "答案是": "answer is ", "答案": "answer ", "答": "answer "},
+    **dict.fromkeys("个只名本支棵辆页张次种块件条头袋箱台把双组排朵颗匹座根盒瓶枚", " items "),
+}
+_CHINESE_WORDS = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
 _LOG_WITH_BASE = re.compile(r"(?<!\\)\blog(10|2)\(")
 _DEGREES = re.compile(r"(?<=\d)\s*\^(?:o(?![A-Za-z])|\{\s*o\s*\})")
 _EMPTY_TEXT = re.compile(r"\\text\s*\{[\s.]*\}")
@@ -90,14 +142,17 @@ def spelled(text: str) -> str:
     """``text`` with one spelling for each sign; spaces stay where they may matter."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run[0]) + "}", text)
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + "".join(_SUBSCRIPTS[sign] for sign in run[0]) + "}", text)
+    text = _CHINESE_WORDS.sub(lambda word: _CHINESE[word[0]], text)
     text = "".join(_character(sign) for sign in text)
-    text = text.replace("\\\\%", "\\%").strip()
+    text = _DRESS.sub(" ", text.replace("\\\\%", "\\%").replace("\\!,", ",\\!"))
+    text = _TIMES_TEN.sub(r"\\times ", _NAMED_FUNCTION.sub(r"\\\1 ", text))
+    text = _without_outer_space(text)
     text = _without_delimiters(text)
     lead = _LEAD.match(text)
     if lead:
         text = _without_delimiters(text[lead.end() :].strip())
     text = _EMPTY_DELIMITER.sub("", text)
-    text = _UPRIGHT.sub(r"\\text", text)
+    text = _UPRIGHT.sub(r"\\text", _SWITCHED_UPRIGHT.sub(r"\\text{", text))
     text = _COMMAND.sub(lambda command: _COMMANDS.get(command[1], command[0]) + _gap(command[1]), text)
     text = _LOG_WITH_BASE.sub(r"\\log_{\1}(", _DEGREES.sub(r"^\\circ", text.replace(f"\\text{{{DOLLAR}}}", DOLLAR)))
     text = _EMPTY_TEXT.sub(" ", _BOX.sub("", text))
@@ -105,6 +160,11 @@ def spelled(text: str) -> str:
     text = _PYTHON_NUMBER.sub("", text)
     text = _IMAGINARY_LITERAL.sub("i", text)
     text = _SYMPY_E.sub(r"\1e", _SYMPY_I.sub(r"\1i", text)) if _looks_like_python(text) else text
+    for _ in range(8):
+        text, replaced = _OVER.subn(r"\\frac{\1}{\2}", text)
+        if not replaced:
+            break
+    text = _BARE_OVER.sub(r"\\frac{\1}{\2}", text)
     text = _unwrapped(text.strip())
     choice = _CHOICE.match(text)
     if choice:
@@ -138,6 +198,10 @@ def _looks_like_python(text: str) -> bool:
     return "\\" not in text and ("*" in text or "(" in text or "+" in text or "-" in text)
 
 
+def _without_outer_space(text: str) -> str:
+    return _OUTER_SPACE.sub("", text)
+
+
 def _without_delimiters(text: str) -> str:
     text = text.strip()
     for mark in ("**", "__", "`", '"'):
@@ -148,7 +212,7 @@ def _without_delimiters(text: str) -> str:
         text = text[2:-2]
     if text.count("$") % 2:
         text = re.sub(r"\$(?=\s*[\d.])", DOLLAR, text, count=1)
-    text = text.replace("$", "").strip()
+    text = _without_outer_space(text.replace("$", ""))
     return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("..") else text
 
 
