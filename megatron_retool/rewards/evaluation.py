@@ -1,13 +1,16 @@
 """Evaluation metrics over n samples per prompt: mean@n, best@k, worst@k, maj@k and pass@k, by data source.
 
-For k in 2, 4, 8, ..., n the statistics are bootstrap estimates: draw k of a prompt's n samples with replacement, many
-times, and take the best, the worst, or the most frequent answer of each draw.  ``/mean`` averages over draws and
-prompts; ``/std`` is the standard deviation over draws, averaged over prompts (as verl reports it).  pass@k is the
+For k in 2, 4, 8, ..., n the statistics are of k draws of a prompt's n samples with replacement: the best, the worst, or
+the most frequent answer of them.  Best and worst are exact: with the samples sorted, the i-th of n is the best of k
+with probability (i^k - (i-1)^k) / n^k.  The most frequent answer is estimated from many draws, of each prompt's own.
+``/mean`` averages over draws and prompts; ``/std`` is the standard deviation over draws, averaged over prompts (as verl
+reports it).  pass@k is the
 unbiased estimator of arXiv:2107.03374, eq. 1, which draws without replacement.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,11 +83,10 @@ def evaluation_metrics(
     metrics: dict[str, float] = {}
     for source in sorted({row.data_source for row in rows}):
         samples = _SamplesByPrompt([row for row in rows if row.data_source == source])
-        draws = np.random.default_rng(seed).random((bootstrap_draws, samples.num_samples))
         core, auxiliary = f"val-core/{source}/acc/", f"val-aux/{source}/reward/"
-        metrics |= {core + name: value for name, value in _best_and_worst(samples, samples.accuracy, draws).items()}
-        metrics |= {auxiliary + name: value for name, value in _best_and_worst(samples, samples.reward, draws).items()}
-        metrics |= {core + name: value for name, value in _majority(samples, draws).items()}
+        metrics |= {core + name: value for name, value in _best_and_worst(samples, samples.accuracy).items()}
+        metrics |= {auxiliary + name: value for name, value in _best_and_worst(samples, samples.reward).items()}
+        metrics |= {core + name: value for name, value in _majority(samples, seed, bootstrap_draws).items()}
         metrics |= {core + name: value for name, value in _pass_at_k(samples).items()}
         metrics |= {f"val-aux/{source}/{name}": value for name, value in _extras(samples).items()}
     turns = np.array([row.num_turns for row in rows])
@@ -141,6 +143,7 @@ class _SamplesByPrompt:
         prompts: dict[Any, list[int]] = {}
         for i in order:
             prompts.setdefault(rows[i].prompt, []).append(i)
+        self.keys = [str(prompt) for prompt in prompts]
         self.counts = np.array([len(members) for members in prompts.values()])
         self.num_samples = int(self.counts.max())
         self.extras = [[rows[i].extras for i in members] for members in prompts.values()]
@@ -161,7 +164,7 @@ class _SamplesByPrompt:
         return [slice(start, start + size) for start in range(0, len(self.counts), size)]
 
 
-def _best_and_worst(samples: _SamplesByPrompt, values: FloatArray, draws: FloatArray) -> dict[str, float]:
+def _best_and_worst(samples: _SamplesByPrompt, values: FloatArray) -> dict[str, float]:
     n = samples.num_samples
     present = np.arange(n) < samples.counts[:, None]
     means = np.where(present, values, 0.0).sum(1) / samples.counts
@@ -170,23 +173,37 @@ def _best_and_worst(samples: _SamplesByPrompt, values: FloatArray, draws: FloatA
         deviations = np.where(present, values - means[:, None], 0.0)
         metrics[f"std@{n}"] = float(np.sqrt((deviations**2).sum(1) / samples.counts).mean())
     for k in sample_sizes(n):
-        columns: dict[str, list[FloatArray]] = {"best": [], "worst": []}
-        for chunk in samples.chunks(len(draws), k):
-            drawn = _drawn(values[chunk], samples.counts[chunk], draws[:, :k])
-            columns["best"].append(drawn.max(axis=2))
-            columns["worst"].append(drawn.min(axis=2))
-        for name, parts in columns.items():
-            metrics |= _bootstrap_summary(f"{name}@{k}", np.concatenate(parts))
+        for name, sign in (("best", 1.0), ("worst", -1.0)):
+            expected, spread = _of_extremes(sign * values, samples.counts, k)
+            metrics[f"{name}@{k}/mean"] = float(sign * expected.mean())
+            metrics[f"{name}@{k}/std"] = float(spread.mean())
     return metrics
 
 
+def _of_extremes(values: FloatArray, counts: npt.NDArray[np.int64], k: int) -> tuple[FloatArray, FloatArray]:
+    """Mean and standard deviation [P] of the largest of k draws, with replacement, of each row's first ``counts``.
+
+    Args:
+        values: float64 [P, n], each row filled from the left.
+    """
+    place = np.arange(1, values.shape[1] + 1)
+    # What is absent sorts behind everything and is never drawn.
+    ordered = np.sort(np.where(place <= counts[:, None], values, np.inf), axis=1)
+    ordered = np.where(place <= counts[:, None], ordered, 0.0)
+    reached = np.minimum(place / counts[:, None], 1.0) ** k
+    probability = np.diff(reached, axis=1, prepend=0.0)
+    mean = (probability * ordered).sum(axis=1)
+    variance = (probability * (ordered - mean[:, None]) ** 2).sum(axis=1)
+    return mean, np.sqrt(variance)
+
+
 def _drawn(values: FloatArray, counts: npt.NDArray[np.int64], draws: FloatArray) -> FloatArray:
-    """values [P, n] at ``draws`` [B, k], uniform numbers that become an index below each prompt's count: [P, B, k]."""
-    index = (draws[None] * counts[:, None, None]).astype(np.int64)
+    """values [P, n] at ``draws`` [P, B, k], uniform numbers that become an index below each prompt's count."""
+    index = (draws * counts[:, None, None]).astype(np.int64)
     return np.take_along_axis(values[:, None, :], index, axis=2)
 
 
-def _majority(samples: _SamplesByPrompt, draws: FloatArray) -> dict[str, float]:
+def _majority(samples: _SamplesByPrompt, seed: int, num_draws: int) -> dict[str, float]:
     if samples.num_samples < 2 or samples.answers.max() < 0:
         return {}
     candidates = np.arange(samples.answers.max() + 1)
@@ -196,9 +213,10 @@ def _majority(samples: _SamplesByPrompt, draws: FloatArray) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for k in sample_sizes(samples.num_samples):
         parts = []
-        for chunk in samples.chunks(len(draws), k + len(candidates)):
-            drawn = _drawn(samples.answers[chunk].astype(np.float64), samples.counts[chunk], draws[:, :k]).astype(int)
-            prompts, num_draws, _ = drawn.shape
+        for chunk in samples.chunks(num_draws, k + len(candidates)):
+            draws = np.stack([_draws_of(key, seed, num_draws, k) for key in samples.keys[chunk]])
+            drawn = _drawn(samples.answers[chunk].astype(np.float64), samples.counts[chunk], draws).astype(int)
+            prompts = len(drawn)
             # One histogram for all draws of all prompts; candidate 0 of the extended range collects "no answer".
             width = len(candidates) + 1
             cells = np.arange(prompts * num_draws)[:, None] * width + drawn.reshape(-1, k) + 1
@@ -210,6 +228,12 @@ def _majority(samples: _SamplesByPrompt, draws: FloatArray) -> dict[str, float]:
             parts.append((share * accuracy[chunk][:, None, :]).sum(axis=2))
         metrics |= _bootstrap_summary(f"maj@{k}", np.concatenate(parts))
     return metrics
+
+
+def _draws_of(prompt: str, seed: int, num_draws: int, k: int) -> FloatArray:
+    """Uniform numbers [B, k] of a prompt's own: errors of prompts that share their draws do not average out."""
+    own = int.from_bytes(hashlib.sha256(f"{seed} {k} {prompt}".encode()).digest()[:8], "big")
+    return np.random.default_rng(own).random((num_draws, k))
 
 
 def _bootstrap_summary(name: str, statistics: FloatArray) -> dict[str, float]:

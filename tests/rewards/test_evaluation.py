@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, product
 from math import comb
 
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.rewards.evaluation import EvaluationRecord, evaluation_metrics, pass_at_k, sample_sizes
+from megatron_retool.rewards.evaluation import EvaluationRecord, _draws_of, evaluation_metrics, pass_at_k, sample_sizes
 from megatron_retool.trajectory import FinishReason, Trajectory
 
 
@@ -55,16 +55,36 @@ def test_what_else_a_reward_function_returned_is_averaged_by_data_source():
     assert evaluation_metrics(rows[::-1]) == metrics
 
 
-def test_bootstrap_agrees_with_the_exact_expectation():
+def test_best_and_worst_are_exact():
     # One of 8 correct: best@k with replacement is 1 - (7/8)**k, worst@k is (1/8)**k.
-    metrics = evaluation_metrics(records([[1] + [0] * 7]), bootstrap_draws=20000)
+    metrics = evaluation_metrics(records([[1] + [0] * 7]), bootstrap_draws=1)
     for k in (2, 4, 8):
         expected = 1 - (7 / 8) ** k
-        assert metrics[f"val-core/aime_2025/acc/best@{k}/mean"] == pytest.approx(expected, abs=0.01)
+        assert metrics[f"val-core/aime_2025/acc/best@{k}/mean"] == pytest.approx(expected)
         deviation = (expected * (1 - expected)) ** 0.5
-        assert metrics[f"val-core/aime_2025/acc/best@{k}/std"] == pytest.approx(deviation, abs=0.01)
-        assert metrics[f"val-core/aime_2025/acc/worst@{k}/mean"] == pytest.approx((1 / 8) ** k, abs=0.01)
+        assert metrics[f"val-core/aime_2025/acc/best@{k}/std"] == pytest.approx(deviation)
+        assert metrics[f"val-core/aime_2025/acc/worst@{k}/mean"] == pytest.approx((1 / 8) ** k)
         assert metrics[f"val-core/aime_2025/acc/pass@{k}"] == pytest.approx(k / 8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_best_and_worst_equal_counting_all_draws(matrix):
+    metrics = evaluation_metrics(records(matrix))
+    for k in sample_sizes(max(map(len, matrix))):
+        for name, choose in (("best", max), ("worst", min)):
+            chosen = [[choose(draw) for draw in product(row, repeat=k)] for row in matrix]
+            prefix = f"val-core/aime_2025/acc/{name}@{k}/"
+            assert metrics[prefix + "mean"] == pytest.approx(np.mean([np.mean(row) for row in chosen]))
+            assert metrics[prefix + "std"] == pytest.approx(np.mean([np.std(row) for row in chosen]), abs=1e-7)
+
+
+def test_errors_of_majority_votes_average_out_over_prompts():
+    # Of 8 samples 5 agree on the right answer; 400 prompts of the same kind, with draws of their own.
+    predictions = [["1"] * 5 + ["0"] * 3] * 400
+    metrics = evaluation_metrics(records([[1] * 5 + [0] * 3] * 400, predictions), bootstrap_draws=100)
+    wins = sum(comb(8, i) * 5**i * 3 ** (8 - i) / 8**8 * (1 if i > 4 else 0.5) for i in range(4, 9))
+    assert metrics["val-core/aime_2025/acc/maj@8/mean"] == pytest.approx(wins, abs=0.008)
 
 
 @settings(deadline=None)
@@ -91,11 +111,11 @@ def test_majority_equals_a_loop():
     preds[0][:3] = [None] * 3
     accuracy = [[float(p == "1") for p in row] for row in preds]
     metrics = evaluation_metrics(records(accuracy, preds), seed=3, bootstrap_draws=50)
-    draws = np.random.default_rng(3).random((50, 8))
     values = []
-    for row in preds:
+    for prompt, row in enumerate(preds):
+        draws = _draws_of(str(prompt), 3, 50, 4)
         ordered = sorted(row, key=lambda p: (p == "1", p or ""))
-        for draw in draws[:, :4]:
+        for draw in draws:
             votes = [ordered[int(u * 8)] for u in draw]
             cast = [v for v in votes if v is not None]
             most = max((cast.count(v) for v in cast), default=0)
