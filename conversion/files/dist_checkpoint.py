@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -39,10 +38,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from conversion.files.checksums import FileRecord, what_to_do
+from conversion.files.dist_metadata import METADATA_NAME as METADATA_NAME
+from conversion.files.dist_metadata import read_metadata
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.weight_map import CheckpointPlace
 
-METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"
 FORMAT_NAME = "metadata.json"
 FORMAT = {
@@ -228,7 +228,7 @@ class DistCheckpoint:
             if not (self.directory / name).is_file():
                 raise DistCheckpointError(f"{directory} is no complete distributed checkpoint: {name} is missing")
         try:
-            metadata = FileSystemReader(self.directory).read_metadata()
+            metadata = read_metadata(self.directory)
         except Exception as error:  # unpickling damaged bytes raises anything
             what = f"{type(error).__name__}: {error}"
             raise DistCheckpointError(
@@ -243,6 +243,25 @@ class DistCheckpoint:
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._located: dict[tuple[str, tuple[int, ...]], tuple[Path, int] | None] = {}
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def check_objects(self) -> None:
+        """Read every object beside the tensors as data alone, so that readers which unpickle them later run nothing.
+
+        Raises:
+            DistCheckpointError: an object names what is more than data, or its file is missing or damaged.
+        """
+        for index, record in self._storage.items():
+            if index.fqn not in self.objects:
+                continue
+            path = self.directory / record.relative_path
+            try:
+                with open(path, "rb") as stream:
+                    torch.load(_plain_record(stream, record), map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+                raise DistCheckpointError(
+                    f"{path}: object {index.fqn[:80]} cannot be read as data ({_first_line(error)}): use a "
+                    "checkpoint whose origin you know"
+                ) from error
 
     def __contains__(self, place: CheckpointPlace) -> bool:
         return self._resolve(place) is not None
@@ -443,6 +462,10 @@ class DistCheckpoint:
             raise DistCheckpointError(
                 f"{path}: cannot read {key} at byte {record.offset}: {reason}. {what_to_do(self.directory)}"
             ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _plain_record(stream: Any, record: _StorageInfo) -> Any:

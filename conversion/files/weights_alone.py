@@ -15,11 +15,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.files.checksums import FileRecord, read_marker, write_marker
 from conversion.files.directory import COMPANIONS
 from conversion.files.dist_checkpoint import COMMON_NAME, FORMAT_NAME, METADATA_NAME, SHARDING_METADATA
+from conversion.files.dist_metadata import read_metadata
 from megatron_retool.runs.files import atomic_write
 
 WEIGHTS_PART = "weights_"
@@ -35,7 +35,7 @@ def link_weights(source: Path, target: Path) -> None:
         OSError: ``target`` cannot be written.
     """
     target.mkdir()
-    metadata = copy.copy(FileSystemReader(source).read_metadata())
+    metadata = copy.copy(read_metadata(source))
     metadata.storage_data = {
         index: place for index, place in metadata.storage_data.items() if WEIGHTS_PART in place.relative_path
     }

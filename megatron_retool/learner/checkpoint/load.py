@@ -157,6 +157,7 @@ def _load(state: ShardedState, directory: Path, checkpoint: DistCheckpoint) -> d
     if replicas.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)
     try:
+        checkpoint.check_objects()
         return dict(dist_checkpointing.load(state, str(directory), strategy))
     except Exception as error:
         raise CheckpointError(f"{directory} cannot be loaded: {explain(error)}") from error
