@@ -24,7 +24,7 @@ class DataConfig:
     shuffle: bool = True
     """Another order of the prompts in every epoch, drawn from trainer.seed."""
     deduplicate: bool = True
-    """Keep the first row of each distinct prompt (DAPO-Math-17k ships 1.79 M rows of about 17 k prompts)."""
+    """Of rows that are equal in every column, keep the first (DAPO-Math-17k has 1.79 M rows of about 17 k prompts)."""
     prompt_key: str = "prompt"
     """Column of the prompt: messages, or a question as text."""
     question_instruction: str = "Solve the problem step by step and put your final answer within \\boxed{}."

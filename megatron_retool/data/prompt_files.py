@@ -33,9 +33,10 @@ PROBLEM_COLUMNS = ("problem", "question")
 _BATCH_ROWS = 65536
 
 
-# A reader yields, for a stretch of rows: the prompts' keys for de-duplication, their answers, and a function that
-# builds the rows at given places. Only distinct rows are ever built: DAPO-Math-17k has a hundred copies of each.
-_Stretch = tuple[list[str], list[str], Any]
+# A reader yields, for a stretch of rows: texts that are equal where the prompts are, texts that are equal where all
+# other columns are, the answers, and a function that builds the rows at given places. Only distinct rows are ever
+# built: DAPO-Math-17k has a hundred copies of each.
+_Stretch = tuple[list[str], list[str], list[str], Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ReadCounts:
     rows: int = 0
     duplicates: int = 0
     conflicting_answers: int = 0
-    """Duplicates whose ground truth differs from the row that was kept."""
+    """Rows that are kept although an earlier one has the same prompt, with another ground truth."""
 
 
 def read_prompts(
@@ -69,13 +70,15 @@ def read_prompts(
         sources: paths (.parquet, .jsonl, .json) and ``reasoning_gym:`` specifications.
         prompt_key: the column of verl's layout that holds the prompt.
         instruction: added below questions of sources that hold bare questions.
-        deduplicate: keep the first row of each distinct prompt, over all sources together.
+        deduplicate: of rows that are equal in every column, keep the first, over all sources together. Rows of an
+            environment that share a prompt, and differ elsewhere, are different tasks.
 
     Raises:
         DataError: naming source, row and column.
     """
     counts = ReadCounts()
-    seen: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    answer_of: dict[str, str] = {}
     prompts: list[RawPrompt] = []
     for source in sources:
         reader = (
@@ -83,14 +86,14 @@ def read_prompts(
             if source.startswith(REASONING_GYM)
             else _read_file(source, prompt_key, instruction)
         )
-        for keys, answers, take in _named(source, reader):
+        for keys, others, answers, take in _named(source, reader):
             kept = []
-            for place, (key, answer) in enumerate(zip(keys, answers, strict=True)):
-                if deduplicate and key in seen:
+            for place, (key, other, answer) in enumerate(zip(keys, others, answers, strict=True)):
+                if deduplicate and (key, other) in seen:
                     counts.duplicates += 1
-                    counts.conflicting_answers += seen[key] != answer
                     continue
-                seen[key] = answer
+                seen.add((key, other))
+                counts.conflicting_answers += answer_of.setdefault(key, answer) != answer
                 kept.append(place)
             counts.rows += len(keys)
             with damage_named(source):
@@ -142,7 +145,7 @@ def _verl_rows(source: str, table: pa.Table, prompt_key: str, instruction: str) 
                 for place, row in zip(places, rows, strict=True)
             ]
 
-        yield keys, answers, take
+        yield keys, other_keys(batch, prompt_key), answers, take
         first += batch.num_rows
 
 
@@ -198,6 +201,26 @@ def prompt_keys(source: str, column: pa.Array, first: int, prompt_key: str) -> l
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
     texts = pc.binary_join_element_wise(roles.cast(pa.string()), contents.cast(pa.string()), "\x1f")
     return pc.binary_join(pa.ListArray.from_arrays(offsets, texts), "\x1e").to_pylist()
+
+
+def other_keys(batch: pa.RecordBatch, prompt_key: str) -> list[str]:
+    """A text for each row that is equal where all columns but the prompt's are equal."""
+    leaves = [batch.column(name) for name in sorted(batch.schema.names) if name != prompt_key]
+    while any(pa.types.is_struct(leaf.type) for leaf in leaves):
+        leaves = [part for leaf in leaves for part in (leaf.flatten() if pa.types.is_struct(leaf.type) else [leaf])]
+    texts = [_as_text(leaf) for leaf in leaves]
+    joined = pc.binary_join_element_wise(
+        *texts, pa.scalar("\x1f", pa.large_string()), null_handling="replace", null_replacement="\x00"
+    )
+    found: list[str] = joined.to_pylist()
+    return found
+
+
+def _as_text(leaf: pa.Array) -> pa.Array:
+    kind = leaf.type
+    if pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return leaf.cast(pa.large_string())
+    return pa.array([None if value is None else repr(value) for value in leaf.to_pylist()], pa.large_string())
 
 
 def ground_truth_of(source: str, number: int, reward_model: Any) -> Any:
@@ -275,8 +298,9 @@ def _competition_rows(
 ) -> Iterator[_Stretch]:
     rows = table.to_pylist()
     data_source = _competition_name(source)
-    prompts = []
+    prompts, others = [], []
     for number, row in enumerate(rows):
+        others.append(repr(sorted((name.lower(), str(value)) for name, value in row.items() if value is not None)))
         question, answer = row[problem], row[by_lower["answer"]]
         if not isinstance(question, str) or not question.strip():
             raise DataError(f"{source}, row {number}, column {problem!r}: the problem is missing or no text")
@@ -295,6 +319,7 @@ def _competition_rows(
         prompts.append(RawPrompt(source, number, name, messages, cell_text(answer), {"index": number, **extra}))
     yield (
         [prompt.messages[-1]["content"] for prompt in prompts],
+        others,
         [prompt.ground_truth for prompt in prompts],
         lambda places: [prompts[place] for place in places],
     )
@@ -351,6 +376,7 @@ def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
     ]
     yield (
         [prompt.messages[-1]["content"] for prompt in prompts],
+        [repr((prompt.data_source, prompt.ground_truth, prompt.extra_info["metadata"])) for prompt in prompts],
         [prompt.ground_truth for prompt in prompts],
         lambda places: [prompts[place] for place in places],
     )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,7 +38,7 @@ class PromptRow:
     ``prompt_ids`` are the chat-templated prompt's token ids up to and including the header that asks the assistant to
     speak: a rollout appends to them and never tokenises the prompt again. ``group_id`` counts the prompts handed out
     since the start of the run, so that a prompt drawn again in a later epoch opens a new group; ``uid`` names the
-    prompt itself.
+    row itself, by all that it says and, among equal ones, by its place.
     """
 
     prompt_ids: list[int]
@@ -62,9 +63,9 @@ class PromptCounts:
     def __str__(self) -> str:
         parts = [f"{self.kept} prompts of {self.rows} rows"]
         if self.duplicates:
-            parts.append(f"{self.duplicates} repeat an earlier prompt")
+            parts.append(f"{self.duplicates} repeat an earlier row")
         if self.conflicting_answers:
-            parts.append(f"{self.conflicting_answers} of these with another answer")
+            parts.append(f"{self.conflicting_answers} ask what an earlier one asks and have another answer")
         if self.overlong:
             parts.append(f"{self.overlong} over data.max_prompt_length")
         return ", ".join(parts)
@@ -90,7 +91,7 @@ class PromptSource:
         self._drawn = 0
         self._again: list[int] = []
         self._order: tuple[int, np.ndarray] | None = None
-        self._fingerprint = _fingerprint(self._rows)
+        self._fingerprint = _fingerprint([row.uid for row in self._rows])
         logger.info("training prompts: %s", self.counts)
 
     def __len__(self) -> int:
@@ -170,6 +171,7 @@ class PromptSource:
             DataError: the prompts, their seed or their shuffling are not the ones that the state was saved with, or it
                 is no position at all.
         """
+        self._take_rows_of(state.get("prompts"))
         current = self.state_dict()
         for key, setting in (("seed", "trainer.seed"), ("shuffle", "data.shuffle"), ("prompts", "data.train_files")):
             if state.get(key) != current[key]:
@@ -186,6 +188,18 @@ class PromptSource:
                 )
         assert isinstance(drawn, int) and isinstance(again, list)
         self._drawn, self._again = drawn, again
+
+    def _take_rows_of(self, fingerprint: Any) -> None:
+        """Where ``fingerprint`` is of a version that told rows by their messages, use the rows that it would have."""
+        if fingerprint == self._fingerprint:
+            return
+        first: dict[str, PromptRow] = {}
+        for row in self._rows:
+            first.setdefault(_digest(row.messages), row)
+        for rows in (self._rows, list(first.values())):
+            if fingerprint == _fingerprint([_digest(row.messages) for row in rows]):
+                self._rows, self._fingerprint, self._order = rows, str(fingerprint), None
+                return
 
     def _prompt(self, draw: int) -> PromptRow:
         epoch, place = divmod(draw, len(self._rows))
@@ -262,14 +276,17 @@ def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> t
     if not files:
         raise ConfigError(f"data.{key} is empty: name at least one file of prompts")
     raw, counts = _read(config, files)
-    rows = []
+    rows: list[PromptRow] = []
     overlong = 0
+    copies: Counter[str] = Counter()
     texts = _render_all(raw, tokenizer, tools)
     bound = TokenBound(tokenizer)
     fewest = [bound.fewest(text) if len(text) > 16 * config.max_prompt_length else 0 for text in texts]
     enormous = [least > config.max_prompt_length for least in fewest]
     tokenized = iter(tokenize(tokenizer, [text for text, skip in zip(texts, enormous, strict=True) if not skip]))
     for prompt, least, skip in zip(raw, fewest, enormous, strict=True):
+        said = _digest([prompt.data_source, prompt.messages, prompt.ground_truth, prompt.extra_info])
+        copies[said] += 1
         ids = [] if skip else next(tokenized)
         if skip or len(ids) > config.max_prompt_length:
             if config.overlong_prompts == "error":
@@ -284,7 +301,7 @@ def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> t
             PromptRow(
                 prompt_ids=ids,
                 group_id=-1,
-                uid=_uid(prompt.messages),
+                uid=said if copies[said] == 1 else _digest([said, copies[said]]),
                 data_source=prompt.data_source,
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
@@ -335,12 +352,12 @@ def _with_group(row: PromptRow, group_id: int) -> PromptRow:
     return PromptRow(row.prompt_ids, group_id, row.uid, row.data_source, row.ground_truth, row.extra_info, row.messages)
 
 
-def _uid(messages: list[dict[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+def _digest(said: Any) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _fingerprint(rows: Sequence[PromptRow]) -> str:
+def _fingerprint(uids: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for row in rows:
-        digest.update(row.uid.encode())
-    return f"{len(rows)}:{digest.hexdigest()[:16]}"
+    for uid in uids:
+        digest.update(uid.encode())
+    return f"{len(uids)}:{digest.hexdigest()[:16]}"

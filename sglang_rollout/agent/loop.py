@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import time
@@ -427,14 +428,19 @@ async def opened(tools: ToolCaller, state: TrajectoryState, max_wall_seconds: fl
 
 def row_of(state: TrajectoryState) -> dict[str, Any]:
     """The data's row as agents and environments see it: messages, data_source, ground_truth, uid, extra_info (what else
-    the row carries), group_id, index (of the rollout in its group) and seed."""
+    the row carries), group_id, index (of the rollout in its group) and seed (of the rollout's sampling; without
+    rollout.engine.random_seed a number of its own, which the row and the rollout's place fix)."""
+    seed = state.seed
+    if seed is None:
+        place = f"{state.extra_info.get('uid')}/{state.group_id}/{state.index}"
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
     return {
         "messages": [dict(message) for message in state.messages],
         **{name: state.extra_info.get(name) for name in ROW_NAMES},
         "extra_info": own_extra_info(state.extra_info),
         "group_id": state.group_id,
         "index": state.index,
-        "seed": state.seed,
+        "seed": seed,
     }
 
 

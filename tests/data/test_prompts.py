@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import hashlib
 import json
 import sys
 
@@ -13,8 +15,9 @@ import pytest
 from megatron_retool.config import ConfigError, DataConfig, ModelConfig
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prompt_files import read_prompts
-from megatron_retool.data.prompts import PromptSource, ValidationSet, evenly_drawn
+from megatron_retool.data.prompts import PromptRow, PromptSource, ValidationSet, evenly_drawn
 from megatron_retool.data.tokenizer import load_tokenizer
+from sglang_rollout.environments.base import seed_of
 from tools.loading import named_tool
 from tools.registry import ToolRegistry
 from tools.tool import Tool
@@ -38,6 +41,13 @@ class Toolbox:
 
 
 TOOLBOX = Toolbox()
+
+
+class AnyTools:
+    """No tools, whatever a row asks for."""
+
+    def schemas(self, extra_info):
+        return []
 
 
 def verl_row(question: str, answer: str = "1", **columns) -> dict:
@@ -177,12 +187,52 @@ def test_dapo_math_repeats_are_dropped_over_chunks_and_files(tmp_path, tokenizer
     second = write(tmp_path / "more.parquet", [verl_row("question 5", "5"), verl_row("new", "2")])
     source = PromptSource(data_config(first, second, shuffle=False), tokenizer, TOOLBOX, seed=0)
     counts = source.counts
-    assert (counts.rows, counts.duplicates, counts.conflicting_answers, counts.kept) == (70_002, 69_301, 1, 701)
-    batch = source.next_batch(701)
-    assert [row.ground_truth for row in batch] == [*map(str, range(700)), "2"]
+    assert (counts.rows, counts.duplicates, counts.conflicting_answers, counts.kept) == (70_002, 69_300, 1, 702)
+    batch = source.next_batch(702)
+    assert [row.ground_truth for row in batch] == [*map(str, range(700)), "other", "2"]
     assert batch[0].extra_info == {"index": "id-question 0", "ability": "MATH"}
     every, _ = read_prompts([second, second], deduplicate=False)
     assert [prompt.row for prompt in every] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("differ", ["ground_truth", "extra_info", "tools_kwargs", "data_source"])
+def test_rows_that_share_a_prompt_are_different_tasks(tmp_path, tokenizer, differ):
+    def row(number: int) -> dict:
+        found = {
+            "ground_truth": {"reward_model": {"ground_truth": str(number)}},
+            "extra_info": {"extra_info": {"index": number}},
+            "tools_kwargs": {"extra_info": {"tools_kwargs": json.dumps({"t": {"create_kwargs": {"n": number}}})}},
+            "data_source": {"data_source": f"maze/{number}"},
+        }[differ]
+        return verl_row("Play.", **{"extra_info": {"index": 0}, **found})
+
+    train = write(tmp_path / "t.parquet", [row(number) for number in (*range(20), 3)])
+    val = write(tmp_path / "v.parquet", [row(number) for number in range(100, 108)])
+    config = DataConfig(train_files=[train], val_files=[val], shuffle=False)
+    source, held_out = PromptSource(config, tokenizer, AnyTools(), 0), ValidationSet(config, tokenizer, AnyTools())
+    assert (len(source), source.counts.duplicates, len(held_out)) == (20, 1, 8)
+    seeds = {seed_of({"uid": each.uid}) for each in source.next_batch(20)}
+    assert len(seeds) == 20 and not seeds & {seed_of({"uid": each.uid}) for each in held_out}
+    every = PromptSource(dataclasses.replace(config, deduplicate=False), tokenizer, AnyTools(), 0)
+    assert len({each.uid for each in every.next_batch(21)}) == 21
+
+
+def test_a_position_of_a_version_that_told_rows_by_their_messages_goes_on(tmp_path, tokenizer):
+    def old_fingerprint(rows: list[PromptRow]) -> str:
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(hashlib.sha256(json.dumps(row.messages, sort_keys=True).encode()).hexdigest()[:16].encode())
+        return f"{len(rows)}:{digest.hexdigest()[:16]}"
+
+    rows = [verl_row(f"question {index}", str(index)) for index in range(9)]
+    config = data_config(write(tmp_path / "p.parquet", [*rows, verl_row("question 2", "other")]), shuffle=False)
+    source = PromptSource(config, tokenizer, TOOLBOX, seed=0)
+    first = source.next_batch(10)
+    for known in (first, first[:9]):
+        state = {"drawn": 3, "again": [], "seed": 0, "shuffle": False, "prompts": old_fingerprint(known)}
+        source.load_state_dict(state)
+        assert len(source) == len(known) and source.next_batch(2) == first[3:5]
+        source = PromptSource(config, tokenizer, TOOLBOX, seed=0)
 
 
 def test_dapo_math_with_bare_questions_and_json_columns(tmp_path):
