@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from megatron_retool.config import Config
 from megatron_retool.config.differences import changed_settings
+from megatron_retool.config.old_log_probs import expected_updates
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
@@ -87,7 +89,7 @@ def announce_start(config: Config, console: Console) -> None:
             "to resume from, set trainer.save_freq")  # fmt: skip
 
 
-def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, object]) -> int | None:
+def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any, Any]]) -> int | None:
     """Steps of the run; None where only the prompts, which are not read yet, tell."""
     if config.trainer.total_steps is not None:
         return config.trainer.total_steps
@@ -96,15 +98,35 @@ def _run_length(config: Config, resume: Checkpoint, changed: Mapping[str, object
     return int(resume.read("trainer_state.json").get("total_steps", 0)) or None
 
 
-def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, object]) -> Iterator[str]:
+def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     schedule = config.learner.optimizer.schedule
     if schedule != "constant" and any(key.startswith("trainer.total_") for key in changed):
         yield (
             f"learner.optimizer.schedule={schedule} ends at the new last step: the learning rate goes on where the new "
             f"schedule stands at step {resume.step + 1}, which is above or below where the old one was"
         )
+    now = expected_updates(config)
+    then = max(1, round(_before(config, changed, "data.train_batch_size") * _before(config, changed, "rollout.train.n")
+                        / _before(config, changed, "learner.mini_batch_size")))  # fmt: skip
+    if schedule != "constant" and then != now:
+        yield (
+            f"learner.optimizer.schedule={schedule} counts updates: a step has {now}, and had {then}. The learning "
+            f"rate goes on where a run with {now} a step has it after step {resume.step * then / now:.4g}, not step "
+            f"{resume.step}; learner.mini_batch_size={_mini_batch_size(config, then)} would keep {then} updates a step"
+        )
     if any(key in ("model.path", "model.mcore_path") for key in changed):
         yield "model.path and model.mcore_path name no weights for a run that goes on: its checkpoint has them"
+
+
+def _before(config: Config, changed: Mapping[str, tuple[Any, Any]], key: str) -> int:
+    """The setting's number before the resume."""
+    present: Any = functools.reduce(getattr, key.split("."), config)
+    return int(changed[key][0] if key in changed else present)
+
+
+def _mini_batch_size(config: Config, updates: int) -> int:
+    """The learner.mini_batch_size that cuts a step into so many updates."""
+    return max(1, round(config.data.train_batch_size * config.rollout.train.n / updates))
 
 
 def _shown(value: object) -> str:

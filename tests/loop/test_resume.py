@@ -87,6 +87,24 @@ def test_a_longer_run_goes_on_under_the_new_settings(run: Run) -> None:
     assert "name no weights for a run that goes on" in text
 
 
+@pytest.mark.parametrize("key", ["learner.mini_batch_size", "rollout.train.n", "data.train_batch_size"])
+def test_a_schedule_says_what_another_number_of_updates_does_to_it(run: Run, key: str) -> None:
+    sizes = {"data.train_batch_size": 16, "rollout.train.n": 4, "learner.mini_batch_size": 32}
+    before = {**sizes, "trainer.total_steps": 9, "learner.optimizer.schedule": "cosine"}
+    run.ran_as(before, steps=9)
+    _, text = run.asked({**before, key: 2 * sizes[key]})
+    now, after = (1, 6) if key == "learner.mini_batch_size" else (4, 1.5)
+    assert f"schedule=cosine counts updates: a step has {now}, and had 2. The learning rate" in text
+    assert f"after step {after}, not step 3" in text
+    assert f"learner.mini_batch_size={32 if now == 1 else 64} would keep 2 updates a step" in text
+    constant = {**before, "learner.optimizer.schedule": "constant"}
+    run.ran_as(constant, steps=9)
+    assert "counts updates" not in run.asked({**constant, key: 2 * sizes[key]})[1]
+    run.ran_as(before, steps=9)
+    same = {**before, "data.train_batch_size": 32, "learner.mini_batch_size": 64}
+    assert "counts updates" not in run.asked(same)[1]
+
+
 def test_nothing_is_said_where_nothing_changed(run: Run) -> None:
     run.ran_as({"trainer.total_steps": 5})
     assert run.asked({"trainer.total_steps": 5, "trainer.resume_mode": "resume_path"}) == (False, "")
