@@ -26,7 +26,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,14 @@ class Metrics:
             self.run_seconds.observe(result.seconds)
 
 
+class _Refused(Exception):
+    """A request's body is not read; ``status`` and ``outcome`` go into the answer."""
+
+    def __init__(self, status: int, message: str, outcome: Outcome = Outcome.INVALID_REQUEST) -> None:
+        super().__init__(message)
+        self.status, self.outcome = status, outcome
+
+
 class SandboxApplication:
     """The HTTP routes over a worker pool.
 
@@ -135,11 +143,15 @@ class SandboxApplication:
         """Create (memory_limit_MB) a session, run (session, code, run_timeout, print_last_expression) a cell in it,
         close (session) it. What an answer of ``run`` says of ``session_open`` holds for the next cell."""
         what, sessions = http_request.path.rpartition("/")[2], self._pool.sessions
+        result: Any
         try:
-            body = load_json(await http_request.read())
-            request = ExecutionRequest.from_json({"code": "", **body} if isinstance(body, dict) else body)
+            async with self._body(http_request) as data:
+                body = load_json(data)
+                request = ExecutionRequest.from_json({"code": "", **body} if isinstance(body, dict) else body)
+        except _Refused as refusal:
+            return self._refuse(refusal, ExecutionResult.to_json)
         except ValueError as error:
-            result: Any = ExecutionResult(Outcome.INVALID_REQUEST, message=str(error))
+            result = ExecutionResult(Outcome.INVALID_REQUEST, message=str(error))
             return web.json_response(result.to_json(), status=422)
         identifier = str(body.get("session"))
         if what == "create":
@@ -171,35 +183,47 @@ class SandboxApplication:
         from_json: Callable[[Any], ExecutionRequest],
         to_json: Callable[[ExecutionResult], dict[str, Any]],
     ) -> web.Response:
-        def refuse(status: int, message: str, outcome: Outcome = Outcome.INVALID_REQUEST) -> web.Response:
-            """An answer to a request whose body was not read."""
-            result = ExecutionResult(outcome, message=message)
-            self._metrics.record(result, 0.0)
-            headers = {"Retry-After": "1"} if outcome is Outcome.BUSY else {}
-            response = web.json_response(to_json(result), status=status, headers=headers)
-            response.force_close()
-            return response
+        try:
+            async with self._body(http_request) as body:
+                result, waited = await self._run(http_request, body, from_json)
+        except _Refused as refusal:
+            return self._refuse(refusal, to_json)
+        self._metrics.record(result, waited)
+        headers = {"Retry-After": "1"} if result.outcome is Outcome.BUSY else {}
+        return web.json_response(to_json(result), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
 
+    @contextlib.asynccontextmanager
+    async def _body(self, http_request: web.Request) -> AsyncIterator[bytes]:
+        """The request's body, whose bytes count as held for the length of the block.
+
+        Raises:
+            _Refused: it is too large, does not come in time, or has no room beside the others.
+        """
         size, largest = self._bodies.size(http_request), self._bodies.largest
         if size > largest:
-            return refuse(413, f"the body has {size} bytes; at most {largest} are taken (--max-body-mb)")
+            raise _Refused(413, f"the body has {size} bytes; at most {largest} are taken (--max-body-mb)")
         with self._bodies.held(size) as free:
             if not free:
-                return refuse(
-                    503, "too many bytes of other requests are held (--max-bodies-mb); try again", Outcome.BUSY
-                )
+                message = "too many bytes of other requests are held (--max-bodies-mb); try again"
+                raise _Refused(503, message, Outcome.BUSY)
             try:
                 async with asyncio.timeout(self._pool.settings.body_seconds):
                     body = await http_request.read()
             except TimeoutError:
                 seconds = self._pool.settings.body_seconds
-                return refuse(408, f"the body did not come within {seconds:g} s (--body-seconds)")
+                raise _Refused(408, f"the body did not come within {seconds:g} s (--body-seconds)") from None
             except web.HTTPRequestEntityTooLarge:
-                return refuse(413, f"the body has more than {largest} bytes (--max-body-mb)")
-            result, waited = await self._run(http_request, body, from_json)
-        self._metrics.record(result, waited)
-        headers = {"Retry-After": "1"} if result.outcome is Outcome.BUSY else {}
-        return web.json_response(to_json(result), status=_HTTP_STATUS.get(result.outcome, 200), headers=headers)
+                raise _Refused(413, f"the body has more than {largest} bytes (--max-body-mb)") from None
+            yield body
+
+    def _refuse(self, refusal: _Refused, to_json: Callable[[ExecutionResult], dict[str, Any]]) -> web.Response:
+        """The answer to a request whose body was not read."""
+        result = ExecutionResult(refusal.outcome, message=str(refusal))
+        self._metrics.record(result, 0.0)
+        headers = {"Retry-After": "1"} if refusal.outcome is Outcome.BUSY else {}
+        response = web.json_response(to_json(result), status=refusal.status, headers=headers)
+        response.force_close()
+        return response
 
     async def _run(
         self, http_request: web.Request, body: bytes, from_json: Callable[[Any], ExecutionRequest]

@@ -90,6 +90,22 @@ def test_bodies_that_nothing_can_read_are_refused_with_their_reason(server, body
     assert answer["message"].startswith(said) and len(answer["message"]) < 200
 
 
+@pytest.mark.parametrize("route", ["run_code", "run_jupyter", "session/create", "session/run", "session/close"])
+def test_every_route_bounds_a_body_before_reading_it(server, route):
+    def started(length: int) -> socket.socket:
+        return connect(server, headers(length).replace(b"/run_code", f"/{route}".encode()) + b'{"code": "')
+
+    def status(connection: socket.socket) -> bytes:
+        return connection.recv(65536).split(b" ")[1]
+
+    with started((2 << 20) + 1) as too_large:
+        assert status(too_large) == b"413"
+    with started((2 << 20) - 1), started((2 << 20) - 1) as slow, started(1000) as third:
+        assert status(third) == b"503"
+        assert status(slow) == b"408"
+    assert ran(server)
+
+
 def test_a_number_beyond_all_limits_is_brought_within_them(server):
     body = b'{"code": "print(1)", "memory_limit_MB": 1' + b"0" * 400 + b', "run_timeout": 1e300}'
     assert post(server, body)[1]["run_result"]["stdout"] == "1\n"
