@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 1 << 16
 _START_TIMEOUT_SECONDS = 180.0
+CHECK_SECONDS = 15.0
+"""After so long without a snippet that ran, the pool runs one of its own to see whether it still can."""
+_RECHECK_SECONDS = 1.0
+_PAGE_BYTES = 4096
+_STARTS = 3
 _ANSWER_GRACE_SECONDS = 20.0
 """How long after a snippet's time limit the worker's report may come."""
 _ENVIRONMENT = {
@@ -72,6 +77,13 @@ class WorkerPool:
         """What /health says about the isolation in force; filled by ``start``."""
         self.restarts = 0
         """Workers that died and were replaced."""
+        self.broken: str | None = None
+        """Why snippets cannot run, as a snippet of the pool's own has shown; None: they can."""
+        self._ran = 0.0
+        """When a snippet ran last."""
+        self._doubt = asyncio.Event()
+        """A snippet could not run."""
+        self._watch: asyncio.Task[None] | None = None
         self.sessions = Sessions(settings, self._begin_session)
         self._queue: FairQueue[_Worker] = FairQueue(settings.max_queue)
         self._workers: dict[int, _Worker] = {}
@@ -100,11 +112,23 @@ class WorkerPool:
         return self._queue.waiting
 
     async def start(self) -> None:
-        """Start warden and zygote and wait until the modules are imported.
+        """Start warden and zygote and wait until the modules are imported; once more where they are killed meanwhile.
 
         Raises:
             SandboxStartError: the isolation asked for is not available, or the zygote failed.
         """
+        for _ in range(_STARTS):
+            message = await self._start_warden()
+            if message:
+                break
+        if "ready" not in message:
+            raise SandboxStartError(message.get("error", "the zygote ended without a word"))
+        self.isolation = message["ready"]
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._check_itself())
+
+    async def _start_warden(self) -> dict:
+        """What the zygote says when it is ready or has failed; nothing where it was killed."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_reader, lifeline = os.pipe()
         warden = str(Path(__file__).with_name("warden.py"))
@@ -125,17 +149,18 @@ class WorkerPool:
             message = await asyncio.wait_for(self._receive_control(), _START_TIMEOUT_SECONDS)
         except TimeoutError:
             message = {"error": f"not ready after {_START_TIMEOUT_SECONDS:g} s"}
-        if "ready" not in message:
+        if "ready" in message:
+            asyncio.get_running_loop().add_reader(control.fileno(), self._on_control_closed)
+        else:
             await self._stop_warden()
-            raise SandboxStartError(message.get("error", "the zygote ended without a word"))
-        self.isolation = message["ready"]
-        asyncio.get_running_loop().add_reader(control.fileno(), self._on_control_closed)
+        return message
 
     async def close(self) -> None:
         """End all workers and snippets and wait until they are gone."""
         self._closing = True
-        if self._restart is not None:
-            self._restart.cancel()
+        for task in (self._watch, self._restart):
+            if task is not None:
+                task.cancel()
         await self.sessions.close_all()
         await self._stop_warden()
 
@@ -146,6 +171,10 @@ class WorkerPool:
             client: whose turn this request counts for in the queue.
         """
         arrived = time.monotonic()
+        room = self.settings.workspace_mb << 20
+        if sum(-(-len(content) // _PAGE_BYTES) * _PAGE_BYTES for content in request.files.values()) > room:
+            message = f"files: together they are larger than the workspace of {room} bytes (--workspace-mb)"
+            return ExecutionResult(Outcome.INVALID_REQUEST, message=message), 0.0
         own = tuple(f"{directory}/" for directory in self.isolation.get("own_directories", ()))
         for path in (*request.files, *request.fetch_files):
             if path.startswith("/") and not path.startswith(own):
@@ -157,7 +186,7 @@ class WorkerPool:
             waited = time.monotonic() - arrived
             return ExecutionResult(Outcome.BUSY, message=f"busy: {error}"), waited
         except (SandboxStartError, OSError) as error:
-            return ExecutionResult(Outcome.SANDBOX_ERROR, message=str(error)), time.monotonic() - arrived
+            return self._cannot_start(error), time.monotonic() - arrived
         waited = time.monotonic() - arrived
         # The worker outlives a client that hangs up, so its return to the queue must not depend on the caller.
         task = asyncio.ensure_future(self._run_on(worker, request))
@@ -166,6 +195,39 @@ class WorkerPool:
         except asyncio.CancelledError:
             _cancel(worker, worker.request_id)
             raise
+
+    def _cannot_start(self, error: Exception) -> ExecutionResult:
+        return ExecutionResult(Outcome.BUSY if self._closing else Outcome.SANDBOX_ERROR, message=str(error))
+
+    async def _check_itself(self) -> None:
+        """Run a snippet every now and then where no other shows that snippets run; start again where it cannot run."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._doubt.wait(), CHECK_SECONDS)
+            if not self._doubt.is_set() and self.broken is None and time.monotonic() - self._ran < CHECK_SECONDS:
+                continue
+            if self.busy_workers >= self.settings.workers and self.broken is None:
+                await asyncio.sleep(_RECHECK_SECONDS)
+                continue
+            self.broken = await self._trial() and await self._trial()
+            if self.broken is not None:
+                logger.error("snippets cannot run (%s): starting the workers again", self.broken)
+                with contextlib.suppress(SandboxStartError):
+                    await self._start_again_once()
+                self.broken = await self._trial()
+            self._doubt.clear()
+            await asyncio.sleep(_RECHECK_SECONDS)
+
+    async def _trial(self) -> str | None:
+        """Run a snippet: why it cannot run; None where it does, or where nobody can say on so busy a host."""
+        began = time.monotonic()
+        result, _ = await self.run(ExecutionRequest("print(6 * 7)", run_timeout=10.0))
+        if self._ran > began and result.outcome is not Outcome.FINISHED:
+            return None  # others run
+        if result.outcome is Outcome.SANDBOX_ERROR:
+            return result.message
+        wrong = result.outcome is Outcome.FINISHED and result.stdout != "42\n"
+        return f"a snippet ended with status {result.return_code}: {result.stderr[-200:]}" if wrong else None
 
     async def _begin_session(
         self, identifier: str, memory_limit_mb: int | None, client: str
@@ -179,7 +241,7 @@ class WorkerPool:
         except QueueFull as error:
             return ExecutionResult(Outcome.BUSY, message=f"busy: {error}")
         except (SandboxStartError, OSError) as error:
-            return ExecutionResult(Outcome.SANDBOX_ERROR, message=str(error))
+            return self._cannot_start(error)
         channel, theirs = socket.socketpair()
         channel.setblocking(False)
         try:
@@ -343,10 +405,14 @@ class WorkerPool:
     ) -> ExecutionResult:
         if answer["state"] in ("failed", "cancelled"):
             reason = answer.get("error") or "the client hung up"
+            if self._closing:
+                return ExecutionResult(Outcome.BUSY, message="the server stops")
             if answer["state"] == "failed":
+                self._doubt.set()
                 said = read_text(streams.stderr, 1000)[0].strip()
                 reason += f": {said}" if said else ""
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=reason, seconds=answer.get("seconds", 0.0))
+        self._ran = time.monotonic()
         settings = self.settings
         stream_limit = settings.workspace_mb << 20
         cells: tuple[CellResult, ...] = ()
@@ -405,6 +471,7 @@ class WorkerPool:
         self._forget_control()
         for worker in list(self._workers.values()):
             self._discard(worker, "all workers died")
+        self._doubt.set()
         if not self._closing:
             logger.error("the sandbox's zygote died; starting another")
             self._start_again_once()

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_retool.config import CodeInterpreterConfig
 
 
+_STARTS = 3
+_END_SECONDS = 40.0
+"""How long a server that is told to stop may take to end its workers."""
 CHECK_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 """Until the next try, where a server could not be started again."""
@@ -27,6 +30,10 @@ RETRY_SECONDS = 10.0
 
 class SandboxServerError(RuntimeError):
     """The server did not start; the message carries what it said."""
+
+
+class SandboxServerKilled(SandboxServerError):
+    """A signal ended the server before it was ready."""
 
 
 class SandboxServerProcess:
@@ -74,13 +81,19 @@ class SandboxServerProcess:
         return self._process.pid
 
     def start(self) -> str:
-        """Start the server, wait until it answers, and return its URL.
+        """Start the server, wait until it answers, and return its URL. One that is killed meanwhile is started again.
 
         A second start, after the server died, takes the same port again, so that clients find it.
 
         Raises:
             SandboxServerError: it ended or did not become ready in time.
         """
+        for _ in range(_STARTS - 1):
+            with contextlib.suppress(SandboxServerKilled):
+                return self._start_once()
+        return self._start_once()
+
+    def _start_once(self) -> str:
         if self._log_file is None:
             descriptor, name = tempfile.mkstemp(prefix="retool-sandbox-", suffix=".log")
             os.close(descriptor)
@@ -110,9 +123,15 @@ class SandboxServerProcess:
                 answered = bool(selector.select(self._start_timeout))
             port = os.read(reader, 16) if answered else b""
             if not port:
+                code = None
+                if answered:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = self._process.wait(_END_SECONDS)
                 said = log_file.read_bytes()[start_of_log:][-2000:].decode(errors="replace").strip()
                 how = "ended" if answered else f"was not ready after {self._start_timeout:g} s"
-                raise SandboxServerError(f"the sandbox server {how}: {said or 'no output'}")
+                # One that was told to stop ends with 0; a start that cannot succeed ends with 1 and a reason.
+                kind = SandboxServerKilled if code is not None and code <= 0 else SandboxServerError
+                raise kind(f"the sandbox server {how}: {said or 'no output'}")
         except BaseException:
             self.stop()
             raise

@@ -241,13 +241,16 @@ class SandboxApplication:
             return ExecutionResult(Outcome.SANDBOX_ERROR, message=f"{type(error).__name__}: {error}"), 0.0
 
     async def ping(self, _: web.Request) -> web.Response:
+        if self._pool.broken is not None:
+            return web.json_response(f"broken: {self._pool.broken}", status=503)
         return web.json_response("pong")
 
     async def health(self, _: web.Request) -> web.Response:
         pool = self._pool
         weak = pool.isolation.get("isolation") == "rlimits"
         body = {
-            "status": "down" if not pool.is_up else "degraded" if weak else "ok",
+            "status": "down" if not pool.is_up else "broken" if pool.broken else "degraded" if weak else "ok",
+            "broken": pool.broken,
             **pool.isolation,
             "workers": {
                 "limit": pool.settings.workers,

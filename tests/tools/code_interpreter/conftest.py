@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 import uuid
@@ -59,6 +60,11 @@ class Sandbox:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self.process.url}{path}", timeout=10) as response:
             return response.read().decode()
+
+    def scratch_directories(self) -> list[Path]:
+        """Of the server; one without rights lies in /tmp where the tests' own temporary directory is closed to it."""
+        places = {Path(tempfile.gettempdir()), Path("/tmp")}
+        return [path for place in places for path in place.glob(f"retool-sandbox-{self.process.pid}-*")]
 
     def check_alive(self) -> None:
         """The server answers, and answers right."""

@@ -178,5 +178,5 @@ def test_snippet_that_nests_directories_as_deep_as_it_can(isolation: str) -> Non
         assert result.outcome is not Outcome.SANDBOX_ERROR, result
         assert time.monotonic() - began < 15
         sandbox.check_alive()
-        scratch = f"retool-sandbox-{sandbox.process.pid}-*/worker-0/*"
-        until(lambda: not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(scratch)), 60)
+        (scratch,) = sandbox.scratch_directories()
+        until(lambda: not list(scratch.glob("worker-0/*")), 60)
