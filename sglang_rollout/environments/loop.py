@@ -237,8 +237,8 @@ class EnvironmentLoop(AgentLoop):
         text = self.tokenizer.decode(list(visible), skip_special_tokens=False)
         # As the built-in loop: what ends otherwise than a turn of the template is no call.
         ended = bool(ids) and ids[-1] == self.glue.end_of_turn_id
-        calls = parsed_calls(self.format, text, lambda: episode.validators) if ended else []
-        written = [_typed(call, episode) for call in calls]
+        parsed = parsed_calls(self.format, text, lambda: episode.validators) if ended else []
+        written = [_typed(call, episode) for call in parsed]
         refusals = [
             ToolResult("bad_arguments", call.error)
             if call.error
