@@ -7,7 +7,7 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -39,6 +39,7 @@ class NamedTool:
     Attributes:
         label: the setting that it comes from.
         takes: names of tools_kwargs that its methods take, None for any.
+        timeout_seconds: of a call; None: it has a limit of its own.
     """
 
     label: str
@@ -49,6 +50,7 @@ class NamedTool:
     takes: Mapping[str, frozenset[str] | None]
     takes_session: bool
     stateful: bool
+    timeout_seconds: float | None = None
 
 
 def make_tools(
@@ -107,7 +109,10 @@ def make_tools(
             raise ExtensionError(
                 f"{label}: {type(each).__name__} is no tool: derive the class from tools.tool.Tool, or name a function"
             )
-    return [named_tool(each, entry.name, label) for each in (tool if several else [tool])]
+    seconds = None if entry.tool in BUILT_IN else entry.timeout_seconds
+    return [
+        replace(named_tool(each, entry.name, label), timeout_seconds=seconds) for each in (tool if several else [tool])
+    ]
 
 
 def _makes_a_tool(found: Any) -> bool:

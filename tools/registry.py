@@ -58,6 +58,8 @@ class ToolRegistry:
             self._tools[named.name] = named
         self._measured: dict[str, list[float]] = {}
         self._events: Counter[str] = Counter()
+        self._reported: set[tuple[str, str]] = set()
+        self._failures: Counter[tuple[str, str]] = Counter()
 
     @classmethod
     def from_config(
@@ -131,12 +133,24 @@ class ToolRegistry:
         """Count something that happened, for ``take_metrics``."""
         self._events[event] += 1
 
+    def report(self, name: str, error: Exception) -> None:
+        """Log what tool ``name`` raised: the first time with its traceback, then as a count in ``take_metrics``."""
+        kind = (name, type(error).__name__)
+        if kind in self._reported:
+            self._failures[kind] += 1
+        else:
+            self._reported.add(kind)
+            logger.error("tool %s failed", name, exc_info=error)
+
     def take_metrics(self) -> dict[str, float]:
         """What the tools counted since the last call."""
         metrics = {name: sum(values) / len(values) for name, values in self._measured.items()}
         metrics |= {name: float(count) for name, count in self._events.items()}
         self._measured.clear()
         self._events.clear()
+        for (name, kind), count in self._failures.items():
+            logger.warning("tool %s failed %d more times with %s; see its first traceback above", name, count, kind)
+        self._failures.clear()
         for named in self._tools.values():
             for metric, value in named.tool.take_metrics().items():
                 # Two tools may share a client, which counts for both and tells the first that asks.
@@ -282,7 +296,8 @@ class TrajectoryTools:
             given["session"] = self._sessions.get(named.name)
         started = time.monotonic()
         try:
-            result = await run_method(named.tool.call, arguments, **given)
+            async with asyncio.timeout(named.timeout_seconds) as limit:
+                result = await run_method(named.tool.call, arguments, **given)
             if isinstance(result, str):
                 result = ToolResult("ok", result)
             if not isinstance(result, ToolResult):
@@ -291,8 +306,13 @@ class TrajectoryTools:
                 raise TypeError(f"call returned a ToolResult whose text is {result.text!r:.60}")
             measured = {f"tool/{named.name}/{metric}": float(value) for metric, value in result.metrics.items()}
         except Exception as error:
-            logger.exception("tool %s failed", named.name)
-            result, measured = ToolResult("error", f"Error: the tool failed: {type(error).__name__}"), {}
+            measured = {}
+            if isinstance(error, TimeoutError) and limit.expired():
+                seconds = named.timeout_seconds
+                result = ToolResult("timeout", f"Error: {named.name} did not answer within {seconds:g} s")
+            else:
+                self._registry.report(named.name, error)
+                result = ToolResult("error", f"Error: the tool failed: {type(error).__name__}")
         for metric, value in measured.items():
             self._registry.record(metric, value)
         return result if result.seconds else dataclasses.replace(result, seconds=time.monotonic() - started)

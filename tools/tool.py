@@ -20,15 +20,19 @@ own; ``TrajectoryInfo.earlier_calls`` says what the trajectory has called before
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
-_THREADS = ThreadPoolExecutor(64, thread_name_prefix="tool")
-"""For tools that are not asynchronous. asyncio's own pool is as small as the machine has cores."""
+MOST_THREADS = 64
+"""Calls of one tool that is not asynchronous, at the same time. Further ones wait."""
+MOST_HANGING = 64
+"""Calls of one tool that were given up and still run. From then on its calls fail at once."""
 
 STATUSES = ("ok", "error", "timeout", "unknown_tool", "bad_arguments")
 
@@ -148,7 +152,76 @@ async def run_method(method: Callable[..., Any], *arguments: Any, **keywords: An
         except SystemExit as error:
             raise RuntimeError(repr(error)) from error
     call = functools.partial(_called, method, *arguments, **keywords)
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    return await _threads_of(getattr(method, "__self__", method)).run(call)
+
+
+class _Threads:
+    """The threads of one tool. A call that is given up leaves its thread, and the next one gets a fresh one."""
+
+    def __init__(self) -> None:
+        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._hanging = 0
+        self._lock = threading.Lock()
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        async with self._free.setdefault(loop, asyncio.Semaphore(MOST_THREADS)):
+            if self._hanging >= MOST_HANGING:
+                raise RuntimeError(f"{self._hanging} earlier calls of it hang")
+            answered: asyncio.Future[Any] = loop.create_future()
+            work = _Work(call, loop, answered)
+            threading.Thread(target=work.run, args=(self._ended,), name="tool", daemon=True).start()
+            try:
+                return await answered
+            finally:
+                with self._lock:
+                    if not work.ended:
+                        work.given_up = True
+                        self._hanging += 1
+
+    def _ended(self, work: _Work) -> None:
+        with self._lock:
+            work.ended = True
+            if work.given_up:
+                self._hanging -= 1
+
+
+class _Work:
+    """One call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any], loop: asyncio.AbstractEventLoop, answered: asyncio.Future[Any]) -> None:
+        self._call, self._loop, self._answered = call, loop, answered
+        self.ended = self.given_up = False
+
+    def run(self, ended: Callable[[_Work], None]) -> None:
+        result, error = None, None
+        try:
+            result = self._call()
+        except BaseException as raised:
+            error = raised
+        ended(self)
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            self._loop.call_soon_threadsafe(self._answer, result, error)
+
+    def _answer(self, result: Any, error: BaseException | None) -> None:
+        if self._answered.done():
+            return
+        if error is None:
+            self._answered.set_result(result)
+        else:
+            self._answered.set_exception(error)
+
+
+_TOOLS: WeakKeyDictionary[Any, _Threads] = WeakKeyDictionary()
+_OTHERS = _Threads()
+"""Of what cannot be a key."""
+
+
+def _threads_of(owner: Any) -> _Threads:
+    try:
+        return _TOOLS.setdefault(owner, _Threads())
+    except TypeError:
+        return _OTHERS
 
 
 def _called(method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -41,6 +41,8 @@ class ToolEntry:
     """How the policy calls it; None: by the tool's own name."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the tool; a built-in's replace those of its section (tools.search, …) for this entry."""
+    timeout_seconds: float = 600.0
+    """Longest call of a tool of one's own, in seconds; built-in tools have limits in their settings."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,21 @@ def tool_entries(tools: Sequence[Any]) -> list[ToolEntry]:
         given = {"tool": item} if isinstance(item, str) else item
         if not isinstance(given, Mapping) or not isinstance(given.get("tool"), str):
             raise ConfigError(f"{key}={item!r} must be a name, or a mapping {{tool: <name>, kwargs: {{…}}}}")
-        unknown = sorted(set(given) - {"tool", "name", "kwargs"}, key=str)
+        unknown = sorted(set(given) - {"tool", "name", "kwargs", "timeout_seconds"}, key=str)
         if unknown:
-            raise ConfigError(f"{key}.{unknown[0]} is unknown: the keys are tool, name and kwargs; settings are kwargs")
+            raise ConfigError(
+                f"{key}.{unknown[0]} is unknown: the keys are tool, name and kwargs, where settings stand, and "
+                "timeout_seconds of a tool of your own"
+            )
         name, kwargs = given.get("name"), given.get("kwargs") or {}
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigError(f"{key}.name={name!r} must be text")
         if not isinstance(kwargs, Mapping) or not all(isinstance(each, str) for each in kwargs):
             raise ConfigError(f"{key}.kwargs={kwargs!r} must be a mapping of settings")
-        entries.append(ToolEntry(given["tool"], name, dict(kwargs)))
+        seconds = given.get("timeout_seconds", ToolEntry.timeout_seconds)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= 86400:
+            raise ConfigError(f"{key}.timeout_seconds={seconds!r} must be a number of seconds above 0, at most 86400")
+        entries.append(ToolEntry(given["tool"], name, dict(kwargs), float(seconds)))
     return entries
 
 

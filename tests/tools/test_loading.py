@@ -222,3 +222,10 @@ def test_a_wrong_tool_is_one_message(own: str, tmp_path: Path, target: str, kwar
 def test_two_tools_of_one_name(own: str) -> None:
     with pytest.raises(ConfigError, match=r"tools\[1\]=.* and .*tools\[0\]=.* have the same name 'own'.*own_2"):
         make(f"{own}:Own", f"{own}:Own")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "10", float("nan"), 1e9])
+def test_a_time_limit_that_is_none_is_refused(own: str, seconds: object) -> None:
+    entry = {"tool": f"{own}:Own", "timeout_seconds": seconds}
+    with pytest.raises(ConfigError, match=r"tools\[0\].timeout_seconds=.* must be a number of seconds above 0"):
+        check_tools(Config(rollout=RolloutConfig(multi_turn=MultiTurnConfig(tools=[entry]))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from tools.code_interpreter.client import CodeInterpreterClient
 from tools.code_interpreter.process import SandboxServerProcess
 from tools.code_interpreter.protocol import ExecutionResult, Outcome
 from tools.code_interpreter.tool import describe
+from tools.function_tool import FunctionTool
+from tools.loading import named_tool
 from tools.registry import ToolRegistry
-from tools.tool import STATUSES, ToolResult, TrajectoryInfo, shorten_middle
+from tools.tool import MOST_HANGING, STATUSES, ToolResult, TrajectoryInfo, shorten_middle
 
 CONFIG = CodeInterpreterConfig(workers=2, preimport=["math"], run_timeout_seconds=0.5, error_style="last_line")
 
@@ -146,3 +149,43 @@ def test_schemas_are_openai_functions(url: str, tmp_path: Path) -> None:
 def test_a_built_in_that_lacks_a_setting(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ToolRegistry.from_config(ToolsConfig(), names)
+
+
+def test_a_tool_that_hangs_keeps_no_other_tool_waiting_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def hang(query: str) -> str:
+        """Hang.
+
+        Args:
+            query: Anything.
+        """
+        release.wait(60)
+        return "late"
+
+    def quick(query: str) -> str:
+        """Answer.
+
+        Args:
+            query: Anything.
+        """
+        return query
+
+    async def scenario() -> tuple[set[str], ToolResult, ToolResult, ToolResult]:
+        hanging = dataclasses.replace(named_tool(FunctionTool(hang)), timeout_seconds=0.3)
+        registry = ToolRegistry([hanging, named_tool(FunctionTool(quick))])
+        tools = await registry.open(TrajectoryInfo(0, 0))
+        late = await asyncio.gather(*(tools.call("hang", {"query": "x"}) for _ in range(MOST_HANGING)))
+        other = await asyncio.wait_for(tools.call("quick", {"query": "x"}), 5)
+        refused = [await tools.call("hang", {"query": "x"}) for _ in range(3)][-1]
+        registry.take_metrics()
+        release.set()
+        while (again := await tools.call("hang", {"query": "x"})).status != "ok":
+            await asyncio.sleep(0.01)
+        return {f"{each.status}: {each.text}" for each in late}, other, refused, again
+
+    late, other, refused, again = asyncio.run(scenario())
+    assert late == {"timeout: Error: hang did not answer within 0.3 s"}
+    assert (other.status, other.text, refused.status, again.text) == ("ok", "x", "error", "late")
+    assert caplog.text.count("Traceback") == 1 and "64 earlier calls of it hang" in caplog.text
+    assert "tool hang failed 2 more times with RuntimeError" in caplog.text
