@@ -35,7 +35,7 @@ from megatron_retool.routed_experts import (
     to_stored,
 )
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import load_json, without_surrogates
+from megatron_retool.untrusted import load_own_json, without_surrogates
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -437,11 +437,11 @@ def read_trajectories(path: str | Path, *, routed_experts: bool = True) -> list[
     for number, (row, stored) in enumerate(zip(table.to_pylist(), experts, strict=True)):
         with damage_named(f"{path}, row {number}"):
             row["finish_reason"] = FinishReason(row["finish_reason"])
-            row["reward_info"], row["extra_info"] = load_json(row["reward_info"]), load_json(row["extra_info"])
-            row["tool_calls"] = [ToolCall(**call) for call in load_json(row["tool_calls"])]
+            row["reward_info"], row["extra_info"] = load_own_json(row["reward_info"]), load_own_json(row["extra_info"])
+            row["tool_calls"] = [ToolCall(**call) for call in load_own_json(row["tool_calls"])]
             row["routed_experts"] = from_stored(stored)
             timing = row.pop("timing", None)
-            row["timing"] = None if timing is None else RolloutTiming(**load_json(timing))
+            row["timing"] = None if timing is None else RolloutTiming(**load_own_json(timing))
             trajectories.append(Trajectory(**row))
     return trajectories
 

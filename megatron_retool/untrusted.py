@@ -11,6 +11,8 @@ from typing import Any
 
 MOST_LEVELS = 64
 """Of lists and mappings within each other."""
+_LEVELS_AROUND = 8
+"""Of lists and mappings that this project's own files put around others' values."""
 
 
 def without_surrogates(text: str) -> str:
@@ -24,19 +26,34 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def load_json(text: str | bytes, *, strict: bool = True) -> Any:
+def load_json(text: str | bytes, *, strict: bool = True, finite: bool = True) -> Any:
     """The value in ``text``.
 
     Args:
         strict: refuse control characters within strings.
+        finite: refuse NaN, Infinity and what is beyond the range of a float.
 
     Raises:
         ValueError: it is no JSON or no UTF-8, nested deeper than ``MOST_LEVELS``, or holds a number of more digits than
             Python converts, beyond the range of a float, or NaN or Infinity, which JSON has not. The message is one
             line.
     """
+    return _loaded(text, strict, finite, MOST_LEVELS)
+
+
+def load_own_json(text: str | bytes) -> Any:
+    """What this project wrote: others' values, NaN among them, within lists and mappings of its own.
+
+    Raises:
+        ValueError: as ``load_json``.
+    """
+    return _loaded(text, False, False, MOST_LEVELS + _LEVELS_AROUND)
+
+
+def _loaded(text: str | bytes, strict: bool, finite: bool, levels: int) -> Any:
+    numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if finite else {}
     try:
-        value = json.loads(text, strict=strict, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, strict=strict, **numbers)
     except _NotFinite as error:
         raise ValueError(str(error)) from error
     except json.JSONDecodeError as error:
@@ -47,7 +64,7 @@ def load_json(text: str | bytes, *, strict: bool = True) -> Any:
         raise ValueError("nested too deeply") from error
     except ValueError as error:
         raise ValueError("a number has too many digits") from error
-    check_levels(value)
+    check_levels(value, levels)
     return value
 
 
@@ -66,10 +83,10 @@ def _finite(written: str) -> float:
     return value
 
 
-def check_levels(value: Any) -> None:
-    """Raise ValueError where ``value`` is nested deeper than ``MOST_LEVELS``."""
+def check_levels(value: Any, levels: int = MOST_LEVELS) -> None:
+    """Raise ValueError where ``value`` is nested deeper than ``levels``."""
     level = [value]
-    for _ in range(MOST_LEVELS):
+    for _ in range(levels):
         level = [
             item
             for container in level

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_retool.untrusted import MOST_LEVELS, load_json, without_surrogates
+from megatron_retool.untrusted import MOST_LEVELS, load_json, load_own_json, without_surrogates
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,9 @@ def test_what_can_be_read_is():
     ):
         assert load_json(json.dumps(value)) == value
     assert load_json('"a\n"', strict=False) == "a\n"
+
+
+def test_what_others_may_have_is_read_again_from_a_file_of_our_own():
+    deepest = load_json("[" * MOST_LEVELS + "]" * MOST_LEVELS)
+    written = json.dumps([{"value": deepest, "measured": [float("inf"), -float("inf")]}])
+    assert load_own_json(written) == json.loads(written)

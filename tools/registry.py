@@ -16,7 +16,7 @@ import jsonschema
 from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
 from megatron_retool.registry import ExtensionError
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_json, load_own_json
 from tools.arguments import typed_arguments
 from tools.loading import NamedTool, make_tools
 from tools.tool import ToolResult, TrajectoryInfo, run_method
@@ -326,7 +326,7 @@ class TrajectoryTools:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     value = await run_method(named.tool.close, session, **given)
                 if value is not None:
-                    returned[name] = load_json(json.dumps(value, default=str))
+                    returned[name] = load_own_json(json.dumps(value, default=str))
             except Exception:
                 logger.exception("tool %s could not be closed", name)
                 self._registry.count(f"tool/{name}/close_failures")

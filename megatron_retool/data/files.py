@@ -59,7 +59,7 @@ def json_lines_table(path: str | Path, content: bytes, first: int = 0) -> pa.Tab
         # Arrow's parser crashes on deep nesting. Most lines have too few brackets to be looked at.
         if line.count(b"[") + line.count(b"{") >= MOST_LEVELS:
             try:
-                load_json(line)
+                load_json(line, finite=False)
             except ValueError as error:
                 raise DataError(f"{path}, row {row}: {error}: correct the row or leave it out") from error
     table = pyarrow.json.read_json(io.BytesIO(content))
@@ -91,7 +91,7 @@ def _invalid(column: pa.ChunkedArray | pa.Array) -> Iterator[bool]:
 
 def _read_json(path: Path) -> pa.Table:
     try:
-        rows = load_json(path.read_bytes())
+        rows = load_json(path.read_bytes(), finite=False)
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -141,7 +141,7 @@ def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return load_json(value)
+        return load_json(value, finite=False)
     except ValueError as error:
         raise DataError(f"{path}, row {row}, column {column!r}: not valid JSON: {error}") from error
 

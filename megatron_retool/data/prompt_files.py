@@ -266,7 +266,7 @@ def _messages(source: str, number: int, prompt: Any, prompt_key: str, instructio
         if not prompt.lstrip().startswith("[{"):
             return question_messages(prompt, instruction)
         try:
-            prompt = load_json(prompt)
+            prompt = load_json(prompt, finite=False)
         except ValueError:
             return question_messages(prompt, instruction)
         check_text(prompt, source, number, prompt_key)
@@ -343,7 +343,7 @@ def _read_reasoning_gym(source: str, instruction: str) -> Iterator[_Stretch]:
     settings = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         try:
-            settings[name] = load_json(value)
+            settings[name] = load_json(value, finite=False)
         except ValueError:
             settings[name] = value
     settings.setdefault("size", 1000)

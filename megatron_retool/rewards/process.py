@@ -19,7 +19,7 @@ from megatron_retool.process_tree import descendants, process_fields
 from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards.channel import BrokenFrame, Channel
 from megatron_retool.rewards.worker import plain_json
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 
 START_SECONDS = 120.0
 _END_SECONDS = 5.0
@@ -63,7 +63,7 @@ class WorkerProcess:
         self._number = 0
         self._pid: int | None = None
         try:
-            greeting = load_json(self._channel.receive(time.monotonic() + START_SECONDS)[1])
+            greeting = load_own_json(self._channel.receive(time.monotonic() + START_SECONDS)[1])
         except (TimeoutError, EOFError, OSError, ValueError):
             self.kill()
             raise ExtensionError(
@@ -97,7 +97,7 @@ class WorkerProcess:
             number, payload = self._channel.receive(deadline)
             if number != self._number:
                 raise BrokenFrame(f"it answers request {number}")
-            reply: dict[str, Any] = load_json(payload)
+            reply: dict[str, Any] = load_own_json(payload)
             return reply
         except TimeoutError:
             stopped = self._stopped()

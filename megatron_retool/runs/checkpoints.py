@@ -40,7 +40,7 @@ from megatron_retool.runs.weights_checkpoints import (
     weights_checkpoints,
     weights_workspace_path,
 )
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 
 PAUSED_GROUPS = "paused_groups.parquet"
 
@@ -75,7 +75,7 @@ class Checkpoint:
         path = self.path / name
         cure = "go back to an older one with trainer.resume_mode=resume_path and trainer.resume_from_path"
         try:
-            data = load_json(path.read_bytes())
+            data = load_own_json(path.read_bytes())
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"{path}: cannot be read: {reason}. The checkpoint is damaged: {cure}") from error

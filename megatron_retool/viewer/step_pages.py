@@ -27,7 +27,7 @@ from megatron_retool.parquet_files import (
     read_row_groups,
 )
 from megatron_retool.trajectory import KEY_COLUMNS, FinishReason, RowKey, ToolCall, Trajectory, keys_of
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 from megatron_retool.viewer.columns import CATEGORIES, HUES, KINDS, largest_shown, rejection_reasons, token_columns
 from megatron_retool.viewer.curves import METRICS_FILE
 from megatron_retool.viewer.json_numbers import column_for_json, number_for_json, values_for_json
@@ -330,7 +330,7 @@ def _parsed(text: Any, problems: list[str]) -> Any:
     if text is None:
         return None
     try:
-        return values_for_json(load_json(text, strict=False))
+        return values_for_json(load_own_json(text))
     except ValueError as error:
         problems.append(f"a column that should be JSON is none: {error}")
         return None

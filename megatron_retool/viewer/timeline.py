@@ -12,7 +12,7 @@ from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.parquet_files import list_groups, read_parquet
 from megatron_retool.trajectory import keys_of
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 from megatron_retool.viewer.curves import METRICS_FILE, number_or_none, read_curves
 from megatron_retool.viewer.row_names import response_name
 
@@ -96,7 +96,7 @@ def _times(path: Path, problems: list[str]) -> tuple[list[dict[str, Any]], dict[
     if not path.is_file():
         return [], {}
     try:
-        found = load_json(path.read_bytes())
+        found = load_own_json(path.read_bytes())
         spans = [
             {"name": str(name), "start": float(start), "seconds": float(seconds)}
             for name, start, seconds in found["phases"]
@@ -165,7 +165,7 @@ def _parsed(text: str | None, kind: type, path: Path, place: int) -> Any:
     if text is None:
         return None
     try:
-        found = load_json(text)
+        found = load_own_json(text)
     except ValueError as error:
         raise ValueError(f"{path}, row {place}: {error}") from error
     items = found if isinstance(found, list) else [found]

@@ -29,7 +29,7 @@ from megatron_retool.routed_experts import (
 )
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.written_calls import ParsedCall
 
@@ -116,11 +116,11 @@ def read_paused_groups(path: str | Path) -> list[PausedGroup]:
     table = read_parquet(path, [name for name in _SCHEMA.names if name not in _OPTIONAL], _OPTIONAL)
     with damage_named(path):
         table, experts = split_stored(table)
-        about_groups = load_json((table.schema.metadata or {})[b"groups"])
+        about_groups = load_own_json((table.schema.metadata or {})[b"groups"])
         groups = {about["group_id"]: PausedGroup(states=[], **about) for about in about_groups}
     for number, (row, stored) in enumerate(zip(table.to_pylist(), experts, strict=True)):
         with damage_named(f"{path}, row {number}"):
-            progress = load_json(row.pop("progress"))
+            progress = load_own_json(row.pop("progress"))
             reason = progress.pop("finish_reason")
             group = groups[row["group_id"]]
             rows = from_stored(stored)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.runs.append_file import AppendFile
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 
 
 def key_of(*parts: Any) -> str:
@@ -69,7 +69,7 @@ class Ledger:
                 entry = self._entries.get(key)
                 if entry is not None and (entry.reason is None) == accepted:
                     file.seek(entry.start)
-                    yield load_json(file.read(entry.length))
+                    yield load_own_json(file.read(entry.length))
 
     def counts(self, keys: Iterable[str]) -> Counter[str]:
         """Of ``keys``: "accepted", "calls" and "replaced" of these, and each reason."""
@@ -85,7 +85,7 @@ class Ledger:
         with self.path.open("rb") as file:
             for line in file:
                 try:
-                    record = load_json(line)
+                    record = load_own_json(line)
                     key = record["key"]
                 except (ValueError, KeyError, TypeError):
                     if line.endswith(b"\n"):
