@@ -238,3 +238,14 @@ def test_an_answer_of_llama_that_is_an_object_is_no_call(turn: str) -> None:
     assert parsed_calls(llama3, turn, lambda: {"run"}) == []
     (call,) = parsed_calls(llama3, '{"name": "run", "parameters": {}}', lambda: {"run"})
     assert (call.name, call.error) == ("run", None)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["print('<code>')", 'x = "</code>"', 's = """<code>\n1\n</code>"""', "a = '<search>q</search>'", "1\n</python>"],
+)
+def test_a_program_that_holds_the_tags_around_it_is_read_whole(code: str) -> None:
+    for name, tag in (("retool", "code"), ("arpo", "python")):
+        written = code.replace("code>", f"{tag}>") if name == "arpo" else code
+        (call,) = formats.load(name)().parse(f"So I compute:\n<{tag}>\n{written}\n</{tag}>")
+        assert (call.error, call.arguments) == (None, {"code": written})
