@@ -110,6 +110,7 @@ class OpenDoor:
 
     async def _final(self, session: OpenSession, tools: ToolRegistry, call: Call, with_tokens: bool) -> Answer:
         schemas = tools.schemas()
+        await session.check_size(call.messages, schemas)
         history = self._hidden.whole(call.messages, schemas)
 
         async def ask(messages: list[Message]) -> Answer:

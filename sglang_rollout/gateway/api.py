@@ -33,6 +33,7 @@ from sglang_rollout.gateway.conversation import Answer, Call
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 from sglang_rollout.gateway.interface import GatewayStatistics
 from sglang_rollout.gateway.sessions import OpenSession
+from sglang_rollout.gateway.text_size import MOST_JSON_VALUES, too_many_values
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class Api:
         return await call(self._sessions.find(found[1], shown), request)
 
     async def _chat(self, session: OpenSession, http: ApiRequest) -> Reply:
-        request = chat_completions.read(await _body(http))
+        request = chat_completions.read(await _body(http, session))
         self._check_stop("stop", request.call.stop)
         answers = await self._sessions.answers(session, request.call, request.log_probs)
         if not request.stream:
@@ -161,7 +162,7 @@ class Api:
         return _stream([*chunks, "data: [DONE]\n\n"])
 
     async def _responses(self, session: OpenSession, http: ApiRequest) -> Reply:
-        request = responses.read(await _body(http), session.responses)
+        request = responses.read(await _body(http, session), session.responses)
         (answer,) = await self._sessions.answers(session, request.call, False)
         session.responses[request.id] = [*request.history, answer.message()]
         if not request.stream:
@@ -169,7 +170,7 @@ class Api:
         return _stream(map(_event, responses.events(request, answer, self._model)))
 
     async def _messages(self, session: OpenSession, http: ApiRequest) -> Reply:
-        request = anthropic_messages.read(await _body(http))
+        request = anthropic_messages.read(await _body(http, session))
         self._check_stop("stop_sequences", request.call.stop)
         (answer,) = await self._sessions.answers(session, request.call, False)
         if not request.stream:
@@ -177,7 +178,7 @@ class Api:
         return _stream(map(_event, anthropic_messages.events(request, answer, self._model)))
 
     async def _tool_calls(self, session: OpenSession, http: ApiRequest) -> Reply:
-        return _json(await session.run_tool(chat_completions.read_call(await _body(http))))
+        return _json(await session.run_tool(chat_completions.read_call(await _body(http, session))))
 
     async def _models(self, session: OpenSession, http: ApiRequest) -> Reply:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-retool"}
@@ -192,10 +193,14 @@ def body_too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
 
 
-async def _body(request: ApiRequest) -> dict[str, Any]:
+async def _body(request: ApiRequest, session: OpenSession) -> dict[str, Any]:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal():
+        _check_length(int(announced), session)
     read = await request.read()
-    if len(read) > MAX_BODY_BYTES:
-        raise body_too_large()
+    _check_length(len(read), session)
+    if too_many_values(read):
+        raise invalid("body", f"it has more than {MOST_JSON_VALUES} values")
     try:
         body = load_json(read)
     except ValueError as error:
@@ -203,6 +208,13 @@ async def _body(request: ApiRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise invalid("body", "expected an object")
     return body
+
+
+def _check_length(size: int, session: OpenSession) -> None:
+    if size > MAX_BODY_BYTES:
+        raise body_too_large()
+    if size > session.max_body_bytes:
+        raise session.too_long(size)
 
 
 def _dumps(value: Any) -> str:

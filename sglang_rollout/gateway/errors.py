@@ -24,11 +24,17 @@ class ApiError(Exception):
         status: of the HTTP answer.
         code: for programs: invalid_value, session_not_found, context_length_exceeded, …
         param: the field at fault: ``messages[2].content``.
+
+    Args:
+        to_anthropic: the message for clients of Anthropic's API, where they know it by other words.
     """
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str, param: str | None = None, to_anthropic: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self._to_anthropic = message if to_anthropic is None else to_anthropic
 
     def openai(self) -> dict[str, Any]:
         """The body of Chat Completions' and Responses' errors."""
@@ -37,7 +43,7 @@ class ApiError(Exception):
 
     def anthropic(self) -> dict[str, Any]:
         """The body of Messages' errors."""
-        return {"type": "error", "error": {"type": _KINDS[self.status][1], "message": str(self)}}
+        return {"type": "error", "error": {"type": _KINDS[self.status][1], "message": self._to_anthropic}}
 
 
 def invalid(param: str, reason: str) -> ApiError:
@@ -68,15 +74,17 @@ def limit_reached(what: str, limit: float) -> ApiError:
 
 
 def context_overflow(tokens: int, limit: int, name: str) -> ApiError:
-    """Status 413.
+    """Status 400, in the words by which the APIs' clients know that they have to shorten their history.
 
     Args:
         tokens: of the messages.
         name: of the limit, as in ``SessionLimits``.
     """
     return ApiError(
-        413,
-        f"the messages are {tokens} tokens, which leaves no room for an answer: the limit is {limit} ({name})",
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens, "
+        f"which leaves no room for an answer ({name}={limit}). Please reduce the length of the messages.",
         code="context_length_exceeded",
         param="messages",
+        to_anthropic=f"prompt is too long: {tokens} tokens > {limit} maximum",
     )

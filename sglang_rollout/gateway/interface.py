@@ -59,7 +59,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What one session may use. A call beyond a limit gets status 429 (413 for tokens of a context).
+    """What one session may use. A call beyond a limit gets status 429 (400 for tokens of a context).
 
     Attributes:
         context_length: tokens of a context and of what is sampled in it; None: no limit here.

@@ -26,9 +26,12 @@ from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
+from sglang_rollout.gateway.text_size import LARGE, characters, message_sizes
 from tools.arguments import typed_arguments
 
 PROMPTS_KEPT = 128
+WINDOW = 1 << 14
+"""Characters that are tokenised at once of a text that may be far too long."""
 """New histories whose ids are kept: the rollouts of a group begin with the same one."""
 _OPENING_TAG = re.compile(r"\s*<[^<>\s]*>\s*\Z")
 
@@ -39,6 +42,7 @@ class ContextRenderer:
     Attributes:
         end_of_turn_id: the token that ends a turn.
         stop: where every turn ends.
+        longest_token: characters of the vocabulary's longest token: n tokens hold at most n times as many.
 
     Raises:
         ExtensionError: rollout.multi_turn.format cannot be used, or writes results outside the chat template.
@@ -56,6 +60,8 @@ class ContextRenderer:
         self._glue = TurnGlue(tokenizer, self._format, config.max_tool_response_tokens)
         self.end_of_turn_id = self._glue.end_of_turn_id
         self.stop = stop_conditions(self._format, tokenizer, self.end_of_turn_id)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self._longest_result = config.max_tool_response_tokens * self.longest_token
         self._prompts: dict[str, list[int]] = {}
         # Nobody can guess it, so no message can hold it.
         self._mark = f"\u2039turn {secrets.token_hex(8)} {{}}\u203a"
@@ -65,17 +71,19 @@ class ContextRenderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         known: Mapping[int, Sequence[int]] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Token ids of a whole history with the header of the next turn.
 
         Args:
             known: sampled ids of the turns at these places.
+            most: tokens that are of use. Of a history with more, only a beginning of more than ``most`` ids is given.
 
         Raises:
             ApiError: the template refuses the messages.
         """
         if not known:
-            return list(self._new_prompt(messages, tools))
+            return list(self._new_prompt(messages, tools, most))
         shown = self._shown(messages)
         for place in known:
             shown[place] = {"role": "assistant", "content": self._mark.format(place)}
@@ -85,13 +93,22 @@ class ContextRenderer:
             before, found, text = text.partition(self._mark.format(place))
             if not found or not text.startswith(self._glue.end_of_turn_text):
                 # This template shows such a turn differently, or not at all: then it is text like any other.
-                return self.prompt(messages, tools)
+                return self.prompt(messages, tools, most=most)
             text = text[len(self._glue.end_of_turn_text) :]
-            ids += [*self._encode(before), *self._ended(sampled)]
-        return [*ids, *self._encode(text)]
+            ids += [*self._encode(before, most), *self._ended(sampled)]
+        return [*ids, *self._encode(text, most)]
 
-    def _new_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    def sizes(self, messages: Sequence[Message]) -> list[int]:
+        """[len(messages)] characters of each message that the chat template may show."""
+        return message_sizes(messages, self._longest_result)
+
+    def _new_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, most: int | None
+    ) -> list[int]:
         """Of a history without known turns."""
+        if characters([messages, tools]) > LARGE:
+            # Keeping these would fill the memory; and threads of the session come here.
+            return self._encode(self._rendered(self._shown(messages), tools), most)
         key = json.dumps([messages, tools])
         ids = self._prompts.get(key)
         if ids is None:
@@ -100,8 +117,11 @@ class ContextRenderer:
             ids = self._prompts[key] = self._encode(self._rendered(self._shown(messages), tools))
         return ids
 
-    def after_turn(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+    def after_turn(self, sampled: Sequence[int], messages: Sequence[Message], most: int | None = None) -> list[int]:
         """Token ids of ``messages`` that follow a turn of ids ``sampled``, with the header of the next turn.
+
+        Args:
+            most: as for ``prompt``.
 
         Raises:
             ApiError: the template refuses the messages.
@@ -114,7 +134,7 @@ class ContextRenderer:
         _, _, text = self._rendered([*before, *self._shown(messages)], None).partition(mark)
         if not text.startswith(self._glue.end_of_turn_text):
             raise invalid("messages", "the chat template cannot show these messages after an assistant's turn")
-        return [*missing, *self._encode(text[len(self._glue.end_of_turn_text) :])]
+        return [*missing, *self._encode(text[len(self._glue.end_of_turn_text) :], most)]
 
     def result_size(self, text: str) -> tuple[int, bool]:
         """The tokens of a tool's result as the model reads it, and whether its middle is left out."""
@@ -187,8 +207,16 @@ class ContextRenderer:
         except (RenderError, ChatTemplateError) as error:
             raise invalid("messages", str(error)) from error
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(without_surrogates(text), add_special_tokens=False)
+    def _encode(self, text: str, most: int | None = None) -> list[int]:
+        text = without_surrogates(text)
+        if most is not None and len(text) > max(WINDOW, 2 * most):
+            begun: list[int] = []
+            for number, start in enumerate(range(0, len(text), WINDOW), start=1):
+                begun += self._tokenizer.encode(text[start : start + WINDOW], add_special_tokens=False)
+                # A token that a seam cuts becomes at most one for each of its characters.
+                if len(begun) > most + number * self.longest_token:
+                    return begun
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def _spoken(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> SpokenCall:

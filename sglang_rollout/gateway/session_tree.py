@@ -25,7 +25,7 @@ Nothing here knows of networks, engines or time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,6 @@ from sglang_rollout.gateway.conversation import (
     SpokenCall,
     call_ids,
     followed_by,
-    history_digests,
     message_key,
 )
 from sglang_rollout.gateway.interface import Segment
@@ -125,28 +124,28 @@ class SessionTree:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def match(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, choices: int = 1
-    ) -> Context:
-        """The context in which a request is answered, ``choices`` times.
+    def longest_known(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[Turn | None, int]:
+        """The turn that ends the longest known beginning of a history, and how many messages that beginning has.
 
-        Raises:
-            ApiError: the chat template refuses the messages.
+        Args:
+            digests: ``history_digests`` of it.
         """
-        digests = history_digests(messages, tools)
-        parent, glue = None, None
         for place in range(len(messages) - 1, -1, -1):
             candidates = self._by_history.get(digests[place + 1])
             if candidates:
-                parent = _chosen(candidates, messages[place])
-                glue = self._renderer.after_turn(parent.result.output_ids, messages[place + 1 :])
-                break
-        if glue is None:
-            glue = self._renderer.prompt(messages, tools, self._known(messages))
-        taken = self._draws.setdefault(digests[-1], set())
+                return _chosen(candidates, messages[place]), place + 1
+        return None, 0
+
+    def context(self, parent: Turn | None, glue_ids: list[int], digest: bytes, choices: int = 1) -> Context:
+        """The context in which a request is answered, ``choices`` times.
+
+        Args:
+            digest: of its history.
+        """
+        taken = self._draws.setdefault(digest, set())
         draws = tuple(itertools.islice((draw for draw in itertools.count() if draw not in taken), choices))
         taken.update(draws)
-        return Context(parent, glue, digests[-1], draws)
+        return Context(parent, glue_ids, digest, draws)
 
     def unanswered(self, context: Context) -> None:
         """A request came to nothing: who asks again gets the answer that it would have had."""
@@ -165,10 +164,10 @@ class SessionTree:
         self._overflow = None
         return turn
 
-    def overflowed(self, context: Context, room: int) -> None:
-        """``context`` was too long to be answered: its first ``room`` tokens beyond the parent's had room."""
-        if context.parent is not None:
-            self._overflow = (context.parent, context.glue_ids[: max(room, 0)])
+    def overflowed(self, parent: Turn | None, glue_ids: list[int]) -> None:
+        """What followed ``parent`` was too long to be answered: of it, ``glue_ids`` had room."""
+        if parent is not None:
+            self._overflow = (parent, glue_ids)
 
     def spoken(self, identifier: str) -> SpokenCall | None:
         """The tool call of this id that a turn has made."""
@@ -228,7 +227,7 @@ class SessionTree:
                     found.append(replace(self._ran[call.id], position=place))
         return found
 
-    def _known(self, messages: Sequence[Message]) -> dict[int, list[int]]:
+    def known(self, messages: Sequence[Message]) -> dict[int, list[int]]:
         """Sampled ids of the turns in a history that is new as a whole, by their place in it."""
         known = {}
         for place, message in enumerate(messages):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.router import NoEngineAvailable
-from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway.conversation import Answer, Call, Message, history_digests
 from sglang_rollout.gateway.errors import (
     ApiError,
     context_overflow,
@@ -25,10 +28,20 @@ from sglang_rollout.gateway.errors import (
 )
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Segment, SessionLimits, TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer
-from sglang_rollout.gateway.session_tree import Context, SessionTree, seed_of
+from sglang_rollout.gateway.session_tree import Context, SessionTree, Turn, seed_of
+from sglang_rollout.gateway.text_size import BYTES_A_CHARACTER, LARGE, SMALLEST_BODY_LIMIT, characters
 from sglang_rollout.gateway.tool_desk import ToolDesk
 from sglang_rollout.session import RolloutError
 from tools.tool import ToolSession
+
+CHARACTERS_OF_MOST_TOKENS = 4
+"""An estimate, for messages that are too long to be tokenised."""
+RENDERING_THREADS = 2
+"""For large requests of all sessions; what is tokenised there does not hold up the event loop."""
+_RENDERING = ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="render")
+Tools = Sequence[Mapping[str, Any]] | None
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -157,16 +170,18 @@ class OpenSession:
         limits = self.settings.limits
         self._check_limits(call)
         tools = self.settings.tools if call.tools is None else call.tools
-        context = self._tree.match(call.messages, tools, call.choices)
         self._promised += call.choices
         self._concurrent += 1
         try:
-            state = context.state(self.settings.group_id, self.settings.index)
-            request = self._request(call, context, state)
-            results = await self._sampled(call, context, state, request)
-        except BaseException:
-            self._tree.unanswered(context)
-            raise
+            parent, glue_ids, digest = await self._rendered(call.messages, tools)
+            context = self._tree.context(parent, glue_ids, digest, call.choices)
+            try:
+                state = context.state(self.settings.group_id, self.settings.index)
+                request = self._request(call, context, state)
+                results = await self._sampled(call, context, state, request)
+            except BaseException:
+                self._tree.unanswered(context)
+                raise
         finally:
             self._concurrent -= 1
             self._promised -= call.choices
@@ -183,6 +198,55 @@ class OpenSession:
         if any(result.finish_reason == "abort" for result in results):
             raise limit_reached("max_wall_seconds", limits.max_wall_seconds)
         return answers
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request whose messages may have room."""
+        limit = self.settings.limits.context_length
+        if limit is None:
+            return sys.maxsize
+        return max(SMALLEST_BODY_LIMIT, BYTES_A_CHARACTER * limit * self._renderer.longest_token)
+
+    def too_long(self, size: int) -> ApiError:
+        """The error for messages of ``size`` characters or bytes, which cannot have room however they are tokenised."""
+        limit = self.settings.limits.context_length
+        assert limit is not None
+        self.overflowed = True
+        return context_overflow(max(size // CHARACTERS_OF_MOST_TOKENS, limit + 1), limit, "context_length")
+
+    async def check_size(self, messages: Sequence[Message], tools: Tools) -> int:
+        """Characters of a request.
+
+        Raises:
+            ApiError: more of them would be shown to the model than its longest tokens could hold.
+        """
+        limit = self.settings.limits.context_length
+        of_tools = characters(tools)
+        if limit is not None:
+            most, shown = limit * self._renderer.longest_token, of_tools
+            for place, size in enumerate(self._renderer.sizes(messages)):
+                shown += size
+                if shown > most:
+                    before = messages[:place]
+                    digests = await _in_thread(history_digests, before, tools)
+                    self._tree.overflowed(self._tree.longest_known(before, digests)[0], [])
+                    raise self.too_long(of_tools + characters(messages))
+        return of_tools + characters(messages)
+
+    async def _rendered(self, messages: list[Message], tools: Tools) -> tuple[Turn | None, list[int], bytes]:
+        """The turn that a history goes on from, the ids that follow it, and the history's digest."""
+        run = _at_once if await self.check_size(messages, tools) <= LARGE else _in_thread
+        most = self.settings.limits.context_length
+        digests = await run(history_digests, messages, tools)
+        parent, covered = self._tree.longest_known(messages, digests)
+        if parent is not None:
+            ids = await run(self._renderer.after_turn, parent.result.output_ids, messages[covered:], most)
+        else:
+            known = await run(self._tree.known, messages)
+            ids = await run(self._renderer.prompt, messages, tools, known, most)
+        if self._closed is not None:
+            raise session_closed()
+        return parent, ids, digests[-1]
 
     def _check_limits(self, call: Call) -> None:
         limits = self.settings.limits
@@ -212,7 +276,8 @@ class OpenSession:
             limit, used, name = min(rooms, key=lambda each: each[0] - each[1])
             if used >= limit:
                 self.overflowed = True
-                self._tree.overflowed(context, limit - used + len(context.glue_ids))
+                room = max(limit - used + len(context.glue_ids), 0)
+                self._tree.overflowed(context.parent, context.glue_ids[:room])
                 raise context_overflow(used, limit, name)
             room = limit - used if room is None else min(room, limit - used)
         if limits.max_sampled_tokens is not None:
@@ -281,6 +346,15 @@ class OpenSession:
 
     def _remaining_seconds(self) -> float:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
+
+
+async def _at_once(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    return function(*args, **kwargs)
+
+
+async def _in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_RENDERING, functools.partial(function, *args, **kwargs))
 
 
 def session_settings(

@@ -72,7 +72,7 @@ def test_reset_forgets(tokenizer):
 def test_a_context_that_is_full_is_said_and_the_question_forgotten(tokenizer):
     script = Script(tokenizer, [WORD])
     answers, notes = talk(tokenizer, script, "short", "long " * 200, "short again", context=400)
-    assert "no answer: the messages are" in notes and answers.count(WORD) == 2
+    assert "no answer: This model's maximum context length is" in notes and answers.count(WORD) == 2
     assert "long" not in tokenizer.decode(script.contexts[-1])
 
 

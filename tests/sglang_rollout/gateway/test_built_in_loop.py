@@ -63,7 +63,7 @@ async def agent(client: openai.AsyncOpenAI, tools: ScriptedTools, model: str = "
         try:
             answer = await client.chat.completions.create(model=model, messages=messages, tools=[Counter.schema])
         except openai.APIStatusError as error:
-            assert error.status_code == 413
+            assert error.status_code == 400
             return
         said = answer.choices[0].message
         if not said.tool_calls:

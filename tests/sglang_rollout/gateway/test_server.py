@@ -283,8 +283,9 @@ def test_limits_and_dead_sessions(tokenizer, way):
             with pytest.raises(openai.APIStatusError) as raised:
                 await create(model="", messages=[{"role": "user", "content": "x" * 200}])
             error = raised.value
-            assert (error.status_code, error.code) == (413, "context_length_exceeded")
-            tokens, limit = map(int, re.search(r"are (\d+) tokens.*limit is (\d+)", error.message).groups())
+            assert (error.status_code, error.code) == (400, "context_length_exceeded")
+            said = r"maximum context length is (\d+) tokens. However, your messages resulted in (\d+) tokens"
+            limit, tokens = map(int, re.search(said, error.message).groups())
             assert tokens > 200 and limit == 120 and "context_length" in error.message
             await create(model="", messages=QUESTION, n=2)
             with pytest.raises(openai.RateLimitError) as raised:

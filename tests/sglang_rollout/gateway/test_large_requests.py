@@ -1,0 +1,163 @@
+"""Requests that are far too large: refused before work is spent on them, and never worked on in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from megatron_retool.untrusted import MOST_LEVELS
+from sglang_rollout.gateway import rendering, text_size
+from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
+from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION, post, served, way
+from tests.sglang_rollout.scripted import Counter
+
+__all__ = ["way"]
+CONTEXT = 519
+MUCH = "x y " * (1 << 19)
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": MUCH})}}
+TOO_LARGE = [
+    (CHAT, {"messages": [{"role": "user", "content": MUCH}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": MUCH}]}]}),
+    (CHAT, {"messages": [*QUESTION, {"role": "assistant", "content": MUCH}, *QUESTION]}),
+    (CHAT, {"messages": [*QUESTION, {"role": "assistant", "content": "", "reasoning_content": MUCH}, *QUESTION]}),
+    (CHAT, {"messages": [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *QUESTION]}),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 300}] * 1000}),
+    (CHAT, {"messages": QUESTION, "tools": [{**Counter.schema, "function": {"name": "f", "description": MUCH}}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": MUCH}}]}]}),
+    (RESPONSES, {"input": MUCH}),
+    (RESPONSES, {"input": "x", "instructions": MUCH}),
+    (MESSAGES, {"max_tokens": 5, "messages": QUESTION, "system": MUCH}),
+    (MESSAGES, {"max_tokens": 5, "messages": QUESTION, "tools": [{**CLAUDE_TOOL, "description": MUCH}]}),
+]
+
+
+class WatchedTokenizer:
+    """Keeps the lengths of what is tokenised; ``seconds`` makes much text slow, as a fast tokenizer's own code is."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.inner, self.seconds = build_tokenizer(), seconds
+        self.lengths: list[int] = []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **settings):
+        self.lengths.append(len(text))
+        if len(text) > 4096:
+            time.sleep(self.seconds)
+        return self.inner.encode(text, **settings)
+
+
+async def largest_gap(done: asyncio.Event) -> float:
+    """Seconds for which the event loop served nobody else."""
+    largest, last = 0.0, time.monotonic()
+    while not done.is_set():
+        await asyncio.sleep(0.001)
+        now = time.monotonic()
+        largest, last = max(largest, now - last), now
+    return largest
+
+
+@pytest.mark.parametrize("path, body", TOO_LARGE, ids=range(len(TOO_LARGE)))
+def test_what_cannot_have_room_is_refused_before_it_is_tokenised(path, body):
+    async def run():
+        tokenizer = WatchedTokenizer()
+        async with served(tokenizer, [WORD + END], context_length=CONTEXT) as at:
+            tokenizer.lengths.clear()
+            status, answer = await post(at, path, body)
+            assert status == 400 and at.session.overflowed
+            words = "prompt is too long: " if path == MESSAGES else "This model's maximum context length is 519 tokens."
+            assert answer["error"]["message"].startswith(words)
+            assert not at.script.requests and not tokenizer.lengths
+
+    asyncio.run(run())
+
+
+def test_a_long_history_that_may_have_room_is_tokenised_only_as_far_as_it_has(tokenizer):
+    async def run():
+        watched = WatchedTokenizer()
+        length = 20_000
+        async with served(watched, [WORD + END], context_length=length) as at:
+            watched.lengths.clear()
+            status, answer = await post(at, CHAT, {"messages": [{"role": "user", "content": "x" * (length * 20)}]})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert sum(watched.lengths) < 3 * length and max(watched.lengths) <= rendering.WINDOW
+            # The same text in longer tokens: as many characters, and room for them.
+            status, _ = await post(at, CHAT, {"messages": [{"role": "user", "content": WORD * (length - 100)}]})
+            assert status == 200
+            (segment,) = await at.session.close()
+            text = "<|im_start|>user\n" + WORD * (length - 100)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert " ".join(map(str, ids)) in " ".join(map(str, segment.prompt_ids.tolist()))
+
+    asyncio.run(run())
+
+
+def test_large_requests_do_not_stop_the_event_loop():
+    async def run():
+        tokenizer, seconds = WatchedTokenizer(), 0.5
+        async with served(tokenizer, [WORD + END], context_length=200_000) as at:
+            tokenizer.seconds = seconds
+            text = "x" * (2 * text_size.LARGE)
+            done = asyncio.Event()
+            watching = asyncio.create_task(largest_gap(done))
+            for history in ([{"role": "user", "content": text}], [*QUESTION, {"role": "user", "content": text}]):
+                began = time.monotonic()
+                assert (await post(at, CHAT, {"messages": history}))[0] == 200
+                assert time.monotonic() - began > seconds
+            done.set()
+            assert await watching < seconds / 2
+            assert len(await at.session.close()) == 2
+
+    asyncio.run(run())
+
+
+def test_a_tool_result_is_cut_as_before_however_long_it_is(way, tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], way, context_length=CONTEXT) as at:
+            history = [*QUESTION, {"role": "assistant", "content": WORD}]
+            result = {"role": "tool", "tool_call_id": "1", "content": "z" * 900_000}
+            status, answer = await post(at, CHAT, {"messages": [*history, result]})
+            assert status == 200, answer
+            await post(at, CHAT, {"messages": [*history, *QUESTION]})
+            assert all(len(context) < CONTEXT for context in at.script.contexts)
+
+    asyncio.run(run())
+
+
+def test_a_conversation_that_has_grown_too_long_ends_its_segment(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], context_length=CONTEXT) as at:
+            await post(at, CHAT, {"messages": QUESTION})
+            history = [*QUESTION, {"role": "assistant", "content": WORD}, {"role": "user", "content": MUCH[:200_000]}]
+            assert (await post(at, CHAT, {"messages": history}))[0] == 400
+            (segment,) = await at.session.close()
+            assert segment.finish_reason.name == "LENGTH"
+
+    asyncio.run(run())
+
+
+def test_an_announced_body_is_refused_unread_and_one_of_many_values_undecoded(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], context_length=CONTEXT) as at:
+            reader, writer = await asyncio.open_connection("127.0.0.1", at.gateway.port)
+            path = at.session.base_url.partition("/sessions")[2]
+            head = f"POST /sessions{path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {60 << 20}\r\n\r\n"
+            writer.write(head.encode())
+            assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"400"
+            writer.close()
+        async with served(tokenizer, [WORD + END], context_length=10**6) as at:
+            for body in ("[" + "[]," * 500_000 + "[]]", '{"messages": [' + '"",' * 900_000 + '""]}'):
+                status, answer = await post(at, CHAT, body)
+                assert status == 400 and "values" in answer["error"]["message"]
+            status, answer = await post(at, CHAT, "[" * 200_000)
+            assert status == 400 and "nested" in answer["error"]["message"]
+            quoted = json.dumps([[]] * (MOST_LEVELS * 10_000))
+            status, _ = await post(at, CHAT, {"messages": [{"role": "user", "content": quoted}], "max_tokens": 1})
+            assert status != 400 or "values" not in _["error"]["message"]
+
+    asyncio.run(run())
