@@ -33,21 +33,23 @@ class ModelConfig:
             raise ConfigError(str(error)) from error
 
 
-def check_model_path(path: str) -> None:
-    """Raise ConfigError if ``path`` is neither a directory nor a hub id that may be fetched.
+def check_model_path(path: str, key: str = "model.path") -> None:
+    """Check that ``path`` is a directory or a hub id that may be fetched.
 
     A hub id is owner/name, where no directory of that owner's name is here, or one that is in the hub's cache.
+
+    Raises:
+        ConfigError: it is neither; the message names ``key``.
     """
     given = Path(path).expanduser()
     if not path or given.is_dir():
         return
     if given.exists():
-        raise ConfigError(f"model.path={path} is a file: give the directory of a Hugging Face model")
+        raise ConfigError(f"{key}={path} is a file: give the directory that holds it")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     if (cache.expanduser() / f"models--{path.replace('/', '--')}").is_dir():
         return
     if not _HUB_ID.fullmatch(path) or given.parent.is_dir():
         raise ConfigError(
-            f"model.path={path}: there is no such directory: give the directory of a Hugging Face model, or a hub id "
-            "as owner/name"
+            f"{key}={path}: the directory does not exist: give that of a Hugging Face model, or a hub id as owner/name"
         )

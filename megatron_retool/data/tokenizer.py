@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.config import ConfigError, ModelConfig
+from megatron_retool.config.model import check_model_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -25,10 +26,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"{key}={path}: the directory holds no tokenizer ({' or '.join(TOKENIZER_FILES[:2])}); copy the model's "
             "tokenizer there, or set model.tokenizer_path"
         )
-    if Path(path).is_file():
-        raise ConfigError(f"{key}={path} is a file: give the directory that holds it")
-    if not Path(path).exists() and (path.startswith((".", "/", "~", "runs/")) or path.count("/") > 1):
-        raise ConfigError(f"{key}={path}: the directory does not exist")
+    check_model_path(path, key)
 
     from transformers import AutoTokenizer
 

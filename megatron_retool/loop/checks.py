@@ -13,7 +13,6 @@ from conversion.files.directory import COMPANIONS
 from conversion.files.dist_checkpoint import FORMAT_NAME
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
-from megatron_retool.config.model import check_model_path
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.parquet_files import damage_named
@@ -84,12 +83,11 @@ def check_model(config: Config, *, learns: bool) -> None:
     """Check the model's directory, whether the engines serve what it says and, where it ``learns``, its family and how
     learner and model divide.
 
-    A hub id is left to those who fetch it; ``check_model_path`` says what is one.
+    A path that is no directory is left to those who load it: ``check_model_path`` says what may be a hub id.
 
     Raises:
         ConfigError, UnsupportedArchitecture: the message names the directory or the key.
     """
-    check_model_path(config.model.path)
     directory = Path(config.model.path)
     if not config.model.path or not directory.is_dir():
         return

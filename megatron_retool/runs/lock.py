@@ -50,6 +50,7 @@ def run_lock(run_dir: Path, command: str) -> Iterator[None]:
         OSError: the file cannot be made.
     """
     path = lock_path(run_dir)
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get(JOB_VARIABLE)
     owner = {
@@ -68,6 +69,10 @@ def run_lock(run_dir: Path, command: str) -> Iterator[None]:
         # Before the lock ends: afterwards the file may be another command's.
         path.unlink(missing_ok=True)
         os.close(handle)
+        # A command that was refused leaves no empty directory.
+        with contextlib.suppress(OSError):
+            for parent in made:
+                parent.rmdir()
 
 
 def _locked(path: Path, run_dir: Path, job: str | None) -> int:

@@ -166,4 +166,4 @@ def test_a_model_that_is_not_here_is_said_before_heavy_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1, "the path was looked at after torch was imported"
-    assert "model.path=nowhere: there is no such directory" in done.stdout
+    assert "model.path=nowhere: the directory does not exist" in done.stdout

@@ -70,7 +70,7 @@ def test_compression_needs_its_package(tmp_path, monkeypatch):
 def test_a_model_that_is_not_here_is_said_without_asking_a_hub(path, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="the directory does not exist"):
         check_model_path(path)
 
 
