@@ -52,9 +52,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.serving.service import Service
     from sglang_rollout.gateway.server import is_loopback
 
-    key = options.api_key or os.environ.get(KEY_VARIABLE)
-    if key is None and not is_loopback(options.host):
-        key = secrets.token_urlsafe(24)
+    key, shown = options.api_key, "(that of --api-key)"
+    if key is None and KEY_VARIABLE in os.environ:
+        key, shown = os.environ[KEY_VARIABLE] or None, f"${KEY_VARIABLE}"
+    if key is None:
+        shown = "any"
+        if not is_loopback(options.host):
+            key = shown = secrets.token_urlsafe(24)
     address = Address(options.host, options.port, key)
     address.check_free()
 
@@ -65,7 +69,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         system = system_message(options, config, say)
 
         def started(url: str) -> None:
-            shown = "any" if key is None else key
             console.print(f"[bold]{escape(source.name)}[/] is served; Ctrl-C ends it", highlight=False)
             say(f"  OpenAI     OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
             say(f"  Anthropic  ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")

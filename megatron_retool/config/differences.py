@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_retool.config.hidden_values import without_secrets
 from megatron_retool.config.tree import Config, walk
 
 
@@ -39,7 +40,8 @@ def _plain(config: Config) -> dict[str, Any]:
     for key, _, value in walk(config):
         if not dataclasses.is_dataclass(value) and "[" not in key:
             elements = value if isinstance(value, list) else []
-            found[key] = [dataclasses.asdict(e) if hasattr(e, "__dataclass_fields__") else e for e in elements] or value
+            plain = [dataclasses.asdict(e) if hasattr(e, "__dataclass_fields__") else e for e in elements] or value
+            found[key] = without_secrets(plain)
     return found
 
 

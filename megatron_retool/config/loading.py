@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config.base import ConfigError
+from megatron_retool.config.hidden_values import marked, with_secrets, without_secrets
 from megatron_retool.config.schema import fitted, section_of, type_hints
 from megatron_retool.config.tree import Config, check_values, made_deterministic, validate
 
@@ -60,7 +61,7 @@ def _built(section: Any, settings: Mapping[str, Any]) -> Any:
 def _resolved(settings: Mapping[str, Any]) -> Any:
     """``settings`` with what ``${…}`` stands for; ConfigError where that is nothing."""
     try:
-        return OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=True)
+        return marked(OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=True), settings)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "a setting"
         raise ConfigError(f"{key}: {_first_line(error)}") from error
@@ -195,6 +196,14 @@ def with_settings(section: Any, settings: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved tree as YAML that ``load_config`` reads back."""
-    OmegaConf.save(OmegaConf.create(dataclasses.asdict(config)), path)
+def save_config(config: Config, path: str | Path, secrets: bool = False) -> None:
+    """Write the resolved tree as YAML that ``load_config`` reads back.
+
+    Args:
+        secrets: with what hidden_values.py leaves out; the file can then be read by its owner only.
+    """
+    plain = dataclasses.asdict(config)
+    if secrets:
+        Path(path).touch(mode=0o600)
+        Path(path).chmod(0o600)
+    OmegaConf.save(OmegaConf.create(with_secrets(plain) if secrets else without_secrets(plain)), path)

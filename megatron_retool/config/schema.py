@@ -161,11 +161,16 @@ def _whole_number(given: Any) -> int:
     return int(given)
 
 
+def _text(given: Any) -> str:
+    # str() would make a plain text of one that knows where it comes from (hidden_values.py).
+    return given if isinstance(given, str) else str(given)
+
+
 def _number(given: Any) -> float:
     if isinstance(given, bool):
         raise ValueError
     return float(given)
 
 
-_SCALARS: dict[Any, Callable[[Any], Any]] = {bool: _truth, int: _whole_number, float: _number, str: str}
+_SCALARS: dict[Any, Callable[[Any], Any]] = {bool: _truth, int: _whole_number, float: _number, str: _text}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

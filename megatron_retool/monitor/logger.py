@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.config import Config
+from megatron_retool.config.hidden_values import without_secrets
 from megatron_retool.monitor.loggers import LoggedRun, Logger, bind_loggers, check_methods
 from megatron_retool.monitor.phases import VALIDATION_PREFIXES, Phase
 from megatron_retool.monitor.write_errors import WriteErrors
@@ -118,7 +119,7 @@ class MetricLogger:
             trainer.loggers,
             first_step=first_step,
             console=console,
-            config=dataclasses.asdict(config),
+            config=without_secrets(dataclasses.asdict(config)),
             write_errors=write_errors,
             project=trainer.project_name,
             logger_kwargs=trainer.logger_kwargs,

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,10 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
     config.run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, config.run_dir / "config.yaml")
     try:
-        _launch(config, config.run_dir / "config.yaml", leave)
+        with tempfile.TemporaryDirectory() as private:
+            with_secrets = Path(private) / "config.yaml"  # the run's own, which others may read, lacks them
+            save_config(config, with_secrets, secrets=True)
+            _launch(config, with_secrets, leave)
     finally:
         remove_unfinished(config.run_dir)
     return (config.run_dir / COMPLETE_NAME).exists()

@@ -38,7 +38,8 @@ def test_a_server_from_start_to_sigterm(table_model_directory: Path):
     process, marker = start("serve", str(table_model_directory), *words, *SETTINGS, key="our key")
     try:
         told = lines_until(process, "health")
-        url = re.search(r"ANTHROPIC_BASE_URL=(\S+) ANTHROPIC_API_KEY=our key", told)[1]
+        url = re.search(r"ANTHROPIC_BASE_URL=(\S+) ANTHROPIC_API_KEY=\$MEGATRON_RETOOL_API_KEY", told)[1]
+        assert "our key" not in told
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="our key")
         asked = {"model": "any", "messages": [{"role": "user", "content": "What is 6 * 7?"}]}
         found = client.chat.completions.create(**asked, n=4)
