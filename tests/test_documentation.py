@@ -164,7 +164,7 @@ def test_link_leads_somewhere(page: str, link: str) -> None:
         assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-FILE = r"(?<![\w./<>-])((?:[\w.-]+/)*[\w-]+\.(?:py|sh|sbatch|yaml|md|env)|(?:[\w.-]+/)+)(?![\w./-])"
+FILE = r"(?<![\w./<>{-])((?:[\w.-]+/)*[\w-]+\.(?:py|sh|sbatch|yaml|md|env)|(?:[\w.-]+/)+)(?![\w./-])"
 
 
 @pytest.mark.parametrize(("page", "name"), named(FILE))
