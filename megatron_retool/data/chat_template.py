@@ -51,9 +51,16 @@ class _Piece:
 
 
 def render(
-    tokenizer: Any, conversations: Sequence[Sequence[Message]], tools: Tools = None, add_generation_prompt: bool = False
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Message]],
+    tools: Tools = None,
+    add_generation_prompt: bool = False,
+    **arguments: Any,
 ) -> list[str]:
     """The chat template's text for each conversation.
+
+    Args:
+        arguments: of the template, such as enable_thinking.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template, or the template refuses a conversation.
@@ -71,6 +78,7 @@ def render(
             tools=list(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **arguments,
         )
     except Exception as error:  # Jinja raises many kinds, and templates raise their own.
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
 from megatron_retool.untrusted import load_json
-from sglang_rollout.gateway import fields
+from sglang_rollout.gateway import fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
-from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
 
 
@@ -25,12 +25,18 @@ class MessagesRequest:
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
 
-def read(body: fields.Json) -> MessagesRequest:
+def read(body: fields.Json, to_count: bool = False) -> MessagesRequest:
     """The request in ``body``.
+
+    Args:
+        to_count: its tokens are counted only, for which it need not have max_tokens.
 
     Raises:
         ApiError: 400, naming the field.
     """
+    request_fields.check(body, request_fields.MESSAGES)
+    request_fields.check(fields.mapping(body, "output_config"), request_fields.OUTPUT_CONFIG, "output_config.")
+    _check_edits(fields.mapping(body, "context_management"))
     sampling = fields.sampling(body)
     messages: list[Message] = []
     system = fields.content_text(body.get("system"), "system", ("text",))
@@ -44,19 +50,35 @@ def read(body: fields.Json) -> MessagesRequest:
     if messages[-1]["role"] == "assistant":
         raise unsupported("messages", "the last message must be a user's: a turn that is begun is not continued")
     limit = fields.integer(body, "max_tokens", 1)
-    if limit is None:
+    if limit is None and not to_count:
         raise invalid("max_tokens", "it is missing")
-    if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") == "enabled":
-        raise unsupported("thinking", "the policy thinks as it was trained to, within its text")
+    choice = body.get("tool_choice")
+    one_call = isinstance(choice, dict) and fields.flag(choice, "disable_parallel_tool_use", "tool_choice.")
     call = Call(
-        messages=normalize_messages(messages),
+        messages=in_call_order(normalize_messages(messages)),
         tools=fields.tools(body, _schema),
         max_tokens=limit,
         stop=fields.texts(body, "stop_sequences"),
         model=fields.text(body, "model", default=""),
         sampling=sampling,
+        thinking=_thinking(fields.mapping(body, "thinking")),
+        parallel_calls=not one_call,
     )
     return MessagesRequest(call, fields.flag(body, "stream"))
+
+
+def _thinking(asked: fields.Json) -> bool | None:
+    kinds = {None: None, "adaptive": None, "enabled": True, "disabled": False}
+    kind = asked.get("type")
+    if kind is not None and (not isinstance(kind, str) or kind not in kinds):
+        raise invalid("thinking.type", f"expected enabled, adaptive or disabled, got {kind!r:.40}")
+    return kinds[kind]
+
+
+def _check_edits(management: fields.Json) -> None:
+    for place, edit in enumerate(fields.items(management, "edits", "context_management.")):
+        if not fields.text(edit, "type", f"context_management.edits[{place}].").startswith("clear_thinking_"):
+            raise unsupported(f"context_management.edits[{place}]", "the gateway does not change a history")
 
 
 def message(request: MessagesRequest, answer: Answer, model: str) -> dict[str, Any]:
@@ -93,8 +115,10 @@ def events(request: MessagesRequest, answer: Answer, model: str) -> Iterator[dic
 def _read(item: fields.Json, path: str) -> list[Message]:
     """The messages of one of Anthropic's: a user's may hold results of tools and texts."""
     role, content = item.get("role"), item.get("content")
-    if role not in ("user", "assistant"):
-        raise invalid(f"{path}role", f"expected user or assistant, got {role!r:.40}")
+    if role not in ("user", "assistant", "system"):
+        raise invalid(f"{path}role", f"expected user, assistant or system, got {role!r:.40}")
+    if role == "system" and content is not None:
+        return [{"role": role, "content": fields.content_text(content, f"{path}content", ("text",))}]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if content is None:
@@ -104,11 +128,15 @@ def _read(item: fields.Json, path: str) -> list[Message]:
 
 
 def _assistant(blocks: list[fields.Json], path: str) -> list[Message]:
-    said, calls = "", []
+    said, thought, calls = "", "", []
     for place, block in enumerate(blocks):
         where = f"{path}content[{place}]."
         if block.get("type") == "text":
             said += fields.text(block, "text", where)
+        elif block.get("type") == "thinking":
+            thought += fields.text(block, "thinking", where)
+        elif block.get("type") == "redacted_thinking":
+            continue
         elif block.get("type") == "tool_use":
             given = block.get("input")
             if not isinstance(given, dict):
@@ -121,6 +149,8 @@ def _assistant(blocks: list[fields.Json], path: str) -> list[Message]:
         else:
             raise unsupported(f"{where}type", f"{block.get('type')!r:.40} in an assistant's message")
     message: Message = {"role": "assistant", "content": said}
+    if thought:
+        message["reasoning_content"] = thought
     return [{**message, "tool_calls": calls} if calls else message]
 
 
@@ -143,7 +173,9 @@ def _user(blocks: list[fields.Json], path: str) -> list[Message]:
     return messages
 
 
-def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
+def _schema(tool: fields.Json, path: str) -> dict[str, Any] | None:
+    if tool.get("type") not in (None, "custom"):
+        return None
     return fields.function_schema(tool, path, "input_schema")
 
 

@@ -5,7 +5,8 @@
 | POST /v1/chat/completions | OpenAI's Chat Completions |
 | POST /v1/responses | OpenAI's Responses |
 | POST /v1/messages | Anthropic's Messages |
-| GET /v1/models | the one model |
+| POST /v1/messages/count_tokens | the tokens of such a request |
+| GET /v1/models, /v1/models/<name> | the one model, by any name |
 | POST /v1/tool_calls | of no API: runs a tool call with the run's tools, answers with the message of its result |
 
 Without /sessions/<id> the session is the key's ("Authorization: Bearer KEY" or "x-api-key: KEY"). With it, the id is
@@ -38,6 +39,7 @@ from sglang_rollout.gateway.text_size import MOST_JSON_VALUES, too_many_values
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+_ONE_MODEL = "/v1/models/"
 _ADDRESS = re.compile(r"(?:/sessions/([^/]+))?(/v1/.+)")
 
 
@@ -87,6 +89,9 @@ class Sessions(Protocol):
         ...
 
 
+_Methods = dict[str, Callable[[OpenSession, ApiRequest], Awaitable[Reply]]]
+
+
 class Api:
     """Answers calls.
 
@@ -104,10 +109,11 @@ class Api:
         self._statistics = statistics
         self._model = model
         self._stop_strings = stop_strings
-        self._calls: dict[str, dict[str, Callable[[OpenSession, ApiRequest], Awaitable[Reply]]]] = {
+        self._calls: dict[str, _Methods] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/responses": {"POST": self._responses},
             "/v1/messages": {"POST": self._messages},
+            "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/v1/tool_calls": {"POST": self._tool_calls},
             "/v1/models": {"GET": self._models, "HEAD": self._models},
         }
@@ -137,13 +143,17 @@ class Api:
     def refusal(self, path: str, error: ApiError) -> Reply:
         """``error`` as the API of ``path`` tells it; it is counted."""
         self._statistics.errors[error.code] += 1
-        told = error.anthropic() if path.endswith("/messages") else error.openai()
+        told = error.anthropic() if path.endswith(("/v1/messages", "/v1/messages/count_tokens")) else error.openai()
         # Clients would try again, and a limit of the session's whole life does not go away.
         return _json(told, error.status, {"x-should-retry": "false"})
 
     async def _answer(self, request: ApiRequest) -> Reply:
         found = _ADDRESS.fullmatch(request.path)
-        methods = self._calls.get(found[2]) if found is not None else None
+        address = "" if found is None else found[2]
+        if address.startswith(_ONE_MODEL) and len(address) > len(_ONE_MODEL):
+            methods: _Methods | None = {"GET": self._model_of_name, "HEAD": self._model_of_name}
+        else:
+            methods = self._calls.get(address)
         call = methods.get(request.method) if methods is not None else None
         if found is None or call is None:
             status = 404 if methods is None else 405
@@ -177,16 +187,26 @@ class Api:
             return _json(anthropic_messages.message(request, answer, self._model))
         return _stream(map(_event, anthropic_messages.events(request, answer, self._model)))
 
+    async def _count_tokens(self, session: OpenSession, http: ApiRequest) -> Reply:
+        request = anthropic_messages.read(await _body(http, session), to_count=True)
+        return _json({"input_tokens": await session.count_tokens(request.call)})
+
     async def _tool_calls(self, session: OpenSession, http: ApiRequest) -> Reply:
         return _json(await session.run_tool(chat_completions.read_call(await _body(http, session))))
 
     async def _models(self, session: OpenSession, http: ApiRequest) -> Reply:
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-retool"}
-        return _json({"object": "list", "data": [model]})
+        return _json({"object": "list", "data": [_model(self._model)]})
+
+    async def _model_of_name(self, session: OpenSession, http: ApiRequest) -> Reply:
+        return _json(_model(http.path.partition(_ONE_MODEL)[2]))
 
     def _check_stop(self, field: str, stop: Sequence[str]) -> None:
         if stop and not self._stop_strings:
             raise unsupported(field, "the engines have no tokenizer, which ending a turn at a text needs")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-retool"}
 
 
 def body_too_large() -> ApiError:

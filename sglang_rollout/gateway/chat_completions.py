@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from sglang_rollout.gateway import fields
-from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway import fields, request_fields
+from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -37,23 +37,18 @@ def read(body: fields.Json) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
+    request_fields.check(body, request_fields.CHAT)
     sampling = fields.sampling(body)
     messages = [_message(item, f"messages[{place}].") for place, item in enumerate(fields.items(body, "messages"))]
     if not messages:
         raise invalid("messages", "expected at least one message")
     fields.check_history(messages, "messages")
-    if fields.integer(body, "top_logprobs", 0):
-        raise unsupported("top_logprobs", "the engines return the log-probs of sampled tokens alone")
-    wanted = body.get("response_format")
-    if wanted is not None and (not isinstance(wanted, dict) or wanted.get("type") != "text"):
-        raise unsupported("response_format", "a constrained answer is not what the policy would say")
     stream = fields.flag(body, "stream")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise invalid("stream_options", "expected an object")
+    options = fields.mapping(body, "stream_options")
+    request_fields.check(options, request_fields.STREAM_OPTIONS, "stream_options.")
     limit = fields.integer(body, "max_completion_tokens", 1)
     call = Call(
-        messages=normalize_messages(messages),
+        messages=in_call_order(normalize_messages(messages)),
         tools=fields.tools(body, _schema),
         max_tokens=limit if limit is not None else fields.integer(body, "max_tokens", 1),
         stop=fields.texts(body, "stop"),
@@ -61,8 +56,18 @@ def read(body: fields.Json) -> ChatRequest:
         choices=fields.integer(body, "n", 1) or 1,
         model=fields.text(body, "model", default=""),
         sampling=sampling,
+        thinking=_thinking(body),
+        parallel_calls=fields.optional_flag(body, "parallel_tool_calls") is not False,
     )
     return ChatRequest(call, stream, fields.flag(options, "include_usage", "stream_options."), _log_probs(body))
+
+
+def _thinking(body: fields.Json) -> bool | None:
+    switches = fields.mapping(body, "chat_template_kwargs")
+    request_fields.check(switches, request_fields.CHAT_TEMPLATE_KWARGS, "chat_template_kwargs.")
+    for name in switches:
+        return fields.optional_flag(switches, name, "chat_template_kwargs.")
+    return False if fields.text(body, "reasoning_effort", default="") == "none" else None
 
 
 def completion(request: ChatRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
@@ -115,6 +120,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _message(item: fields.Json, path: str) -> Message:
+    if item.get("function_call"):
+        raise unsupported(f"{path}function_call", "use tool_calls")
     role = _ROLES.get(item["role"]) if isinstance(item.get("role"), str) else None
     if role is None:
         raise invalid(f"{path}role", f"expected one of {', '.join(_ROLES)}, got {item.get('role')!r:.40}")
@@ -152,7 +159,9 @@ def read_call(call: fields.Json, path: str = "") -> dict[str, Any]:
     )
 
 
-def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
+def _schema(tool: fields.Json, path: str) -> dict[str, Any] | None:
+    if isinstance(tool.get("type"), str) and tool["type"] != "function":
+        return None
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise invalid(f"{path}function", 'expected a tool of type "function" with an object here')

@@ -28,6 +28,8 @@ class Call:
         stop: texts at which an answer ends.
         choices: answers that are wanted.
         sampling: temperature and top_p that it asks for; whether they count is the session's to say.
+        thinking: whether the model is to think before it answers; None: as the chat template has it.
+        parallel_calls: an answer may have several tool calls; otherwise it has its first one.
     """
 
     messages: list[Message]
@@ -38,6 +40,8 @@ class Call:
     choices: int = 1
     model: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
+    thinking: bool | None = None
+    parallel_calls: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,32 @@ class Answer:
 def call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
     """The ids of an assistant's tool calls."""
     return tuple(str(call.get("id")) for call in message.get("tool_calls", ()))
+
+
+def in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with the results of each turn's calls in the order of the calls, by their ids.
+
+    A chat template shows results by their place, so that a client's own order would give calls each other's results.
+    """
+    ordered: list[Message] = []
+    results: list[Message] = []
+    places: dict[str, int] = {}
+
+    def flush() -> None:
+        results.sort(key=lambda result: places.get(str(result.get("tool_call_id")), len(places)))
+        ordered.extend(results)
+        results.clear()
+
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(message)
+            continue
+        flush()
+        ordered.append(message)
+        if message["role"] == "assistant":
+            places = {identifier: place for place, identifier in enumerate(call_ids(message))}
+    flush()
+    return ordered
 
 
 def message_key(message: Mapping[str, Any], asked: Sequence[str] = ()) -> bytes:

@@ -56,6 +56,13 @@ def unsupported(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param} is not supported here: {reason}", code="unsupported_parameter", param=param)
 
 
+def unknown_field(param: str) -> ApiError:
+    """Status 400: without ``param`` the request could mean something else."""
+    return ApiError(
+        400, f"{param}: the gateway knows no such field: leave it out", code="unknown_parameter", param=param
+    )
+
+
 def session_not_found() -> ApiError:
     return ApiError(404, "there is no such session: the base URL and key are those of open_session", code="not_found")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +12,9 @@ from sglang_rollout.gateway.conversation import Message
 from sglang_rollout.gateway.errors import invalid, unsupported
 
 Json = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
-_RANGES = {"temperature": (0, 2), "top_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2)}
+_RANGES = {"temperature": (0, 2), "top_p": (0, 1)}
 
 
 def items(body: Json, name: str, path: str = "") -> list[Json]:
@@ -69,7 +72,7 @@ def texts(body: Json, name: str) -> tuple[str, ...]:
 
 
 def sampling(body: Json) -> dict[str, float]:
-    """temperature and top_p, where the call asks for them; other settings are checked alone."""
+    """temperature and top_p, where the call asks for them."""
     for name, (low, high) in _RANGES.items():
         value = body.get(name)
         if value is None:
@@ -78,7 +81,20 @@ def sampling(body: Json) -> dict[str, float]:
             raise invalid(name, f"expected a number, got {_kind(value)}")
         if not low <= value <= high:
             raise invalid(name, f"expected a number from {low} to {high}, got {value}")
-    return {name: body[name] for name in ("temperature", "top_p") if body.get(name) is not None}
+    return {name: body[name] for name in _RANGES if body.get(name) is not None}
+
+
+def mapping(body: Json, name: str) -> Json:
+    """The object in ``name``; empty where it is missing."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise invalid(name, f"expected an object, got {_kind(value)}")
+    return value or {}
+
+
+def optional_flag(body: Json, name: str, path: str = "") -> bool | None:
+    """The truth value in ``name``; None where it is missing."""
+    return None if body.get(name) is None else flag(body, name, path)
 
 
 def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
@@ -100,17 +116,24 @@ def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
     return "".join(found)
 
 
-def tools(body: Json, schema: Callable[[Json, str], dict[str, Any]]) -> list[dict[str, Any]] | None:
+def tools(body: Json, schema: Callable[[Json, str], dict[str, Any] | None]) -> list[dict[str, Any]] | None:
     """The tools of a request; none where its tool_choice says so, None where it says nothing of them.
 
     Args:
-        schema: (tool, path of its fields) -> the tool as chat templates take it.
+        schema: (tool, path of its fields) -> the tool as chat templates take it, or None for one that a model which
+            was not made for it cannot be offered: it is left out.
     """
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     if choice not in (None, "auto", "none"):
         raise unsupported("tool_choice", 'a call cannot be forced: the policy decides; use "auto" or "none"')
-    schemas = [schema(tool, f"tools[{place}].") for place, tool in enumerate(items(body, "tools"))]
+    schemas = []
+    for place, tool in enumerate(items(body, "tools")):
+        offered = schema(tool, f"tools[{place}].")
+        if offered is None:
+            _say_left_out(f"{tool.get('type')!s:.40}", f"{tool.get('name')!s:.60}")
+        else:
+            schemas.append(offered)
     if choice == "none":
         return []
     return schemas if body.get("tools") is not None else None
@@ -141,6 +164,13 @@ def check_history(messages: list[Message], path: str) -> None:
     """Refuse a history in which nobody but the assistant has spoken."""
     if not any(message["role"] != "assistant" for message in messages):
         raise invalid(path, "expected at least one message of a user, system or tool")
+
+
+@functools.lru_cache(256)
+def _say_left_out(kind: str, name: str) -> None:
+    logger.warning(
+        "gateway: a client's tool %s of type %s is left out: the model can be offered functions only", name, kind
+    )
 
 
 def _kind(value: Any) -> str:

@@ -61,6 +61,9 @@ class ContextRenderer:
         self.end_of_turn_id = self._glue.end_of_turn_id
         self.stop = stop_conditions(self._format, tokenizer, self.end_of_turn_id)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self._max_result_tokens = config.max_tool_response_tokens
+        self._thinking_switches = thinking_switches(getattr(tokenizer, "chat_template", None))
+        self._glues: dict[bool | None, TurnGlue] = {}
         self._longest_result = config.max_tool_response_tokens * self.longest_token
         self._prompts: dict[str, list[int]] = {}
         # Nobody can guess it, so no message can hold it.
@@ -72,28 +75,30 @@ class ContextRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         known: Mapping[int, Sequence[int]] | None = None,
         most: int | None = None,
+        thinking: bool | None = None,
     ) -> list[int]:
         """Token ids of a whole history with the header of the next turn.
 
         Args:
             known: sampled ids of the turns at these places.
             most: tokens that are of use. Of a history with more, only a beginning of more than ``most`` ids is given.
+            thinking: of ``Call``.
 
         Raises:
             ApiError: the template refuses the messages.
         """
         if not known:
-            return list(self._new_prompt(messages, tools, most))
+            return list(self._new_prompt(messages, tools, most, thinking))
         shown = self._shown(messages)
         for place in known:
             shown[place] = {"role": "assistant", "content": self._mark.format(place)}
-        text = self._rendered(shown, tools)
+        text = self._rendered(shown, tools, thinking)
         ids: list[int] = []
         for place, sampled in known.items():
             before, found, text = text.partition(self._mark.format(place))
             if not found or not text.startswith(self._glue.end_of_turn_text):
                 # This template shows such a turn differently, or not at all: then it is text like any other.
-                return self.prompt(messages, tools, most=most)
+                return self.prompt(messages, tools, None, most, thinking)
             text = text[len(self._glue.end_of_turn_text) :]
             ids += [*self._encode(before, most), *self._ended(sampled)]
         return [*ids, *self._encode(text, most)]
@@ -103,35 +108,45 @@ class ContextRenderer:
         return message_sizes(messages, self._longest_result)
 
     def _new_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, most: int | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        most: int | None,
+        thinking: bool | None,
     ) -> list[int]:
         """Of a history without known turns."""
         if characters([messages, tools]) > LARGE:
             # Keeping these would fill the memory; and threads of the session come here.
-            return self._encode(self._rendered(self._shown(messages), tools), most)
-        key = json.dumps([messages, tools])
+            return self._encode(self._rendered(self._shown(messages), tools, thinking), most)
+        key = json.dumps([messages, tools, thinking])
         ids = self._prompts.get(key)
         if ids is None:
             while len(self._prompts) >= PROMPTS_KEPT:
                 del self._prompts[next(iter(self._prompts))]
-            ids = self._prompts[key] = self._encode(self._rendered(self._shown(messages), tools))
+            ids = self._prompts[key] = self._encode(self._rendered(self._shown(messages), tools, thinking))
         return ids
 
-    def after_turn(self, sampled: Sequence[int], messages: Sequence[Message], most: int | None = None) -> list[int]:
+    def after_turn(
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        most: int | None = None,
+        thinking: bool | None = None,
+    ) -> list[int]:
         """Token ids of ``messages`` that follow a turn of ids ``sampled``, with the header of the next turn.
 
         Args:
-            most: as for ``prompt``.
+            most, thinking: as for ``prompt``.
 
         Raises:
             ApiError: the template refuses the messages.
         """
         missing = self._ended(sampled)[len(sampled) :]
         if messages and all(message["role"] == "tool" for message in messages):
-            return [*missing, *self._glue.render([message["content"] for message in messages]).ids]
+            return [*missing, *self._glue_of(thinking).render([message["content"] for message in messages]).ids]
         mark = self._mark.format("")
         before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": mark}]
-        _, _, text = self._rendered([*before, *self._shown(messages)], None).partition(mark)
+        _, _, text = self._rendered([*before, *self._shown(messages)], None, thinking).partition(mark)
         if not text.startswith(self._glue.end_of_turn_text):
             raise invalid("messages", "the chat template cannot show these messages after an assistant's turn")
         return [*missing, *self._encode(text[len(self._glue.end_of_turn_text) :], most)]
@@ -200,12 +215,27 @@ class ContextRenderer:
             for message in messages
         ]
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, thinking: bool | None
+    ) -> str:
         schemas = [dict(tool) for tool in tools] if tools else None
+        switched = self._switched(thinking)
         try:
-            return render(self._tokenizer, [messages], schemas, add_generation_prompt=True)[0]
+            return render(self._tokenizer, [messages], schemas, add_generation_prompt=True, **switched)[0]
         except (RenderError, ChatTemplateError) as error:
             raise invalid("messages", str(error)) from error
+
+    def _switched(self, thinking: bool | None) -> dict[str, bool]:
+        """Arguments of the chat template; none where it has no such switch."""
+        return {} if thinking is None else dict.fromkeys(self._thinking_switches, thinking)
+
+    def _glue_of(self, thinking: bool | None) -> TurnGlue:
+        switched = self._switched(thinking)
+        if not switched:
+            return self._glue
+        if thinking not in self._glues:
+            self._glues[thinking] = TurnGlue(self._tokenizer, self._format, self._max_result_tokens, switched)
+        return self._glues[thinking]
 
     def _encode(self, text: str, most: int | None = None) -> list[int]:
         text = without_surrogates(text)
@@ -217,6 +247,13 @@ class ContextRenderer:
                 if len(begun) > most + number * self.longest_token:
                     return begun
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def thinking_switches(template: Any) -> list[str]:
+    """The arguments by which a chat template is told whether the model thinks."""
+    statements = " ".join(re.findall(r"{[{%].*?[%}]}", template, re.DOTALL)) if isinstance(template, str) else ""
+    code = re.sub(r"'[^']*'|\"[^\"]*\"", "", statements)
+    return [name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![.\w]){name}\b", code)]
 
 
 def _spoken(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> SpokenCall:

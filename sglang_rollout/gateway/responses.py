@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from sglang_rollout.gateway import fields
+from sglang_rollout.gateway import fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
-from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -44,6 +44,12 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     Raises:
         ApiError: 400, naming the field; 404, previous_response_id is unknown.
     """
+    request_fields.check(body, request_fields.RESPONSES)
+    request_fields.check(fields.mapping(body, "text"), request_fields.TEXT, "text.")
+    reasoning = fields.mapping(body, "reasoning")
+    request_fields.check(reasoning, request_fields.REASONING, "reasoning.")
+    if "message.output_text.logprobs" in (body.get("include") or ()):
+        raise unsupported("include", "message.output_text.logprobs: use Chat Completions for log-probs")
     sampling = fields.sampling(body)
     history: list[Message] = []
     if body.get("previous_response_id") is not None:
@@ -56,16 +62,14 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     instructions = fields.text(body, "instructions", default="")
     messages = [{"role": "system", "content": instructions}, *history] if instructions else history
     fields.check_history(messages, "input")
-    wanted = body.get("text")
-    form = wanted.get("format") if isinstance(wanted, dict) else None
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise unsupported("text.format", "a constrained answer is not what the policy would say")
     call = Call(
-        messages=normalize_messages(messages),
+        messages=in_call_order(normalize_messages(messages)),
         tools=fields.tools(body, _schema),
         max_tokens=fields.integer(body, "max_output_tokens", 1),
         model=fields.text(body, "model", default=""),
         sampling=sampling,
+        thinking=False if fields.text(reasoning, "effort", "reasoning.", default="") == "none" else None,
+        parallel_calls=fields.optional_flag(body, "parallel_tool_calls") is not False,
     )
     return ResponsesRequest(call, fields.flag(body, "stream"), normalize_messages(history), body)
 
@@ -153,9 +157,9 @@ def _read_input(body: fields.Json) -> list[Message]:
     return messages
 
 
-def _schema(tool: fields.Json, path: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise unsupported(f"{path}type", f"{tool.get('type')!r:.40}; functions alone are")
+def _schema(tool: fields.Json, path: str) -> dict[str, Any] | None:
+    if fields.text(tool, "type", path) != "function":
+        return None
     return fields.function_schema(tool, path)
 
 
@@ -171,7 +175,7 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.call.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": body.get("temperature"),
         "text": {"format": {"type": "text"}},

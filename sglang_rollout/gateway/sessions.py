@@ -173,7 +173,7 @@ class OpenSession:
         self._promised += call.choices
         self._concurrent += 1
         try:
-            parent, glue_ids, digest = await self._rendered(call.messages, tools)
+            parent, glue_ids, digest = await self._rendered(call, tools)
             context = self._tree.context(parent, glue_ids, digest, call.choices)
             try:
                 state = context.state(self.settings.group_id, self.settings.index)
@@ -190,6 +190,8 @@ class OpenSession:
         answers = []
         for result in results:
             answer = self._renderer.answer(result, call.stop, state.length, with_tokens, tools)
+            if not call.parallel_calls:
+                answer = replace(answer, calls=answer.calls[:1])
             self._sampled_tokens += len(result.output_ids)
             if result.output_ids:
                 self._tree.add(context, result, answer)
@@ -233,17 +235,32 @@ class OpenSession:
                     raise self.too_long(of_tools + characters(messages))
         return of_tools + characters(messages)
 
-    async def _rendered(self, messages: list[Message], tools: Tools) -> tuple[Turn | None, list[int], bytes]:
+    async def count_tokens(self, call: Call) -> int:
+        """Tokens of the context in which ``call`` would be answered.
+
+        Raises:
+            ApiError: the chat template refuses the messages, they cannot have room, or the session has ended.
+        """
+        if self._closed is not None:
+            raise session_closed()
+        tools = self.settings.tools if call.tools is None else call.tools
+        parent, ids, digest = await self._rendered(call, tools)
+        return Context(parent, ids, digest, ()).state().length
+
+    async def _rendered(self, call: Call, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
         """The turn that a history goes on from, the ids that follow it, and the history's digest."""
+        messages = call.messages
         run = _at_once if await self.check_size(messages, tools) <= LARGE else _in_thread
         most = self.settings.limits.context_length
         digests = await run(history_digests, messages, tools)
         parent, covered = self._tree.longest_known(messages, digests)
         if parent is not None:
-            ids = await run(self._renderer.after_turn, parent.result.output_ids, messages[covered:], most)
+            ids = await run(
+                self._renderer.after_turn, parent.result.output_ids, messages[covered:], most, call.thinking
+            )
         else:
             known = await run(self._tree.known, messages)
-            ids = await run(self._renderer.prompt, messages, tools, known, most)
+            ids = await run(self._renderer.prompt, messages, tools, known, most, call.thinking)
         if self._closed is not None:
             raise session_closed()
         return parent, ids, digests[-1]

@@ -256,7 +256,7 @@ BAD = [
     ("/v1/responses", {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ("/v1/messages", {"messages": [USER]}, "max_tokens"),
-    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ("/v1/messages", {"max_tokens": 5, "messages": [USER, {"role": "assistant", "content": "x"}]}, "messages"),
     ("/v1/messages", {"max_tokens": 5, "messages": [USER], "tool_choice": {"type": "any"}}, "tool_choice"),
 ]
@@ -426,7 +426,8 @@ def test_a_stream_that_is_cut_keeps_its_turn(tokenizer, path):
 
     async def run():
         async with served(tokenizer, [WORD * 400 + END]) as at:
-            body = {"model": "", "input": "question", "messages": QUESTION, "max_tokens": 1000, "stream": True}
+            asked = {"input": "question"} if path == "/v1/responses" else {"messages": QUESTION, "max_tokens": 1000}
+            body = {"model": "", "stream": True, **asked}
             for _ in range(2):
                 async with at.http.stream("POST", at.session.anthropic_base_url + path, json=body) as response:
                     assert await anext(response.aiter_bytes())
