@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, rollouts_of
-from megatron_retool.trajectory import Trajectory
+from megatron_retool.trajectory import FinishReason, Trajectory
 
 if TYPE_CHECKING:
     from megatron_retool.cluster.deployment import Deployment
@@ -156,6 +156,68 @@ def reward_failure(trajectory: Trajectory) -> tuple[str, str] | None:
     if agent.get("outcome") == AgentOutcome.BAD_RESULT:
         return str(AgentOutcome.BAD_RESULT.value), str(agent.get("message", ""))[:300]
     return None
+
+
+class NoSignal:
+    """Says on the console why a step's groups teach nothing: at the first such step, and when the cause changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: str | None = None
+
+    def record(self, step: int, rows: Sequence[Trajectory]) -> None:
+        """``rows``: the step's scored trajectories."""
+        cause = no_signal_cause(rows)
+        if cause is None or cause[0] == self._said:
+            return
+        self._said, sentence = cause
+        self._console.print(
+            f"step {step}: no group has different rewards: {sentence}",
+            style="yellow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def no_signal_cause(rows: Sequence[Trajectory]) -> tuple[str, str] | None:
+    """Why no group of several responses has different rewards: a name of the cause and a sentence with the cure.
+
+    None where a group has, and where no group has several responses.
+    """
+    groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+    for rollout in rollouts_of(rows):
+        groups[rollout[0].group_id].append(rollout[-1])
+    several = [group for group in groups.values() if len(group) > 1]
+    responses = [response for group in several for response in group]
+    rewards = [{response.reward for response in group} for group in several]
+    if not several or any(len(different) > 1 for different in rewards):
+        return None
+    counts = Counter(different.pop() for different in rewards)
+    values = ", ".join(f"{value:g} in {count}" for value, count in counts.most_common(4))
+    if all(reward_failure(response) is not None for response in responses):
+        return "failures", "the reward of every response failed, and all count as reward.failure_score"
+    if all(response.finish_reason is FinishReason.LENGTH for response in responses):
+        return "length", (
+            f"each of the {len(responses)} responses was cut off before its end: raise data.max_response_length "
+            "(rollout.engine.context_length), or train the model to end sooner"
+        )
+    if all(len({response.response_ids.tobytes() for response in group}) == 1 for group in several):
+        return "identical", (
+            "the responses of each group are identical: rollout.train.temperature, top_p or top_k leaves no choice"
+        )
+    if len(counts) == 1:
+        (value,) = counts
+        if value <= 0 and all(response.reward_info.get("pred", "") is None for response in responses):
+            return "no answer", (
+                f"every reward is {value:g}, and no response has an answer that the reward function reads: compare the "
+                "responses (megatron-retool view) with the form that reward.function expects"
+            )
+        return "one reward", (
+            f"every reward is {value:g}: the prompts are too {'easy' if value > 0 else 'hard'} for this model, or "
+            "reward.function gives everything the same score"
+        )
+    return "groups", f"groups by their only reward: {values}; the prompts are too easy or too hard for this model"
 
 
 class SkipReason(Enum):

@@ -21,6 +21,7 @@ from megatron_retool.loop.columns import add_advantages, add_log_probs, correct_
 from megatron_retool.loop.experience import Experience
 from megatron_retool.loop.faults import (
     LearnerRecovery,
+    NoSignal,
     RewardFailures,
     SkippedSteps,
     SkipReason,
@@ -116,7 +117,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         )
         stragglers = StragglerWatch(config, run.console)
         skipped = SkippedSteps(config.trainer.max_skipped_steps)
-        reward_failures = RewardFailures(run.console)
+        reward_failures, no_signal = RewardFailures(run.console), NoSignal(run.console)
         profiler = StepProfiler(run)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
@@ -131,6 +132,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 with timer.phase(Phase.GENERATION):
                     collected = await experience.take(step)
                 reward_failures.record(step, collected.generated)
+                no_signal.record(step, collected.generated)
                 saved = await checkpointer.finish()
                 learned = await learn(run, state, collected.kept, timer)
                 batch = learned.batch

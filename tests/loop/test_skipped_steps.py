@@ -13,7 +13,14 @@ from rich.console import Console
 from megatron_retool.cluster.gpu_phases import GpuPhases
 from megatron_retool.config import load_config
 from megatron_retool.loop.experience import collect_groups
-from megatron_retool.loop.faults import RewardFailures, SkippedSteps, SkipReason, nonfinite_updates
+from megatron_retool.loop.faults import (
+    NoSignal,
+    RewardFailures,
+    SkippedSteps,
+    SkipReason,
+    no_signal_cause,
+    nonfinite_updates,
+)
 from megatron_retool.loop.rollout_files import read_estimates, write_estimates
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.loop.train import learn
@@ -34,6 +41,46 @@ def test_the_run_ends_after_so_many_in_a_row_and_names_the_reasons() -> None:
         skipped.check(6)
     for words in ("In 2 of them every gradient is NaN", "actor/grad_norm", "In 1 of them no group has different"):
         assert words in str(caught.value)
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+FAILED = {"failure": "exception", "failure_message": "KeyError"}
+READ, UNREAD = {"pred": "7"}, {"pred": None}
+
+
+@pytest.mark.parametrize(
+    ("responses", "cause"),
+    [
+        ([(0, 1.0, STOP, 1, READ), (0, -1.0, STOP, 2, READ), (1, -1.0, STOP, 1, READ), (1, -1.0, STOP, 2, READ)], None),
+        ([(0, -1.0, STOP, 1, READ), (1, 1.0, STOP, 2, READ)], None),
+        ([], None),
+        ([(0, -1.0, LENGTH, 1, FAILED), (0, -1.0, STOP, 2, FAILED)], "failures"),
+        ([(0, -1.0, LENGTH, 1, UNREAD), (0, -1.0, LENGTH, 2, UNREAD)], "length"),
+        ([(0, 1.0, STOP, 1, READ), (0, 1.0, STOP, 1, READ), (1, -1.0, STOP, 2, READ), (1, -1.0, STOP, 2, READ)],
+         "identical"),
+        ([(0, -1.0, STOP, 1, UNREAD), (0, -1.0, LENGTH, 2, UNREAD)], "no answer"),
+        ([(0, -1.0, STOP, 1, READ), (0, -1.0, STOP, 2, UNREAD)], "one reward"),
+        ([(0, 0.0, STOP, 1, {}), (0, 0.0, STOP, 2, {})], "one reward"),
+        ([(0, 1.0, STOP, 1, READ), (0, 1.0, STOP, 2, READ), (1, -1.0, STOP, 1, READ), (1, -1.0, STOP, 2, READ)],
+         "groups"),
+    ],
+)  # fmt: skip
+def test_why_no_group_teaches(responses: list[tuple[int, float, FinishReason, int, dict]], cause: str | None) -> None:
+    ids, nothing = np.array([1]), np.zeros(1)
+    rows = [
+        Trajectory(
+            ids, np.array([token]), nothing == 0, nothing, nothing, nothing, group, index, finish_reason,
+            reward=reward, reward_info=info,
+        )
+        for index, (group, reward, finish_reason, token, info) in enumerate(responses)
+    ]  # fmt: skip
+    found = no_signal_cause(rows)
+    assert (None if found is None else found[0]) == cause
+    console = Console(record=True, width=300)
+    said = NoSignal(console)
+    for step in (1, 2):
+        said.record(step, rows)
+    assert console.export_text().count("no group has different rewards") == (cause is not None)
 
 
 def test_failed_rewards_are_said_on_the_console() -> None:
