@@ -57,7 +57,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
     checkpoint where ``trainer.resume_mode`` says so.
 
     Args:
-        leave: when set, the step under way is finished and checkpointed, and training stops there.
+        leave: when set, a validation is given up, the step under way is finished and checkpointed, and training stops.
 
     Returns:
         Whether the run is at its end.
@@ -108,8 +108,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         with run.activities.part("sending the weights to the engines"):
             await run.weights.sync(state.step)
     if config.trainer.val_only:
-        await validate_only(run, state.step)
-        return True
+        return await leave.interrupting(validate_only(run, state.step)) is not None
     first_step = state.step + bool(state.step)
     async with contextlib.AsyncExitStack() as stack:
         log = stack.enter_context(
@@ -121,7 +120,10 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
         profiler = StepProfiler(run)
         experience = await stack.enter_async_context(Experience(run, state))
         if state.step == 0 and config.trainer.val_before_train:
-            validated = await validate(run, 0, log)
+            validated = await leave.interrupting(validate(run, 0, log))
+            if validated is None:
+                run.console.print("asked to leave: the first validation was given up, and no step was begun")
+                return False
             log.log(0, validated | state.early_stopping.record(0, validated))
         while state.step < run.total_steps:
             state.step += 1
@@ -160,7 +162,10 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 **per_token_metrics(timer.seconds, int(batch.prompt_lengths.sum()), int(batch.response_lengths.sum())),
             }
             store_step(run, step, collected.generated, batch)
-            metrics |= await validate_after(run, state, log, timer)
+            validated = await leave.interrupting(validate_after(run, state, log, timer))
+            if validated is None:
+                run.console.print(f"asked to leave: the validation after step {step} was given up")
+            metrics |= validated or {}
             last = step == run.total_steps or state.early_stopping.stops
             leaving = leave.is_set()
             complete = last or leaving or state.save_due() or checkpointer.overdue

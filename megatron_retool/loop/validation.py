@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,11 +90,12 @@ async def _sampled(
     """Scored responses of all ``prompts``, in their order."""
     trajectories: list[Trajectory] = []
     with progress_line(run.console, name, len(prompts) * sampling.n) as progress:
-        async for group in run.rollout.stream(prompts, sampling, "validation"):
-            await asyncio.to_thread(run.rewards.score, group, "validation")
-            trajectories += group
-            progress.advance(len(rollouts_of(group)))
-            run.watchdog.progress(phase)
+        async with contextlib.aclosing(run.rollout.stream(prompts, sampling, "validation")) as groups:
+            async for group in groups:
+                await asyncio.to_thread(run.rewards.score, group, "validation")
+                trajectories += group
+                progress.advance(len(rollouts_of(group)))
+                run.watchdog.progress(phase)
     return sorted(trajectories, key=lambda t: t.key)
 
 
@@ -128,7 +130,9 @@ async def evaluate_model(config: Config, console: Console) -> None:
             log.log(0, await validate(run, 0, log))
 
 
-async def validate_only(run: Deployment, step: int) -> None:
+async def validate_only(run: Deployment, step: int) -> dict[str, float]:
     """Validate the policy that the engines serve after ``step``. No row of an earlier run is dropped."""
     with MetricLogger.of_run(run.config, run.console, first_step=sys.maxsize, write_errors=run.write_errors) as log:
-        log.log(step, await validate(run, step, log))
+        metrics = await validate(run, step, log)
+        log.log(step, metrics)
+    return metrics

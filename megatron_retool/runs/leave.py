@@ -1,18 +1,22 @@
 """How a command is asked to leave, and the exit code that tells that it did.
 
-SIGUSR1 asks: the step under way is finished and checkpointed, and the command ends with REQUEUE. SIGINT and SIGTERM
-end it at once (megatron_retool/interruption.py).
+SIGUSR1 asks: a validation is given up, the step under way is finished and checkpointed, and the command ends with
+REQUEUE. SIGINT and SIGTERM end it at once (megatron_retool/interruption.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 REQUEUE = 85
 """Exit code of a run that was asked to leave, or that hung: there is more to do, from the last checkpoint."""
@@ -39,6 +43,20 @@ class LeaveRequest:
     def __enter__(self) -> LeaveRequest:
         self._previous = signal.signal(signal.SIGUSR1, self._ask)
         return self
+
+    async def interrupting(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """The result of ``work``; None where it was cancelled because of the request."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_POLL_SECONDS))[0]:
+                if self._asked:
+                    return None
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
