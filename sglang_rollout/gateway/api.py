@@ -132,7 +132,8 @@ class Api:
             self._statistics.call_seconds.append(time.monotonic() - began)
             return reply
         except ApiError as raised:
-            error = raised
+            # Its traceback refers to this frame and to the body: the collector, which is spared, would keep them.
+            error = raised.with_traceback(None)
         except ConnectionResetError:
             raise
         except Exception as raised:

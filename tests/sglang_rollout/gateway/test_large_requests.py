@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 
 import pytest
 
 from megatron_retool.untrusted import MOST_LEVELS
 from sglang_rollout.gateway import rendering, text_size
+from sglang_rollout.gateway.api import ApiRequest
 from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
 from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION, post, served, way
 from tests.sglang_rollout.scripted import Counter
@@ -161,3 +164,29 @@ def test_an_announced_body_is_refused_unread_and_one_of_many_values_undecoded(to
             assert status != 400 or "values" not in _["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_a_refused_body_is_let_go_without_the_garbage_collector(tokenizer):
+    async def run():
+        async with served(tokenizer, [WORD + END], context_length=10**5) as at:
+            for text in (b"{", json.dumps({"messages": [{"role": "user", "content": MUCH * 5}]}).encode()):
+                reader = Reader(text)
+                kept = weakref.ref(reader)
+                path = f"/sessions/{at.session.id}{CHAT}"
+                reply = await at.gateway._api.answer(ApiRequest("POST", path, {}, reader.read))
+                assert reply.status == 400
+                del reader
+                assert kept() is None
+
+    class Reader:
+        def __init__(self, body: bytes) -> None:
+            self.body = body
+
+        async def read(self) -> bytes:
+            return self.body
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
