@@ -102,7 +102,7 @@ def test_a_long_history_that_may_have_room_is_tokenised_only_as_far_as_it_has(to
 
 def test_large_requests_do_not_stop_the_event_loop():
     async def run():
-        tokenizer, seconds = WatchedTokenizer(), 0.5
+        tokenizer, seconds = WatchedTokenizer(), 2.0
         async with served(tokenizer, [WORD + END], context_length=200_000) as at:
             tokenizer.seconds = seconds
             text = "x" * (2 * text_size.LARGE)
