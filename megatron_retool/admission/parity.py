@@ -14,6 +14,7 @@ from megatron_retool.admission import forced_routing
 from megatron_retool.admission.layouts import Case, learner_config
 from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.admission.tiny_model import (
+    converted,
     hf_log_probs,
     random_batch,
     stored_gradients,
@@ -243,7 +244,7 @@ def load_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) ->
     with torch.no_grad():
         for _, tensor in global_tensors(learner.model_chunks):
             tensor.zero_()
-    load_model_weights(learner.model_chunks, learner.architecture, hf_dir / "mcore")
+    load_model_weights(learner.model_chunks, learner.architecture, converted(hf_dir))
     found = {"converted weight": _largest(_exported(learner), before)}
     learner.load(hf_dir / _CHECKPOINT)
     found["weight after a load"] = _largest(_exported(learner), saved)

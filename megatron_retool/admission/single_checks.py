@@ -18,6 +18,7 @@ from conversion.model.flops import forward_flops, pair_flops
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.outcome import Check, Verdict, judged
 from megatron_retool.admission.recurrent_delta_rule import recurrent
+from megatron_retool.admission.tiny_model import converted
 from megatron_retool.planning.memory import parameter_count
 from sglang_rollout.agent.tool_call_formats import formats
 from tools.arguments import typed_arguments
@@ -41,7 +42,7 @@ def round_trip(architecture: Architecture, directory: Path, families: tuple[str,
     """To Megatron-Core, laid out for TP and PP, and back: the same bits."""
     expert = 2 if architecture.is_moe else 1
     layout = TargetLayout(tp=2, pp=2, ep=expert)
-    there, back = directory / "mcore", directory / "back"
+    there, back = converted(directory), directory.with_name(f"{directory.name}_back")
     convert(directory, there, layout=layout, families=families, workers=1, require_tokenizer=False)
     export(there, back, families=families, workers=1, require_tokenizer=False)
     source, again = load_file(directory / "model.safetensors"), load_file(back / "model.safetensors")

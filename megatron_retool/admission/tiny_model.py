@@ -67,6 +67,11 @@ def stored_weights(model: Any) -> dict[str, Tensor]:
     return stored(model, {name: tensor.detach() for name, tensor in (*model.named_parameters(), *kept.items())})
 
 
+def converted(directory: Path) -> Path:
+    """Where the Megatron-Core weights of the model in ``directory`` lie."""
+    return directory.with_name(f"{directory.name}_mcore")
+
+
 def save_model(model: Any, directory: Path, hf_config: Mapping[str, Any] | None = None) -> Path:
     """Weights and config.json; the latter as ``hf_config`` has it, where transformers writes it in another way."""
     model.save_pretrained(directory)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.runs.files import atomic_write
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import load_own_json
 
 
 def check_run_directory(run_dir: Path) -> None:
@@ -41,7 +41,7 @@ def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], l
 def _row(line: bytes) -> dict[str, Any] | None:
     """The object of a line; None where it is none. Zeros, which a crash leaves of a file's end, are passed over."""
     try:
-        row = load_json(line.strip(b"\0 \t\r\n").decode(), strict=False)
+        row = load_own_json(line.strip(b"\0 \t\r\n").decode())
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -199,7 +199,6 @@ def test_server_that_is_killed_while_it_starts_is_started_again(number: signal.S
     def kill() -> None:
         while server._process is None:
             time.sleep(0.01)
-        time.sleep(0.2)
         killed.append(server._process.pid)
         os.kill(server._process.pid, number)
 
