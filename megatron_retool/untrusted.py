@@ -35,7 +35,7 @@ def load_json(text: str | bytes, *, strict: bool = True, finite: bool = True) ->
 
     Raises:
         ValueError: it is no JSON or no UTF-8, nested deeper than ``MOST_LEVELS``, or holds a number of more digits than
-            Python converts, beyond the range of a float, or NaN or Infinity, which JSON has not. The message is one
+            Python converts, beyond the range of a float, or NaN or Infinity, which JSON lacks. The message is one
             line.
     """
     return _loaded(text, strict, finite, MOST_LEVELS)

@@ -245,7 +245,7 @@ class DistCheckpoint:
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def check_objects(self) -> None:
-        """Read every object beside the tensors as data alone, so that readers which unpickle them later run nothing.
+        """Read every object beside the tensors as plain data: readers that unpickle them later then run nothing.
 
         Raises:
             DistCheckpointError: an object names what is more than data, or its file is missing or damaged.

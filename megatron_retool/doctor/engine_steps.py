@@ -102,7 +102,7 @@ def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
 
 
 def engine_url(session: Session) -> str:
-    """Of the engine that the step ``engine`` has started in its own process, whose key this one takes."""
+    """The address of the engine that the step ``engine`` started in another process; takes over that engine's key."""
     url, key = json.loads(_address_file(session).read_text(encoding="utf-8"))
     use_engine_key(key)
     return str(url)

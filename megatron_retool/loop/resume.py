@@ -111,8 +111,8 @@ def _remarks(config: Config, resume: Checkpoint, changed: Mapping[str, tuple[Any
     if schedule != "constant" and then != now:
         yield (
             f"learner.optimizer.schedule={schedule} counts updates: a step has {now}, and had {then}. The learning "
-            f"rate goes on where a run with {now} a step has it after step {resume.step * then / now:.4g}, not step "
-            f"{resume.step}; learner.mini_batch_size={_mini_batch_size(config, then)} would keep {then} updates a step"
+            f"rate is now that after step {resume.step * then / now:.4g} of a run with {now} updates a step, and not "
+            f"after step {resume.step}; learner.mini_batch_size={_mini_batch_size(config, then)} would keep {then}"
         )
     if any(key in ("model.path", "model.mcore_path") for key in changed):
         yield "model.path and model.mcore_path name no weights for a run that goes on: its checkpoint has them"

@@ -203,7 +203,7 @@ class OpenSession:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request whose messages may have room."""
+        """The largest body, in bytes, whose messages may fit into the context."""
         limit = self.settings.limits.context_length
         if limit is None:
             return sys.maxsize

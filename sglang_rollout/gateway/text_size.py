@@ -10,7 +10,7 @@ from sglang_rollout.gateway.conversation import Message
 LARGE = 1 << 15
 """Characters; a request with more is rendered and tokenised in a thread, for the event loop serves all sessions."""
 MOST_JSON_VALUES = 400_000
-"""Of a body. Python's decoder, which stops all threads meanwhile, takes tens of milliseconds for as many."""
+"""Values in a body. Python's decoder stops all threads for tens of milliseconds at this number."""
 BYTES_A_CHARACTER = 12
 """At most, in JSON: a character beyond the basic plane is two escapes of six bytes."""
 SMALLEST_BODY_LIMIT = 1 << 20

@@ -95,8 +95,8 @@ def test_a_schedule_says_what_another_number_of_updates_does_to_it(run: Run, key
     _, text = run.asked({**before, key: 2 * sizes[key]})
     now, after = (1, 6) if key == "learner.mini_batch_size" else (4, 1.5)
     assert f"schedule=cosine counts updates: a step has {now}, and had 2. The learning rate" in text
-    assert f"after step {after}, not step 3" in text
-    assert f"learner.mini_batch_size={32 if now == 1 else 64} would keep 2 updates a step" in text
+    assert f"that after step {after} of a run with {now} updates a step, and not after step 3" in text
+    assert f"learner.mini_batch_size={32 if now == 1 else 64} would keep 2" in text
     constant = {**before, "learner.optimizer.schedule": "constant"}
     run.ran_as(constant, steps=9)
     assert "counts updates" not in run.asked({**constant, key: 2 * sizes[key]})[1]

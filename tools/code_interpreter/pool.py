@@ -219,7 +219,7 @@ class WorkerPool:
             await asyncio.sleep(_RECHECK_SECONDS)
 
     async def _trial(self) -> str | None:
-        """Run a snippet: why it cannot run; None where it does, or where nobody can say on so busy a host."""
+        """Why a snippet of the server's own cannot run; None if it runs, or if the host is too busy to tell."""
         began = time.monotonic()
         result, _ = await self.run(ExecutionRequest("print(6 * 7)", run_timeout=10.0))
         if self._ran > began and result.outcome is not Outcome.FINISHED:

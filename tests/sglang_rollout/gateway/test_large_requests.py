@@ -56,7 +56,7 @@ class WatchedTokenizer:
 
 
 async def largest_gap(done: asyncio.Event) -> float:
-    """Seconds for which the event loop served nobody else."""
+    """The longest time, in seconds, that the event loop was busy with one task."""
     largest, last = 0.0, time.monotonic()
     while not done.is_set():
         await asyncio.sleep(0.001)

@@ -62,7 +62,7 @@ class Sandbox:
             return response.read().decode()
 
     def scratch_directories(self) -> list[Path]:
-        """Of the server; one without rights lies in /tmp where the tests' own temporary directory is closed to it."""
+        """The server's scratch; in /tmp where the server may not enter the tests' temporary directory."""
         places = {Path(tempfile.gettempdir()), Path("/tmp")}
         return [path for place in places for path in place.glob(f"retool-sandbox-{self.process.pid}-*")]
 
