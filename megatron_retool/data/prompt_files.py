@@ -5,7 +5,11 @@ What a source looks like is told from its columns:
 * verl's layout, which DAPO-Math-17k shares: prompt (a list of messages, JSON text of one, or a bare question),
   reward_model {ground_truth, …}, and optionally data_source and extra_info, in which tools_kwargs {tool:
   {create_kwargs, execute_kwargs, …}}, need_tools_kwargs and tool_selection (names of the prompt's tools) are verl's;
-* a competition's layout, as AIME is published: problem or question, and answer (in any capitals);
+* a question's layout, as AIME, MATH-500, GSM8K and MMLU are published: problem or question, and answer (in any
+  capitals). A worked answer that ends with ``#### 72`` gives 72; choices are shown below the question, and the answer
+  (their number from 0, a letter, or a choice's own text) is then a letter;
+Pictures, sounds and films are refused. Columns that are not read are named (``ReadCounts.unread``).
+
 * ``reasoning_gym:<task>?size=1000&seed=0&<setting>=<value>`` in the place of a path: problems that the reasoning-gym
   library makes, each with its own verifier.
 """
@@ -30,6 +34,11 @@ from megatron_retool.untrusted import load_json
 
 REASONING_GYM = "reasoning_gym:"
 PROBLEM_COLUMNS = ("problem", "question")
+CHOICE_COLUMNS = ("choices", "options")
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+VERL_COLUMNS = ("reward_model", "data_source", "ability", "extra_info")
+_HASHES = re.compile(r"(?:^|\n)####\s*(\S[^\n]*?)\s*$")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BATCH_ROWS = 65536
 
 
@@ -59,6 +68,8 @@ class ReadCounts:
     duplicates: int = 0
     conflicting_answers: int = 0
     """Rows that are kept although an earlier one has the same prompt, with another ground truth."""
+    unread: list[str] = field(default_factory=list)
+    """Columns that are not read, each as "column of source"."""
 
 
 def read_prompts(
@@ -84,7 +95,7 @@ def read_prompts(
         reader = (
             _read_reasoning_gym(source, instruction)
             if source.startswith(REASONING_GYM)
-            else _read_file(source, prompt_key, instruction)
+            else _read_file(source, prompt_key, instruction, counts.unread)
         )
         for keys, others, answers, take in _named(source, reader):
             kept = []
@@ -112,16 +123,31 @@ def _named(source: str, stretches: Iterator[_Stretch]) -> Iterator[_Stretch]:
         yield stretch
 
 
-def _read_file(source: str, prompt_key: str, instruction: str) -> Iterator[_Stretch]:
+def _read_file(source: str, prompt_key: str, instruction: str, unread: list[str]) -> Iterator[_Stretch]:
     table = read_table(source)
+    _check_media(source, table)
     by_lower = {name.lower(): name for name in table.column_names}
     problem = next((by_lower[name] for name in PROBLEM_COLUMNS if name in by_lower), None)
     if prompt_key not in table.column_names and problem is not None and "answer" in by_lower:
         reader = _competition_rows(source, table, problem, by_lower, instruction)
     else:
         require_columns(source, table, (prompt_key, "reward_model"))
+        unread += [f"{name} of {source}" for name in table.column_names if name not in (prompt_key, *VERL_COLUMNS)]
         reader = _verl_rows(source, table, prompt_key, instruction)
     yield from reader
+
+
+def _check_media(source: str, table: pa.Table) -> None:
+    """Raise DataError where a row has a picture, a sound or a film."""
+    for name in table.column_names:
+        if name.lower() not in MEDIA_COLUMNS:
+            continue
+        for row, cell in enumerate(table.column(name)):
+            if cell.as_py() not in (None, "", [], {}):
+                raise DataError(
+                    f"{source}, row {row}, column {name!r}: the row has more than text, and only text is trained on: "
+                    "leave out such rows, or the column where the text says it all"
+                )
 
 
 # ---- verl's layout ------------------------------------------------------------------------------------------------
@@ -263,12 +289,10 @@ def _verl_row(source: str, number: int, row: dict[str, Any], prompt_key: str, in
 
 def _messages(source: str, number: int, prompt: Any, prompt_key: str, instruction: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
-        if not prompt.lstrip().startswith("[{"):
+        written = _written_messages(prompt)
+        if written is None:
             return question_messages(prompt, instruction)
-        try:
-            prompt = load_json(prompt, finite=False)
-        except ValueError:
-            return question_messages(prompt, instruction)
+        prompt = written
         check_text(prompt, source, number, prompt_key)
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -277,7 +301,27 @@ def _messages(source: str, number: int, prompt: Any, prompt_key: str, instructio
             )
     if not any(message["content"].strip() for message in prompt if message["role"] != "system"):
         raise DataError(f"{source}, row {number}, column {prompt_key!r}: the prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            f"{source}, row {number}, column {prompt_key!r}: the last message is the assistant's, which the policy "
+            "would answer as if somebody else had said it: end the prompt before it"
+        )
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _written_messages(text: str) -> list[Any] | None:
+    """The messages that ``text`` is the JSON of, as a list or as {"messages": [...]}; None: it is a question."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        found = load_json(text, finite=False)
+    except ValueError:
+        return None
+    if isinstance(found, dict):
+        found = found.get("messages")
+    if isinstance(found, list) and found and isinstance(found[0], dict) and "role" in found[0]:
+        return found
+    return None
 
 
 def cell_text(cell: Any) -> str:
@@ -290,7 +334,7 @@ def question_messages(question: str, instruction: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{question.strip()}\n\n{instruction}" if instruction else question.strip()}]
 
 
-# ---- AIME and the like --------------------------------------------------------------------------------------------
+# ---- AIME, GSM8K, MMLU and the like -------------------------------------------------------------------------------
 
 
 def _competition_rows(
@@ -298,6 +342,7 @@ def _competition_rows(
 ) -> Iterator[_Stretch]:
     rows = table.to_pylist()
     data_source = _competition_name(source)
+    choices_column = next((by_lower[name] for name in CHOICE_COLUMNS if name in by_lower), None)
     prompts, others = [], []
     for number, row in enumerate(rows):
         others.append(repr(sorted((name.lower(), str(value)) for name, value in row.items() if value is not None)))
@@ -314,15 +359,47 @@ def _competition_rows(
             for column in table.column_names
             if column not in (problem, by_lower["answer"]) and column.lower() != "solution" and row[column] is not None
         }
-        answer = _exact(answer, source, number, by_lower["answer"])
+        truth = cell_text(_exact(answer, source, number, by_lower["answer"]))
+        if choices_column is not None and row[choices_column] is not None:
+            question, truth = _with_choices(source, number, question, row[choices_column], answer)
+        elif (worked := _HASHES.search(truth)) is not None:
+            truth = worked[1].replace(",", "")
         messages = question_messages(question, instruction)
-        prompts.append(RawPrompt(source, number, name, messages, cell_text(answer), {"index": number, **extra}))
+        prompts.append(RawPrompt(source, number, name, messages, truth, {"index": number, **extra}))
     yield (
         [prompt.messages[-1]["content"] for prompt in prompts],
         others,
         [prompt.ground_truth for prompt in prompts],
         lambda places: [prompts[place] for place in places],
     )
+
+
+def _with_choices(source: str, number: int, question: str, choices: Any, answer: Any) -> tuple[str, str]:
+    """The question with its lettered choices below it, and the letter of the right one.
+
+    Args:
+        answer: a choice's number from 0, or as text a choice, its letter or its number.
+    """
+    where = f"{source}, row {number}"
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS) or not all(map(_is_choice, choices)):
+        raise DataError(f"{where}: expected 2 to {len(_LETTERS)} choices as text")
+    texts = [str(choice).strip() for choice in choices]
+    letters, said = _LETTERS[: len(texts)], cell_text(answer)
+    if isinstance(answer, str) and texts.count(said) == 1:
+        right = letters[texts.index(said)]
+    elif isinstance(answer, str) and len(said) == 1 and said.upper() in letters:
+        right = said.upper()
+    elif said.isdecimal() and int(said) < len(texts):
+        right = letters[int(said)]
+    else:
+        last = len(texts) - 1
+        raise DataError(f"{where}: the answer {said!r:.60} is no choice, no letter and no number from 0 to {last}")
+    shown = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True))
+    return f"{question.strip()}\n\n{shown}\n\nAnswer with the letter.", right
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _competition_name(source: str) -> str:

@@ -59,6 +59,7 @@ class PromptCounts:
     conflicting_answers: int
     overlong: int
     kept: int
+    unread: Sequence[str] = ()
 
     def __str__(self) -> str:
         parts = [f"{self.kept} prompts of {self.rows} rows"]
@@ -68,6 +69,8 @@ class PromptCounts:
             parts.append(f"{self.conflicting_answers} ask what an earlier one asks and have another answer")
         if self.overlong:
             parts.append(f"{self.overlong} over data.max_prompt_length")
+        if self.unread:
+            parts.append(f"columns that are not read: {', '.join(self.unread[:8])}")
         return ", ".join(parts)
 
 
@@ -313,7 +316,9 @@ def _load(config: DataConfig, key: str, tokenizer: Any, tools: PromptTools) -> t
             f"data.{key}: none of the {counts.rows} rows is left: {overlong} prompts are longer than "
             f"data.max_prompt_length={config.max_prompt_length}; raise it"
         )
-    return rows, PromptCounts(counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows))
+    return rows, PromptCounts(
+        counts.rows, counts.duplicates, counts.conflicting_answers, overlong, len(rows), counts.unread
+    )
 
 
 def _render_all(prompts: Sequence[RawPrompt], tokenizer: Any, tools: PromptTools) -> list[str]:

@@ -271,6 +271,55 @@ def test_competition_layouts(tmp_path, name, row, data_source):
     assert "Solution" not in prompt.extra_info and "solution" not in prompt.extra_info
 
 
+@pytest.mark.parametrize(
+    ("row", "truth"),
+    [
+        ({"question": "Q", "answer": "48/2 = <<48/2=24>>24 in May.\n48+24 = 1,072.\n#### 1,072"}, "1072"),
+        ({"question": "Q", "answer": "#### -3"}, "-3"),
+        ({"problem": "Q", "answer": "see #### above"}, "see #### above"),
+        ({"problem": "Q", "solution": "S", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2}, "\\frac{1}{2}"),
+    ],
+)
+def test_the_truth_of_published_layouts(tmp_path, row, truth):
+    [prompt], _ = read_prompts([write(tmp_path / "p.parquet", [row])])
+    assert prompt.ground_truth == truth and prompt.messages == [{"role": "user", "content": "Q"}]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "letter"),
+    [
+        (["3", "4", "5"], 1, "B"),
+        (["1", "2", "3"], 1, "B"),
+        (["1", "2", "3"], "1", "A"),
+        (["red", "blue"], "b", "B"),
+        (["red", "blue"], "red", "A"),
+        (["red", "blue"], "1", "B"),
+    ],
+)
+def test_choices_are_shown_and_the_truth_is_a_letter(tmp_path, choices, answer, letter):
+    rows = [{"question": "Q", "options": choices, "answer": answer}]
+    [prompt], _ = read_prompts([write(tmp_path / "mmlu.parquet", rows)], instruction="Box it.")
+    assert prompt.ground_truth == letter
+    lines = prompt.messages[0]["content"].splitlines()
+    assert [f"{name}. {text}" for name, text in zip("ABC", choices, strict=False)] == lines[2 : 2 + len(choices)]
+    assert lines[-1] == "Box it."
+
+
+def test_messages_within_a_mapping_are_messages(tmp_path):
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    texts = [json.dumps({"messages": said}), " [ " + json.dumps(said)[1:], '{"a": 1} is what?', "[1, 2] has how many?"]
+    rows = [verl_row("q", prompt=text) for text in texts]
+    prompts, _ = read_prompts([write(tmp_path / "p.parquet", rows)])
+    asked = [{"role": "user", "content": text} for text in texts[2:]]
+    assert [prompt.messages for prompt in prompts] == [said, said, *([each] for each in asked)]
+
+
+def test_columns_that_are_not_read_are_named(tmp_path, tokenizer):
+    path = write(tmp_path / "p.parquet", [verl_row("q") | {"difficulty": 3, "id": "a"}])
+    _, counts = read_prompts([path])
+    assert sorted(counts.unread) == [f"difficulty of {path}", f"id of {path}"]
+
+
 def test_aime_in_verls_layout_repeats_each_problem(tmp_path):
     rows = [verl_row(f"AIME {index}", str(index), data_source="math_dapo_aime") for index in range(30)] * 32
     prompts, counts = read_prompts([write(tmp_path / "aime-2024.parquet", rows)])
@@ -320,6 +369,16 @@ def test_reasoning_gym(monkeypatch):
         ([{"problem": "p", "answer": "1"}, {"problem": "", "answer": "1"}], "row 1, column 'problem': the problem is"),
         ([{"Problem": "p", "Answer": None}], "row 0, column 'Answer': the answer is missing"),
         ([verl_row("q", prompt='[{"role": "user"}]')], "row 0, column 'prompt': expected messages"),
+        (
+            [
+                verl_row("q"),
+                verl_row("q", prompt=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+            ],
+            "row 1, column 'prompt': the last message is the assistant's",
+        ),
+        ([verl_row("q") | {"images": [b"png"]}], "row 0, column 'images': the row has more than text"),
+        ([{"question": "q", "choices": ["a", "b"], "answer": 2}], "row 0: the answer '2' is no choice"),
+        ([{"question": "q", "choices": ["a"], "answer": 0}], "row 0: expected 2 to 26 choices"),
     ],
 )
 def test_bad_rows(tmp_path, rows, message):
