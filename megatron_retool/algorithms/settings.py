@@ -27,6 +27,24 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
 }
 """Setting of the section algorithm -> names of what is built in -> what that needs of the run."""
 
+READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "advantage": {
+        "normalize_by_std": ("grpo",),
+        "gamma": ("reinforce_plus_plus", "gae"),
+        "gae_lambda": ("gae",),
+        "gae_reward": ("gae",),
+        "gae_reward_last_share": ("gae",),
+        "gae_level": ("gae",),
+        "gae_whiten": ("gae",),
+    },
+    "policy_loss": {
+        "clip_ratio_low": ("clip", "gspo", "cispo"),
+        "clip_ratio_high": ("clip", "gspo", "cispo"),
+        "dual_clip": ("clip", "gspo"),
+    },
+}
+"""Setting of the section algorithm -> other settings of that section -> the built-ins that read them."""
+
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 NORMALIZE_OVER = ("kept_tokens", "all")
 CORRECTION_MODES = ("truncate", "none", "clip", "mask")

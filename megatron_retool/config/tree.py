@@ -6,8 +6,9 @@ Rules within a section stand beside it, in its ``check`` method; ``validate`` ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_retool.config.data import DataConfig
 from megatron_retool.config.demo import DemoConfig
 from megatron_retool.config.learner import LearnerConfig
 from megatron_retool.config.model import ModelConfig
+from megatron_retool.config.readers import unread_settings
 from megatron_retool.config.reward import RewardConfig
 from megatron_retool.config.rollout import RolloutConfig
 from megatron_retool.config.sft import SFTConfig
@@ -92,6 +94,7 @@ def validate(config: Config) -> None:
             f"rollout.engine.quantization={rollout.engine.quantization} is one: set one of them to null"
         )
     _check_engines(config)
+    _check_readers(config)
     if learner.routing_replay == "old_log_probs" and algorithm.rollout_correction.bypass_old_log_probs:
         raise ConfigError(
             "learner.routing_replay=old_log_probs records experts while old log-probs are computed, which "
@@ -108,6 +111,22 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+
+
+def _check_readers(config: Config) -> None:
+    """Raise ConfigError where a setting is given that nothing reads."""
+    values = {key: value for key, _, value in walk(config)}
+    for key, words in unread_settings(values, default_values()):
+        raise ConfigError(
+            f"{key}={_as_yaml(values[key])}: nothing reads it in this configuration; it is read with {words}: set "
+            "that, or leave it out"
+        )
+
+
+@functools.cache
+def default_values() -> Mapping[str, Any]:
+    """Every setting's default by its dotted key."""
+    return {key: value for key, _, value in walk(Config())}
 
 
 def _check_engines(config: Config) -> None:

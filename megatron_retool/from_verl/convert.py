@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.config.readers import unread_settings
+from megatron_retool.config.tree import default_values
 from megatron_retool.config.verl_keys import VerlKey, find
 from megatron_retool.from_verl.machine_rules import MACHINE_RULES
 from megatron_retool.from_verl.rules import RULES, VerlValues
@@ -188,6 +190,9 @@ def translate(source: Source, directory: Path | None = None) -> Translation:
         for prefix in ("custom_reward_function.reward_kwargs.", "reward.custom_reward_function.reward_kwargs."):
             if key.startswith(prefix):
                 settings.setdefault("reward.function_kwargs", {})[key.removeprefix(prefix)] = value
+    # verl writes many settings out that its own configuration does not read either.
+    for key, _ in list(unread_settings(settings, default_values())):
+        del settings[key]
     if not settings.get("model.path"):
         values.decide("model.path is not in the file: set the model's directory or hub id")
     if not settings.get("data.train_files"):

@@ -147,7 +147,7 @@ def test_full_and_quick_ones_share_nothing_but_the_way_they_sample(tmp_path: Pat
 
 def asked_for(metric: str, *overrides: str) -> None:
     check_named_metrics(load_config(None, [f"trainer.early_stopping.metric={metric}", *overrides]))
-    check_named_metrics(load_config(None, [f"trainer.best_metric={metric}", *overrides]))
+    check_named_metrics(load_config(None, ["trainer.keep_best=1", f"trainer.best_metric={metric}", *overrides]))
 
 
 QUICKLY = ("trainer.quick_test_freq=2", "rollout.quick_val.n=2")
@@ -181,7 +181,7 @@ def test_unknown_names_are_refused_with_the_nearest(metric: str, words: str) -> 
         asked_for(metric, *QUICKLY)
     assert str(caught.value).startswith(f"trainer.early_stopping.metric={metric} is no metric of this run's valid")
     with pytest.raises(ConfigError, match=rf"^trainer\.best_metric={metric} is no metric"):
-        check_named_metrics(load_config(None, [f"trainer.best_metric={metric}", *QUICKLY]))
+        check_named_metrics(load_config(None, ["trainer.keep_best=1", f"trainer.best_metric={metric}", *QUICKLY]))
 
 
 def test_the_files_tell_sources_and_their_groups(tmp_path: Path) -> None:

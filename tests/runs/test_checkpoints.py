@@ -164,8 +164,9 @@ def test_retention_keeps_what_was_just_written_and_what_the_run_went_back_to(tmp
     for step in (1, 2, 8, 9):
         make_checkpoint(run_dir, step)
     config = settings(
-        tmp_path, "trainer.keep_checkpoints=1", f"trainer.resume_from_path={run_dir}/checkpoints/global_step_1"
-    )
+        tmp_path, "trainer.keep_checkpoints=1", "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={run_dir}/checkpoints/global_step_1",
+    )  # fmt: skip
     prune_checkpoints(config, make_checkpoint(run_dir, 3))
     assert [c.step for c in complete_checkpoints(run_dir)] == [1, 3, 9]
 
