@@ -373,14 +373,21 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         options = {**head_options, **self._head_settings, "routing": routing}
+        biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []
+        before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
         metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
         routing_metrics = routing.metrics() if routing else {}
-        if not metrics.pop(KEPT_TOKENS, 1.0) and not step_without_loss:
+        applied = False
+        if metrics.pop(KEPT_TOKENS, 1.0) or step_without_loss:
+            metrics[f"{room}/lr"] = self.learning_rate
+            applied, metrics[f"{room}/grad_norm"] = self._step()
+        if not applied:
+            for bias, value in zip(biases, before, strict=True):  # Megatron has moved them where it sums gradients
+                bias.copy_(value)
+        if f"{room}/grad_norm" not in metrics:
             return routing_metrics
-        metrics[f"{room}/lr"] = self.learning_rate
-        applied, metrics[f"{room}/grad_norm"] = self._step()
         metrics |= routing_metrics
         if not applied:
             metrics[f"{room}/nonfinite_grad"] = 1.0
@@ -389,6 +396,11 @@ class Learner:
             metrics |= self.packer.balance_metrics(batch, plan)
             metrics |= self._mfu(room, batch, plan, time.perf_counter() - start)
         return metrics
+
+    def _router_biases(self) -> list[torch.Tensor]:
+        """Float32 [experts] of each layer with a router whose choice has a bias."""
+        modules = (module for chunk in self.model_chunks for module in chunk.modules())
+        return [bias for module in modules if (bias := getattr(module, "expert_bias", None)) is not None]
 
     def _step(self) -> tuple[bool, float]:
         return clip_and_apply(self.optimizer, self.scheduler)

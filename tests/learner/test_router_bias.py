@@ -24,7 +24,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(hf_model("glm4_moe", num_hidden_layers=2), tmp_path_factory.mktemp("model"))
 
 
-def biases(model_dir: Path, steps: int = 1, **settings: Any) -> list[torch.Tensor]:
+def biases(model_dir: Path, steps: int = 1, advantage: float | None = None, **settings: Any) -> list[torch.Tensor]:
     """Before and after each of some updates, as they are sent to engines."""
     from megatron_retool.learner.learner import Learner
 
@@ -34,7 +34,7 @@ def biases(model_dir: Path, steps: int = 1, **settings: Any) -> list[torch.Tenso
     count = batch.num_response_tokens
     batch = batch.with_columns(
         old_log_probs=np.full(count, -4.0),
-        advantages=np.random.default_rng(1).normal(size=count),
+        advantages=np.random.default_rng(1).normal(size=count) if advantage is None else np.full(count, advantage),
         loss_weights=batch.loss_mask / batch.loss_mask.sum(),
     )
     found = []
@@ -42,7 +42,8 @@ def biases(model_dir: Path, steps: int = 1, **settings: Any) -> list[torch.Tenso
         if step:
             learner.update(batch)
         weights = {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
-        assert not torch.equal(weights["lm_head.weight"], found[-1][1]) if found else True
+        if found:
+            assert torch.equal(weights["lm_head.weight"], found[-1][1]) == (advantage is not None)
         found.append((weights[BIAS], weights["lm_head.weight"]))
     return [bias for bias, _ in found]
 
@@ -60,6 +61,12 @@ def test_it_moves_towards_even_load(model_dir: Path) -> None:
     moved = ((after - before) / 0.01).round()
     assert torch.allclose(after - before, 0.01 * moved, atol=1e-6)
     assert moved.abs().max() in (1, 2, 3) and moved.min() < 0 < moved.max()
+
+
+def test_it_stays_where_an_update_is_left_out(model_dir: Path) -> None:
+    settings = {"dtype": "float32", "moe_router_bias_update_rate": 0.01}
+    before, after = biases(model_dir, advantage=float("inf"), **settings)
+    assert torch.equal(before, after)
 
 
 def test_no_cast_of_a_conversion_changes_it(model_dir: Path, tmp_path: Path) -> None:
