@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -70,7 +70,7 @@ def needs(*what: Need | str) -> Callable[[T], T]:
 
 
 @dataclass(frozen=True)
-class Extension(Generic[T]):
+class Extension[T: Callable[..., Any]]:
     """A resolved setting: call it like the object, without the keyword arguments that it has already.
 
     Attributes:
@@ -116,7 +116,7 @@ class Extension(Generic[T]):
         return f"{_name_of(self.object)} raised {type(error).__name__}{line}: {error}"
 
 
-class Registry(Generic[T]):
+class Registry[T: Callable[..., Any]]:
     """The built-in objects of one setting, and the way to others.
 
     Args:

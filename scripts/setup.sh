@@ -35,16 +35,20 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
   exit 0
 fi
 
+# Ubuntu 24.04 and NVIDIA's and SGLang's images have 3.12; where PATH has none, pyenv or uv may.
 python=""
-for candidate in python3.11 python3 python; do
-  if command -v "$candidate" >/dev/null 2>&1 &&
-    "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+usable='import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))'
+for candidate in python3.12 python3.13 python3 python \
+  "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12.*/bin/python3 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.13.*/bin/python3 \
+  "$(uv python find --no-project '>=3.12,<3.14' 2>/dev/null || true)"; do
+  if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$usable" 2>/dev/null; then
     python="$candidate"
     break
   fi
 done
 if [[ -z "$python" ]]; then
-  echo "setup: Python 3.11 is needed and was not found on PATH: install it (python3.11 with its venv package, or conda)" >&2
+  echo "setup: Python 3.12 or 3.13 is needed and was not found: install it (python3.12 with its venv package, conda, or" \
+    "uv python install 3.12)" >&2
   exit 1
 fi
 

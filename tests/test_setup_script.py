@@ -25,7 +25,7 @@ class Checkout:
         (path / "scripts").mkdir()
         for name in ("scripts/setup.sh", "scripts/usage.sh", "pyproject.toml"):
             shutil.copy(ROOT / name, path / name)
-        self.program("bin/python3.11", "exit 0")
+        self.program("bin/python3.12", "exit 0")
         self.program(".venv/bin/python", 'echo "$@"')
         self.set_gpu(False)
 

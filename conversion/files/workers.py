@@ -41,7 +41,7 @@ class _Ended(Exception):
     """Another job failed, or the command is stopping."""
 
 
-def run_jobs(
+def run_jobs[Job, Result](
     function: Callable[[Job, Callable[[int], None]], Result], jobs: Sequence[Job], report: Callable[[int], None]
 ) -> list[Result]:
     """``function(job, report)`` for every job, each in a thread of its own; the results in the order of ``jobs``.
@@ -84,7 +84,7 @@ def _start_process() -> None:
     torch.set_num_threads(1)
 
 
-def run_alone(function: Callable[[Job], Result], job: Job) -> Result:
+def run_alone[Job, Result](function: Callable[[Job], Result], job: Job) -> Result:
     """``function(job)`` in a process of its own, which is killed where this one is interrupted meanwhile."""
     # spawn: a forked child would inherit locks of torch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")

@@ -463,7 +463,7 @@ def _check_saved(reasons: Sequence[str | None]) -> None:
         raise SaveError(failed[0])
 
 
-def _of_rank_0(answers: Sequence[Answer | None]) -> Answer:
+def _of_rank_0[Answer](answers: Sequence[Answer | None]) -> Answer:
     answer = answers[0]
     assert answer is not None
     return answer

@@ -51,7 +51,7 @@ def train(config: Config, console: Console, leave: LeaveRequest) -> int:
         return REQUEUE
 
 
-def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run_async[Result](coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run to the end. SIGINT and SIGTERM cancel the coroutine, whose clean-up stops every process."""
 
     async def guarded() -> Result:

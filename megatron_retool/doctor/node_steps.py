@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,9 @@ def _between_nodes(size: int) -> list[Figure]:
     least = least_bandwidth(torch.cuda.get_device_name() if device.type == "cuda" else None)
     # Every rank has to take part in making every group.
     rails = [dist.new_group(list(range(first, ranks, local))) for first in range(local)]
-    groups = {"between ranks of equal number": (rails[rank % local], range(rank % local, ranks, local))}
+    groups: dict[str, tuple[Any, range]] = {
+        "between ranks of equal number": (rails[rank % local], range(rank % local, ranks, local))
+    }
     if local > 1:
         groups["between all ranks"] = (dist.group.WORLD, range(ranks))
     figures = []

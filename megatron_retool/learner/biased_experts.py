@@ -33,4 +33,4 @@ def place_biased_experts(layer: Any) -> None:
     Args:
         layer: TransformerLayerSubmodules of the local spec, of a mixture of experts.
     """
-    layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    layer.mlp.keywords["submodules"].experts.keywords["submodules"].linear_fc2 = ExpertOutput

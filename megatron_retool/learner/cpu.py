@@ -203,10 +203,6 @@ def _patch_megatron() -> None:
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
-    # The router looks this name up, which exists only where Transformer Engine was imported.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
     # Split sizes of the expert all-to-all become integers only `if tensor.is_cuda`.
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

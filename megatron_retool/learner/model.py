@@ -56,7 +56,7 @@ from megatron_retool.learner.performance import layer_options, pipeline_options
 from megatron_retool.learner.positions import inverse_frequencies, place_positions, softmax_scale
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
-from megatron_retool.learner.transformer_engine import choose_block_scales, repair_experts
+from megatron_retool.learner.transformer_engine import choose_block_scales
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -490,6 +490,5 @@ def build_model_chunks(
         if architecture.is_moe and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             mark_experts(chunk)
         place_group_choice(chunk, architecture)
-        repair_experts(chunk)
         chunks.append(chunk)
     return chunks

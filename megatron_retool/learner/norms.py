@@ -113,11 +113,11 @@ def place_norms(layer: Any, architecture: Architecture, engine: bool) -> None:
     if not architecture.pre_norm:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         if engine:  # whose linear layers have the norm before them inside
-            attention.linear_qkv = layer.mlp.submodules.linear_fc1 = extension.TEColumnParallelLinear
+            attention.linear_qkv = layer.mlp.keywords["submodules"].linear_fc1 = extension.TEColumnParallelLinear
     if architecture.post_norm:
         if engine:
             row = with_post_norm(extension.TERowParallelLinear, extension.TENorm)
-            attention.linear_proj = layer.mlp.submodules.linear_fc2 = row
+            attention.linear_proj = layer.mlp.keywords["submodules"].linear_fc2 = row
         else:
             attention.linear_proj = PostNormSwiGLUMLP.output_layer
             layer.mlp = PostNormSwiGLUMLP

@@ -79,7 +79,7 @@ def code_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def evenly_chosen(items: Sequence[T], count: int) -> list[T]:
+def evenly_chosen[T](items: Sequence[T], count: int) -> list[T]:
     """All, or ``count`` of them at equal distances, the first among them."""
     return [items[place * len(items) // count] for place in range(count)] if len(items) > count else list(items)
 

@@ -86,6 +86,8 @@ def cpu_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         # Compiling the seeded sampler would need a C++ compiler on the host.
         "TORCHDYNAMO_DISABLE": "1",
+        # A CUDA build of torch brings NCCL, which SGLang would then use between CPU ranks; it goes without one.
+        "SGLANG_NCCL_SO_PATH": "none",
     }
 
 

@@ -365,11 +365,11 @@ class OpenSession:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
 
 
-async def _at_once(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _at_once[**P, T](function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     return function(*args, **kwargs)
 
 
-async def _in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _in_thread[**P, T](function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_RENDERING, functools.partial(function, *args, **kwargs))
 

@@ -66,6 +66,7 @@ class DistributedWeightSync(ServerWeightSync):
 
     def _broadcast(self, flat: torch.Tensor) -> None:
         work = torch.distributed.broadcast(flat, group_src=0, group=self._group, async_op=True)
+        assert work is not None
         work.wait()
         if flat.is_cuda:
             torch.cuda.synchronize(flat.device)

@@ -17,14 +17,14 @@ def test_chunks_of_the_first_step_are_those_of_every_later_one(monkeypatch: pyte
     fields = TransformerConfig.__dataclass_fields__
     assert {"fine_grained_activation_offloading", "offload_modules"} <= fields.keys()
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(offloading, "GPUTensorPool", lambda **_: SimpleNamespace(reset=lambda: None))
+    monkeypatch.setattr(offloading, "OffloadTensorPool", lambda **_: SimpleNamespace(reset=lambda: None))
     monkeypatch.setattr(offloading, "print_offload_summary_table", lambda found: None)
     manager = offloading.PipelineOffloadManager()
 
     def forward_passes(count: int) -> list[Any]:
         found = []
         for _ in range(count):
-            manager.init_model_chunk_offload_handler(1, 0)
+            manager.init_model_chunk_offload_handler(0, 1, 0)
             found.append(manager.pop_forward_chunk("core_attn"))
         return found
 

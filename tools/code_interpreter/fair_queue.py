@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -13,7 +13,7 @@ class QueueFull(Exception):
     """Too many requests wait already, or this one has waited too long."""
 
 
-class FairQueue(Generic[T]):
+class FairQueue[T]:
     """A pool of items with a bounded, fair waiting list.
 
     Clients take turns, and the requests of one client are served in order, so that a client which sends a thousand

@@ -28,10 +28,10 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -64,7 +64,9 @@ def _writing_group() -> dist.ProcessGroup:
     """Collectives of the writing thread run here, apart from those of training. Made by all ranks, once."""
     world = dist.group.WORLD
     if "writing" not in _groups or _groups["writing"][0] is not world:
-        _groups["writing"] = (world, dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+        _groups["writing"] = (world, group)
     return _groups["writing"][1]
 
 
@@ -89,7 +91,7 @@ class _Writer(dcp.FileSystemWriter):
         return done
 
 
-class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
+class _ThreadSaveStrategy(TorchDistSaveShardedStrategy):
     """torch_dist through torch's own writer.
 
     Megatron's strategy forks writer processes from the training process, whose CUDA, gloo and Ray threads a fork
@@ -97,14 +99,16 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
     """
 
     def __init__(self, copy_to_host: bool, weights: frozenset[str], compression: str) -> None:
-        super().__init__("torch_dist", 1)
+        super().__init__()
         self.copy_to_host = copy_to_host
         self.weights = weights
         self.compression = compression
         self.records: dict[str, FileRecord] = {}
         """Of the files that this rank wrote, once they are."""
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: str | Path, async_strategy: str = "mcore"
+    ) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         if self.copy_to_host:
             for items in by_key.values():
@@ -125,9 +129,6 @@ class _ThreadSaveStrategy(AsyncSaveShardedStrategy):
             self.records = record_files(Path(checkpoint_dir), [path.name for path in own])
 
         return AsyncRequest(write, (), [])
-
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
 
 class PendingSave:
@@ -213,7 +214,7 @@ def save_checkpoint(
     _raise_together(error, directory, temporary)
 
     writer = _ThreadSaveStrategy(asynchronous, names, learner.config.trainer.checkpoint_compression)
-    strategy: AsyncSaveShardedStrategy = writer
+    strategy: TorchDistSaveShardedStrategy | FullyParallelSaveStrategyWrapper = writer
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas)

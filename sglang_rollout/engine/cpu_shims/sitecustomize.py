@@ -20,6 +20,8 @@ class _DeclareTorchvisionOperators:
         sys.meta_path.remove(self)
         import torch
 
+        if torch.version.cuda is not None:  # this torch brings what that library needs
+            return None
         # The library lives as long as its object: keep it.
         type(self).library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):

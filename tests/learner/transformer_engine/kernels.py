@@ -157,6 +157,7 @@ def _build_as_on_a_gpu() -> None:
 
 def _compute_with_torch(te: Any) -> None:
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
 
     te.RMSNorm.forward = lambda self, x, *_, **__: _norm(self, x, self.weight)
     te.Linear.forward = lambda self, x, is_first_microbatch=None: _linear(self, x)
@@ -164,6 +165,7 @@ def _compute_with_torch(te: Any) -> None:
     te.GroupedLinear.forward = _grouped_linear
     te.DotProductAttention.forward = _attention
     rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
+    moe_utils.te_general_gemm = _general_gemm
 
 
 def _epsilon(module: Any) -> float:
@@ -235,9 +237,21 @@ def _attention(
     return torch.cat(outputs)
 
 
-def _rotate_packed(x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+def _general_gemm(
+    a: Tensor, b: Tensor, dtype: torch.dtype, layout: str = "TN", bias: Tensor | None = None, **_: Any
+) -> list[Tensor | None]:
+    """The router's products: cuBLAS's column-major order of [rows, k] b and [columns, k] a."""
+    left = b.t() if layout[1] == "T" else b
+    right = a.t() if layout[0] == "T" else a
+    product = left.to(dtype) @ right.to(dtype)
+    return [product if bias is None else product + bias.to(dtype), None, None, None]
+
+
+def _rotate_packed(
+    x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
+) -> Tensor:
     """[t, heads, dim] with the angles [longest, 1, 1, dim] of each token's place in its sequence."""
-    assert cp_size == 1
+    assert cp_size == 1 and not interleaved
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
     angles = torch.cat([frequencies[:length, 0] for length in lengths])
     first, second = x.chunk(2, dim=-1)

@@ -126,7 +126,7 @@ def test_what_is_said_of_the_pinned_version_holds(with_transformer_engine: Run) 
     assert found["formats"] == {name: recipe.format for name, recipe in FP8_RECIPES.items()}
     assert found["stateless"] == dict.fromkeys(FP8_RECIPES, True)
     assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" in found["delayed"], "delayed scaling could be resumed"
-    assert found["router_kernel"] is False, "docs/gpu_first_run.md says that the router computes with torch.mm"
+    assert found["router_kernel"] is True
 
 
 def test_delayed_scaling_is_refused_by_name() -> None:
@@ -159,11 +159,6 @@ def _first_checkpoint(directory: Path, target: Path) -> dict[str, Any]:
                     module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
         grouped = [module for module in model.modules() if isinstance(module, TEGroupedLinear)]
         assert all(module.fp8 for module in grouped)
-        try:
-            type(grouped[0])._split_extra_state.__wrapped__(grouped[0], grouped[0].get_extra_state())
-            unrepaired = "works"
-        except TypeError:
-            unrepaired = "fails"
         state = model_state(chunks, architecture)["model"]
         extra = [key for key in state if "_extra_state" in key]
         (target / recipe).mkdir()
@@ -174,36 +169,26 @@ def _first_checkpoint(directory: Path, target: Path) -> dict[str, Any]:
         loaded = dist_checkpointing.load({"model": model_state(chunks, architecture)["model"]}, str(target / recipe))
         model.load_state_dict(loaded["model"])
         same = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-        answers[recipe] = {"unrepaired": unrepaired, "extra": len(extra) > 0, "same": same}
+        answers[recipe] = {"extra": len(extra) > 0, "same": same}
     return answers
 
 
 def test_the_first_checkpoint_of_experts_under_fp8(experts: Path, tmp_path: Path, with_transformer_engine: Run) -> None:
     found = with_transformer_engine(_first_checkpoint, 1, experts, tmp_path)
-    # "works": Megatron-Core takes an empty extra state, and learner/transformer_engine.py's repair may go.
-    assert found == dict.fromkeys(FP8_RECIPES, {"unrepaired": "fails", "extra": True, "same": True})
+    assert found == dict.fromkeys(FP8_RECIPES, {"extra": True, "same": True})
 
 
-def _marks(directory: Path) -> list[list[bool]]:
+def _marks(directory: Path) -> list[bool]:
     from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
-    from megatron_retool.learner import model as learner_model
-
-    answers = []
-    for repair in (learner_model.repair_experts, lambda model: None):
-        learner_model.repair_experts = repair
-        (model,), _, _ = _build(directory, Fp8Config())
-        grouped = [module for module in model.modules() if isinstance(module, TEGroupedLinear)]
-        answers.append([getattr(p, "tensor_model_parallel", False) for module in grouped for p in module.parameters()])
-    return answers
+    (model,), _, _ = _build(directory, Fp8Config())
+    grouped = [module for module in model.modules() if isinstance(module, TEGroupedLinear)]
+    return [getattr(p, "tensor_model_parallel", False) for module in grouped for p in module.parameters()]
 
 
-def test_experts_count_on_every_tensor_parallel_rank_by_the_repair_alone(
-    experts: Path, with_transformer_engine: Run
-) -> None:
-    repaired, unrepaired = with_transformer_engine(_marks, 1, experts)
-    assert all(repaired) and len(repaired) == 3 * 2 * 4
-    assert not any(unrepaired), "Transformer Engine marks them: learner/transformer_engine.py's repair may go"
+def test_experts_count_on_every_tensor_parallel_rank(experts: Path, with_transformer_engine: Run) -> None:
+    found = with_transformer_engine(_marks, 1, experts)
+    assert all(found) and len(found) == 3 * 2 * 4
 
 
 def _block_scales(directory: Path) -> dict[str, Any]:
