@@ -94,6 +94,7 @@ class ParallelLayout:
         for cut in cuts(
             architecture,
             tensor=layout.tensor,
+            context=layout.context,
             pipeline=layout.pipeline,
             virtual_pipeline=layout.virtual_pipeline or 1,
             expert=layout.expert,
@@ -110,12 +111,6 @@ class ParallelLayout:
                 f"learner.expert_tensor_parallel_size={layout.expert_tensor} would add the bias of an expert as many "
                 f"times: this {architecture.family} model has biased experts, set it to 1"
             )
-        if architecture.linear_layers and self.context > 1:
-            raise LayoutError(
-                f"learner.context_parallel_size={self.context}: this {architecture.family} model has gated delta nets, "
-                "whose state goes from each token of a sequence to the next, and context parallelism for them is "
-                "missing: set it to 1"
-            )
         unit = self.sequence_multiple * self.tensor
         if max_tokens_per_micro_batch < unit:
             raise LayoutError(
@@ -130,6 +125,12 @@ class ParallelLayout:
             return (
                 f"the model's {cut.what}={cut.size} is not divisible by PP x VPP = {cut.parts}: change "
                 "learner.pipeline_model_parallel_size or learner.virtual_pipeline_model_parallel_size"
+            )
+        if cut.dimension == "context":
+            return (
+                f"the model's {cut.what}={cut.size} is not divisible by TP x CP = {cut.parts}, and context-parallel "
+                "ranks share out the key heads of gated delta nets: change learner.context_parallel_size or "
+                "learner.tensor_model_parallel_size"
             )
         kind = cut.dimension if cut.dimension == "expert_tensor" else f"{cut.dimension}_model"
         setting, size = f"learner.{kind}_parallel_size={cut.parts}", f"the model's {cut.what}={cut.size}"
@@ -168,7 +169,7 @@ def check_virtual_pipeline(pipeline: int, virtual_name: str, pipeline_name: str)
         raise LayoutError(f"{virtual_name} needs {pipeline_name} > 1")
     if pipeline == 2:
         raise LayoutError(
-            f"{virtual_name} with {pipeline_name}=2 gives wrong gradients in Megatron-Core 0.16 without overlapped "
+            f"{virtual_name} with {pipeline_name}=2 gave wrong gradients in Megatron-Core 0.16 without overlapped "
             "point-to-point communication: use PP >= 4, or no VPP"
         )
 
@@ -179,7 +180,7 @@ class Cut:
 
     Attributes:
         dimension: as the arguments of ``cuts``.
-        parts: that it is cut into; of virtual_pipeline: PP x VPP.
+        parts: that it is cut into; of virtual_pipeline: PP x VPP, of context: TP x CP.
         what: config.json's key of the size.
         may_repeat: ranks may also share a part, where there are more of them.
     """
@@ -199,6 +200,7 @@ def cuts(
     architecture: Architecture,
     *,
     tensor: int = 1,
+    context: int = 1,
     pipeline: int = 1,
     virtual_pipeline: int = 1,
     expert: int = 1,
@@ -214,6 +216,7 @@ def cuts(
         yield Cut("tensor", tensor, "shared_expert_intermediate_size", width)
     if architecture.delta_net is not None:
         yield Cut("tensor", tensor, "linear_num_key_heads", architecture.delta_net.key_heads)
+        yield Cut("context", tensor * context, "linear_num_key_heads", architecture.delta_net.key_heads)
     yield Cut("tensor", tensor, "hidden_size", architecture.hidden_size)
     yield Cut("pipeline", pipeline, "num_hidden_layers", architecture.num_layers)
     yield Cut("virtual_pipeline", pipeline * virtual_pipeline, "num_hidden_layers", architecture.num_layers)

@@ -107,7 +107,9 @@ calls is `rollout.multi_turn.format: harmony`.
 
 Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, train in Megatron-Core's local layers too, in torch
 alone: sequences are packed, each begins with an empty state, and tensor parallelism splits key heads with their value
-heads. Transformer Engine's layers, context parallelism, shared prefixes and SGLang on a CPU are refused by name. The
+heads. So does context parallelism, within a tensor-parallel rank: the ranks exchange their tokens for heads around the
+state and back, so that TP x CP has to divide the key heads. Transformer Engine's layers, shared prefixes and SGLang on
+a CPU are refused by name. The
 reference of an admission computes the delta rule token by token, in float64: transformers' own is float32 whatever the
 model is, and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A
 tiny model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.

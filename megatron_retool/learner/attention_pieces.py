@@ -31,13 +31,15 @@ class Bucket:
 class ContextBucket:
     """A bucket under context parallelism: local queries against keys gathered from all CP ranks.
 
-    ``key_pad`` [B * key_length] names, in natural order, cells of the gathered key stream (CP rank after CP rank);
+    ``key_pad`` [B * key_length] names, in natural order, cells of the gathered key stream (CP rank after CP rank), and
+    ``key_cells`` [CP, tokens of the bucket on a rank] the cell of [B * key_length] that has each of its tokens;
     ``query_positions`` [B, L] are the queries' positions in their sequences.
     """
 
     queries: Bucket
     key_length: int
     key_pad: torch.Tensor
+    key_cells: torch.Tensor
     query_positions: torch.Tensor
 
 

@@ -1,11 +1,13 @@
 """Gated delta net (arXiv:2412.06464, section 3.3): what stands in attention's place in most layers of Qwen3-Next.
 
-Megatron-Core 0.16's own module needs kernels of another package and refuses packed sequences.  Here packed sequences
-become the padded batches of ``PackedAttention``, so that convolution and state begin anew with each sequence; both are
-causal, so that the padding behind a sequence changes nothing.
+Megatron-Core's own module needs kernels of another package. Here packed sequences become the padded batches of
+``PackedAttention``, so that convolution and state start afresh in each sequence; both are causal, so that the padding
+behind a sequence changes nothing.
 
 Rows of the input projection and of the convolution are interleaved by key head: a tensor-parallel rank has whole key
-heads with their value heads, one run of rows of every parameter.
+heads with their value heads, one run of rows of every parameter. A state goes from each token of a sequence to the
+next, so context parallelism exchanges (arXiv:2309.14509, figure 2): from its tokens and all key heads of the
+tensor-parallel rank, each rank comes to all tokens and its share of these heads, and back.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -28,7 +30,6 @@ from torch import Tensor
 
 from conversion.model.hf_config import DeltaNetSizes
 from megatron_retool.learner.attention import LocalPackedSequences, from_grid, to_grid
-from megatron_retool.learner.attention_pieces import Bucket
 from megatron_retool.learner.delta_rule import gated_delta_rule
 
 
@@ -44,6 +45,7 @@ class GatedDeltaNet(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaNetSizes, **_: Any) -> None:
         super().__init__(config=config)
         group = parallel_state.get_tensor_model_parallel_group()
+        self.context_group = parallel_state.get_context_parallel_group()
         self.sizes, self.key_heads = sizes, sizes.key_heads // group.size()
         self.share = sizes.value_heads // sizes.key_heads
         options: dict[str, Any] = {"config": config, "bias": False, "tp_group": group}
@@ -78,34 +80,58 @@ class GatedDeltaNet(MegatronModule):
         assert isinstance(packed, LocalPackedSequences) and packed.tree is None, "shared prefixes are refused before"
         sizes, values = self.sizes, self.share * self.sizes.value_dim
         projected, _bias = self.in_proj(hidden_states)
+        features = sizes.key_dim * 2 + values
         convolved, gate, rates = (
-            projected.squeeze(1)
-            .unflatten(-1, (self.key_heads, -1))
-            .split([2 * sizes.key_dim + values, values, 2 * self.share], -1)
+            projected.squeeze(1).unflatten(-1, (self.key_heads, -1)).split([features, values, 2 * self.share], -1)
         )
-        beta, step = (x.flatten(1).float() for x in rates.chunk(2, -1))
-        log_decay = -self.A_log.float().exp() * F.softplus(step + self.dt_bias.float())
-        rates = torch.stack([log_decay, beta.sigmoid()], -1)
-        runs = [bucket.tokens for bucket in packed.buckets]  # type: ignore[union-attr]
-        parts = zip(convolved.split(runs), rates.split(runs), packed.buckets, strict=True)
-        outputs = [self._bucket(*part) for part in parts]  # type: ignore[arg-type]
-        out = self.out_norm(torch.cat(outputs), gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
+        if self.context_group.size() == 1:
+            out = self._within_rank(convolved, rates, packed.buckets)
+        else:
+            out = self._across_ranks(convolved, rates, packed.buckets)
+        out = self.out_norm(out, gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
         found: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
         return found
 
-    def _bucket(self, convolved: Tensor, rates: Tensor, bucket: Bucket) -> Tensor:
-        """[tokens, key heads, q + k + v] and [tokens, value heads, 2] -> [tokens, value heads, value_dim]."""
-        assert isinstance(bucket, Bucket), "context parallelism is refused before"
-        mixed = self.conv1d(to_grid(convolved.flatten(1), bucket))
+    def _within_rank(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+        """[t, key heads, q + k + v] and [t, key heads, 2 x share] -> [t, value heads, value_dim]."""
+        runs = [bucket.tokens for bucket in buckets]
+        outputs = []
+        for features, rate, bucket in zip(convolved.split(runs), rates.split(runs), buckets, strict=True):
+            out = self._grid(to_grid(features, bucket), to_grid(rate, bucket))
+            outputs.append(from_grid(out, bucket))
+        return torch.cat(outputs)
+
+    def _across_ranks(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+        """The same, of this context-parallel rank's tokens and of all its tensor-parallel rank's heads."""
+        ranks = self.context_group.size()
+        mine = torch.cat([convolved, rates], -1).unflatten(1, (ranks, -1)).transpose(0, 1)  # [CP, t, heads / CP, …]
+        whole = all_to_all(self.context_group, mine.flatten(0, 1).contiguous())
+        outputs = []
+        for bucket in buckets:
+            grid = whole.index_select(0, bucket.key_pad).unflatten(0, (-1, bucket.key_length))
+            out = self._grid(*grid.split([convolved.size(-1), rates.size(-1)], -1)).flatten(0, 1)
+            outputs.append(out.index_select(0, bucket.key_cells.flatten()).unflatten(0, (ranks, -1)))
+        # [CP, t, value heads / CP, value_dim], ranks being those that have the tokens; then those that had the heads.
+        back = all_to_all(self.context_group, torch.cat(outputs, 1).flatten(0, 1).contiguous())
+        return back.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _grid(self, convolved: Tensor, rates: Tensor) -> Tensor:
+        """[B, L, heads, q + k + v] and [B, L, heads, 2 x share], of this context-parallel rank's share of key heads, to
+        [B, L, value heads, value_dim]."""
+        mixed = self.conv1d(convolved.flatten(2), self._own(self.conv1d.weight))
         query, key, value = (
             F.silu(mixed)
-            .unflatten(-1, (self.key_heads, -1))
+            .unflatten(-1, (convolved.size(2), -1))
             .split([self.sizes.key_dim, self.sizes.key_dim, self.share * self.sizes.value_dim], -1)
         )
         value = value.unflatten(-1, (self.share, -1)).flatten(2, 3)
-        log_decay, beta = to_grid(rates, bucket).unbind(-1)
-        out = gated_delta_rule(query, key, value, log_decay, beta)
-        return from_grid(out.to(convolved.dtype), bucket)
+        beta, step = (x.flatten(2).float() for x in rates.chunk(2, -1))
+        log_decay = -self._own(self.A_log).float().exp() * F.softplus(step + self._own(self.dt_bias).float())
+        return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(convolved.dtype)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Rows of the key heads that this context-parallel rank computes."""
+        return parameter.chunk(self.context_group.size())[self.context_group.rank()]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
@@ -151,10 +177,11 @@ class CausalConvolution(torch.nn.Module):
         bound = kernel**-0.5
         self.weight = _split_by_heads(torch.empty(features, 1, kernel).uniform_(-bound, bound), config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, L, features of this rank] -> the same."""
-        padded = F.pad(x.transpose(1, 2), (self.weight.size(-1) - 1, 0))
-        return F.conv1d(padded, self.weight, groups=self.weight.size(0)).transpose(1, 2)
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[B, L, features] -> the same, by the whole weight or by the features' rows of it."""
+        weight = self.weight if weight is None else weight
+        padded = F.pad(x.transpose(1, 2), (weight.size(-1) - 1, 0))
+        return F.conv1d(padded, weight, groups=weight.size(0)).transpose(1, 2)
 
 
 def _split_by_heads(whole: Tensor, config: TransformerConfig) -> torch.nn.Parameter:

@@ -379,7 +379,9 @@ class Packer:
         queries = self._bucket(padded // cp, a, b)
         longest = int(padded[a:b].max())
         share = int(boundaries[-1]) // cp
-        key_pad = np.full((b - a, longest), int(boundaries[a]) // cp)
+        first = int(boundaries[a]) // cp
+        key_pad = np.full((b - a, longest), first)
+        key_cells = np.empty((cp, queries.tokens), np.int64)
         for index in range(a, b):
             chunk = int(padded[index]) // (2 * cp)
             start = int(boundaries[index]) // cp
@@ -387,6 +389,8 @@ class Packer:
                 rank, half = (piece, 0) if piece < cp else (2 * cp - 1 - piece, 1)
                 source = rank * share + start + half * chunk
                 key_pad[index - a, piece * chunk : (piece + 1) * chunk] = np.arange(source, source + chunk)
+                cells = (index - a) * longest + piece * chunk + np.arange(chunk)
+                key_cells[rank, start + half * chunk - first :][:chunk] = cells
         grid = np.zeros((b - a) * queries.length, np.int64)
         run = positions[boundaries[a] // cp : boundaries[b] // cp]
         if queries.cells is None:
@@ -397,6 +401,7 @@ class Packer:
             queries=queries,
             key_length=longest,
             key_pad=torch.from_numpy(key_pad.reshape(-1)).to(self.device),
+            key_cells=torch.from_numpy(key_cells).to(self.device),
             query_positions=torch.from_numpy(grid.reshape(b - a, queries.length)).to(self.device),
         )
 

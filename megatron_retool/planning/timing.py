@@ -219,7 +219,13 @@ def learner_time(
     if cp > 1:
         keys_and_values = 2 * (a.key_value_size if a.latent is None else max(a.query_size, a.output_size))
         bytes_per_token = keys_and_values / tp * width * (cp - 1)
-        context_exchange = seconds(bytes_per_token, tp * cp) * (1 - assumptions.hidden_context_exchange)
+        shown = a.attention_layers / a.num_layers * (1 - assumptions.hidden_context_exchange)
+        context_exchange = seconds(bytes_per_token, tp * cp) * shown
+        if a.delta_net is not None:  # what is convolved, decays and rates to the ranks of the heads, and values back
+            sizes = a.delta_net
+            exchanged = sizes.convolved_size + 2 * sizes.value_heads + sizes.value_size
+            share = len(a.linear_layers) / a.num_layers
+            context_exchange += seconds(exchanged / tp * width * (cp - 1) / cp, tp * cp, share)
     if ep > 1:
         split = tp if layout.sequence_parallel else 1
         routed = (a.num_experts_per_tok or 0) * len(a.expert_layers) / a.num_layers / split

@@ -101,6 +101,9 @@ def test_attention_buckets_hold_every_token_where_they_say(
                 keys = gathered[bucket.key_pad].view(queries.batch, bucket.key_length)
                 found = keys.gather(1, bucket.query_positions).reshape(-1)
                 assert torch.equal(found if queries.cells is None else found[queries.cells], run)
+                # And every rank's tokens of the bucket are found in the keys again.
+                runs = gathered.view(context, -1)[:, first : first + queries.tokens]
+                assert torch.equal(keys.flatten()[bucket.key_cells], runs)
             first += queries.tokens
         assert first == piece.input_ids.size(1)
 

@@ -205,6 +205,10 @@ def test_every_kind_of_parallelism_has_its_price() -> None:
     assert plain.tensor_exchange == plain.context_exchange == plain.expert_exchange == plain.bubble == 0
     assert times().tensor_exchange > 0
     assert times(context_parallel_size=2).context_exchange > 0
+    # A gated delta net exchanges what it computes a state of, which is more than keys and values, and no rank can hide.
+    cut: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "context_parallel_size": 2}
+    linear, attention = times(model="qwen3-next-80b-a3b", **cut), times(model="qwen3-30b-a3b", **cut)
+    assert linear.context_exchange > attention.context_exchange > 0
     deep = times(pipeline_model_parallel_size=4)
     assert deep.bubble > times(pipeline_model_parallel_size=2).bubble > 0
     # TP over two nodes goes through the network.

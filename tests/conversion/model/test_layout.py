@@ -62,7 +62,11 @@ def test_which_layers_a_chunk_has() -> None:
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        (LINEAR, {"world_size": 2, CP: 2}, r"context_parallel_size=2: this qwen3_next model has gated delta nets"),
+        (
+            LINEAR,
+            {"world_size": 8, TP: 2, "sequence_parallel": True, CP: 4},
+            r"linear_num_key_heads=4 is not divisible by TP x CP = 8, and context-parallel ranks share out",
+        ),
         (
             replace(LINEAR, delta_net=replace(LINEAR.delta_net, key_heads=2)),
             {"world_size": 4, TP: 4, "sequence_parallel": True},
