@@ -35,18 +35,32 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
   exit 0
 fi
 
-# Ubuntu 24.04 and NVIDIA's and SGLang's images have 3.12; where PATH has none, pyenv or uv may.
-python=""
 usable='import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))'
-for candidate in python3.12 python3.13 python3 python \
-  "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12.*/bin/python3 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.13.*/bin/python3 \
-  "$(uv python find --no-project '>=3.12,<3.14' 2>/dev/null || true)"; do
-  if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$usable" 2>/dev/null; then
-    python="$candidate"
-    break
-  fi
-done
-if [[ -z "$python" ]]; then
+if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c "$usable" 2>/dev/null; then
+  echo "setup: $venv was made with $("$venv/bin/python" -V 2>&1 || echo 'a Python that is gone'), and this version needs" \
+    "Python 3.12 or 3.13: rm -r $venv, then run this again" >&2
+  exit 1
+fi
+
+# Ubuntu 24.04 and NVIDIA's and SGLang's images have 3.12; where PATH has none, pyenv or uv may.
+find_python() {
+  local candidate pyenv="${PYENV_ROOT:-${HOME:-}/.pyenv}/versions"
+  for candidate in python3.12 python3.13 python3 python "$pyenv"/3.12.*/bin/python3 "$pyenv"/3.13.*/bin/python3 "$@"; do
+    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$usable" 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+}
+# uv may download one, unless its settings forbid it (UV_PYTHON_DOWNLOADS=never).
+python_of_uv() {
+  command -v uv >/dev/null 2>&1 || return 0
+  uv python find --no-project '>=3.12,<3.14' 2>/dev/null ||
+    { uv python install --quiet 3.12 >&2 && uv python find --no-project 3.12; } || true
+}
+python="$(find_python)"
+[[ -n "$python" || -x "$venv/bin/python" ]] || python="$(find_python "$(python_of_uv)")"
+if [[ -z "$python" && ! -x "$venv/bin/python" ]]; then
   echo "setup: Python 3.12 or 3.13 is needed and was not found: install it (python3.12 with its venv package, conda, or" \
     "uv python install 3.12)" >&2
   exit 1

@@ -21,6 +21,7 @@ class Checkout:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.errors = ""
         shutil.copytree(ROOT / "requirements", path / "requirements")
         (path / "scripts").mkdir()
         for name in ("scripts/setup.sh", "scripts/usage.sh", "pyproject.toml"):
@@ -38,12 +39,13 @@ class Checkout:
         file.write_text(f"#!/bin/bash\n{body}\n")
         file.chmod(0o755)
 
-    def setup(self, *arguments: str, code: int = 0) -> list[str]:
+    def setup(self, *arguments: str, code: int = 0, **variables: str) -> list[str]:
         """What was installed: requirement files and ".", sorted, for several are installed at once."""
-        environment = {"PATH": f"{self.path}/bin:{os.defpath}"}
+        environment = {"PATH": f"{self.path}/bin:{os.defpath}", **variables}
         command = ["bash", "scripts/setup.sh", *arguments]
         done = subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
+        self.errors = done.stderr
         calls = [line.split() for line in done.stdout.splitlines() if line.startswith("-m pip install")]
         return sorted(call[-1].removeprefix("requirements/").removesuffix(".txt") for call in calls)
 
@@ -90,7 +92,7 @@ def test_packages_are_compiled_at_the_end_on_all_cores(checkout: Checkout) -> No
     words = compiled.split()
     assert words[:6] == ["-m", "compileall", "-q", "-q", "-j", "0"] and words[-1] == ".venv"
     skipped = re.compile(words[words.index("-x") + 1])
-    packages = ".venv/lib/python3.11/site-packages/"
+    packages = ".venv/lib/python3.12/site-packages/"
     assert skipped.search(packages + "sympy/core/tests/test_args.py")
     assert not skipped.search(packages + "transformers/models/auto/modeling_auto.py")
     assert not skipped.search(packages + "torch/testing.py")
@@ -137,6 +139,58 @@ def test_a_list_that_cannot_be_installed_ends_the_setup(checkout: Checkout) -> N
     checkout.program(".venv/bin/python", '[[ "${@: -1}" != *cpu.txt ]]')
     checkout.setup(code=1)
     assert not (checkout.path / ".venv" / ".installed").exists()
+
+
+MAKES_AN_ENVIRONMENT = """case "$*" in
+  *ensurepip*) ;;
+  "-m venv "*) mkdir -p "$3/bin"; echo 'echo "$@"' >"$3/bin/python"; chmod +x "$3/bin/python" ;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    ("place", "said_by_uv"),
+    [
+        ("bin/python3.12", None),
+        ("bin/python3.13", None),
+        ("bin/python3", None),
+        ("pyenv/versions/3.13.1/bin/python3", None),
+        ("uv/python", "find"),
+        ("uv/python", "install"),
+    ],
+)
+def test_an_interpreter_is_found_where_there_is_one(tmp_path: Path, place: str, said_by_uv: str | None) -> None:
+    checkout = Checkout(tmp_path)
+    shutil.rmtree(tmp_path / ".venv")
+    for name in ("python3.12", "python3.13", "python3", "python"):
+        checkout.program(f"bin/{name}", "exit 1")  # another version, or pyenv's shim of one that is not active
+    checkout.program(place, MAKES_AN_ENVIRONMENT)
+    found = f'[[ "$2" == find && -e {tmp_path}/installed ]] && echo {tmp_path}/{place}'
+    installs = f'[[ "$2" == install ]] && touch {tmp_path}/installed'
+    checkout.program("bin/uv", f"{found} || {{ {installs}; }}")
+    if said_by_uv == "find":
+        (tmp_path / "installed").touch()
+    assert checkout.setup(PYENV_ROOT=f"{tmp_path}/pyenv") == CPU
+    assert (tmp_path / "installed").exists() == (said_by_uv is not None), "uv is asked last"
+
+
+def test_without_an_interpreter_one_line_says_what_is_missing(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.path / ".venv")
+    for name in ("python3.12", "python3.13", "python3", "python", "uv"):
+        checkout.program(f"bin/{name}", "exit 1")
+    checkout.setup(code=1)
+    assert checkout.errors.splitlines() == [
+        "setup: Python 3.12 or 3.13 is needed and was not found: install it (python3.12 with its venv package, conda, "
+        "or uv python install 3.12)"
+    ]
+
+
+def test_an_environment_of_an_older_python_is_said_to_be_old(checkout: Checkout) -> None:
+    checkout.program(".venv/bin/python", '[[ "$1" == -V ]] && echo Python 3.11.7')
+    checkout.setup(code=1)
+    assert checkout.errors.splitlines() == [
+        "setup: .venv was made with Python 3.11.7, and this version needs Python 3.12 or 3.13: rm -r .venv, then run "
+        "this again"
+    ]
 
 
 def test_an_unknown_argument_is_refused(checkout: Checkout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
@@ -121,6 +122,35 @@ def test_python_without_packages_is_told_where_they_are(tmp_path: Path, made: bo
     (line,) = done.stderr.splitlines()
     assert f"lacks the package rich, which `megatron-retool` needs: `{'source' if made else 'bash'} " in line
     assert f"source {venv}/bin/activate" in line
+
+
+def _said_by_the_check(before: str, **variables: str) -> str:
+    code = f"import sys; {before}; from megatron_retool.installation import require_packages; require_packages('this')"
+    environment = {**os.environ, "MEGATRON_RETOOL_VENV": sys.prefix, **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_an_environment_of_an_earlier_python_is_said_to_be_old() -> None:
+    line = _said_by_the_check("sys.version_info = (3, 11, 7, 'final', 0)")
+    assert "is of an earlier version: it has Python 3.11, and 3.12 is needed: `rm -r " in line
+    assert line.endswith("then `bash scripts/setup.sh` makes a new one")
+
+
+def test_an_environment_of_an_earlier_megatron_is_said_to_be_old(tmp_path: Path) -> None:
+    (tmp_path / "megatron_core-0.16.1.dist-info").mkdir()
+    (tmp_path / "megatron_core-0.16.1.dist-info" / "METADATA").write_text("Name: megatron-core\nVersion: 0.16.1\n")
+    line = _said_by_the_check("pass", PYTHONPATH=str(tmp_path))
+    assert line.endswith("it has megatron-core 0.16.1, and 0.19 is needed: `bash scripts/setup.sh` makes a new one")
+    line = _said_by_the_check("pass", PYTHONPATH=str(tmp_path), MEGATRON_RETOOL_VENV=str(tmp_path))
+    assert line.endswith(f"`source {tmp_path}/bin/activate` first, then `this`")
+
+
+@pytest.mark.parametrize("name", ["installation.py", "__main__.py", "__init__.py"])
+def test_earlier_pythons_can_read_what_says_so(name: str) -> None:
+    ast.parse((ROOT / "megatron_retool" / name).read_text(), feature_version=(3, 9))
 
 
 def test_quick_takes_the_short_form_beside_the_configuration() -> None:
