@@ -23,7 +23,7 @@ WITH_ARGUMENTS = ("setup.sh", "test.sh", "train_dapo_megatron.sh", "submit.sh", 
 def refusing_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PATH on which everything that installs, submits or runs leaves a trace."""
     directory = tmp_path_factory.mktemp("bin")
-    for name in ("python", "python3", "python3.11", "pip", "sbatch", "salloc", "srun", "apt-get", "ray", "scontrol"):
+    for name in ("python", "python3", "python3.12", "pip", "sbatch", "salloc", "srun", "apt-get", "ray", "scontrol"):
         program = directory / name
         program.write_text(f'#!/bin/bash\necho {name} >>"$TRACE"\nexit 7\n')
         program.chmod(0o755)

@@ -7,12 +7,18 @@ from megatron_retool.learner import cpu
 
 # Megatron-Core says this in every module that looks for them; precision.Acceleration says it once.
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
-# GPTModel gets repairs alone from now on; converted checkpoints keep what is not sharded in a file of its own; on a CPU
-# there is one random state. An escape sequence in a docstring.
-for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.common", "tensor_parallel.random"):
+# GPTModel gets only repairs from now on; converted checkpoints keep what is not sharded in a file of its own; on a CPU
+# there is one random state; the layout of the gradients' buffers is the default one.
+for name in (
+    "models.gpt.gpt_model",
+    "dist_checkpointing.strategies.common",
+    "tensor_parallel.random",
+    "distributed.distributed_data_parallel",
+):
     logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message="The argument order of load has been changed")
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+warnings.filterwarnings("ignore", message="MimoModelConfig is experimental")
 warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
 # Megatron-Core 0.19 on newer torch: its own look at gradients of views, and names that torch has replaced.
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")

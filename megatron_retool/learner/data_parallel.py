@@ -46,7 +46,7 @@ def wrap(
 def _count_padding(outer: DistributedDataParallel) -> None:
     """Let checkpoints find every parameter's optimizer state where a buffer has several buckets.
 
-    Megatron-Core 0.16.1 joins the buckets' states without the padding at each bucket's end and cuts them at positions
+    Megatron-Core joins the buckets' states without the padding at each bucket's end and cuts them at positions
     that include it: what follows a padded bucket would be saved shifted (``get_parameter_state_dp_zero`` and
     ``sharded_param_state_fully_reshardable``).  Two pipeline stages with a tied embedding have several buckets always.
     """

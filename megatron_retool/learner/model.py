@@ -46,7 +46,6 @@ from megatron_retool.learner.attention import (
 )
 from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.expert_groups import place_group_choice
-from megatron_retool.learner.gated_attention import GatedSelfAttention
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
 from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
@@ -213,8 +212,6 @@ def _local_layer(
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if architecture.attention_gate:
-        spec.submodules.self_attention.module = GatedSelfAttention
     if architecture.latent is not None:
         sizes = {"sizes": architecture.latent, "rotated": architecture.rotary_dim}
         spec.submodules.self_attention = ModuleSpec(LatentAttention, params=sizes)
@@ -440,17 +437,6 @@ class CriticModel(PackedModel):
         return values if micro_batch.copies is None else values.index_select(0, micro_batch.copies)
 
 
-def mark_experts(model: torch.nn.Module) -> None:
-    """Have gradients of experts added up over the ranks that hold the same experts, and not over those of dense layers.
-
-    Megatron marks them so with expert parallelism alone. Without it, tensor-parallel ranks that hold whole experts each
-    would keep the gradients of their own tokens.
-    """
-    for name, parameter in model.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = False  # type: ignore[attr-defined]
-
-
 def build_model_chunks(
     architecture: Architecture,
     config: TransformerConfig,
@@ -487,8 +473,6 @@ def build_model_chunks(
         for name, buffer in chunk.named_buffers():
             if name.endswith(MCORE_BUFFER_SUFFIXES):  # before weights are read: 16 bits would round them
                 buffer.data = buffer.data.float()
-        if architecture.is_moe and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-            mark_experts(chunk)
         place_group_choice(chunk, architecture)
         chunks.append(chunk)
     return chunks

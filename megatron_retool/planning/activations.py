@@ -78,7 +78,7 @@ def layer_activations(
         # Balanced routing leaves each rank e t / s tokens; ETP ranks see those of the whole group, each a part of f.
         routed = a.num_experts_per_tok * tokens / split
         parts["experts"] = routed * (2 * a.hidden_size * layout.expert_tensor + widths * a.moe_ffn_hidden_size) * width
-        # A score and the int64 place that its sort gave it, for the softmax and for the choice.
+        # Two float32 scores, and the int64 places of the sort that permutes the tokens.
         parts["router"] = 16 * tokens * a.num_experts / split
         if a.shared_expert_ffn_hidden_size is not None:
             parts["shared expert"] = widths * tokens * a.shared_expert_ffn_hidden_size * width / tp

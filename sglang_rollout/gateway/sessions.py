@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
@@ -40,8 +40,6 @@ RENDERING_THREADS = 2
 """For large requests of all sessions; what is tokenised there does not hold up the event loop."""
 _RENDERING = ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="render")
 Tools = Sequence[Mapping[str, Any]] | None
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -365,11 +363,11 @@ class OpenSession:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
 
 
-async def _at_once[**P, T](function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _at_once[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-async def _in_thread[**P, T](function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _in_thread[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_RENDERING, functools.partial(function, *args, **kwargs))
 
