@@ -6,7 +6,8 @@
 #   --gpu    with CUDA, Transformer Engine and SGLang's kernels. Without it: what the environment was made for before, or
 #            for a new one what this host has
 #
-# MEGATRON_RETOOL_VENV is another place for the environment. Afterwards `source .venv/bin/activate` puts python,
+# MEGATRON_RETOOL_VENV is another place for the environment, and MEGATRON_RETOOL_PYTHON the version that it is made with,
+# 3.12 or 3.13 (default: what is found first, in this order). Afterwards `source .venv/bin/activate` puts python,
 # megatron-retool and tensorboard on PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,6 +17,11 @@ venv="${MEGATRON_RETOOL_VENV:-.venv}"
 stamp="$venv/.installed"
 if [[ $# -gt 0 && "$*" != --gpu ]]; then
   echo "setup: unknown arguments $*: only --gpu is known (setup.sh --help)" >&2
+  exit 1
+fi
+versions="${MEGATRON_RETOOL_PYTHON:-3.12 3.13}"
+if [[ ! "$versions" =~ ^(3\.12|3\.13|3\.12\ 3\.13)$ ]]; then
+  echo "setup: MEGATRON_RETOOL_PYTHON=$versions: it can be 3.12 or 3.13" >&2
   exit 1
 fi
 flavour=cpu
@@ -35,10 +41,10 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
   exit 0
 fi
 
-usable='import ensurepip, sys, venv; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))'
+usable="import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] not in '$versions'.split())"
 if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c "$usable" 2>/dev/null; then
-  echo "setup: $venv was made with $("$venv/bin/python" -V 2>&1 || echo 'a Python that is gone'), and this version needs" \
-    "Python 3.12 or 3.13: rm -r $venv, then run this again" >&2
+  echo "setup: $venv was made with $("$venv/bin/python" -V 2>&1 || echo 'a Python that is gone'), and this needs" \
+    "Python ${versions/ / or }: rm -r $venv, then run this again" >&2
   exit 1
 fi
 
@@ -55,14 +61,17 @@ find_python() {
 # uv may download one, unless its settings forbid it (UV_PYTHON_DOWNLOADS=never).
 python_of_uv() {
   command -v uv >/dev/null 2>&1 || return 0
-  uv python find --no-project '>=3.12,<3.14' 2>/dev/null ||
-    { uv python install --quiet 3.12 >&2 && uv python find --no-project 3.12; } || true
+  local version
+  for version in $versions; do
+    uv python find --no-project "$version" 2>/dev/null && return
+  done
+  { uv python install --quiet "${versions% *}" >&2 && uv python find --no-project "${versions% *}"; } || true
 }
 python="$(find_python)"
 [[ -n "$python" || -x "$venv/bin/python" ]] || python="$(find_python "$(python_of_uv)")"
 if [[ -z "$python" && ! -x "$venv/bin/python" ]]; then
-  echo "setup: Python 3.12 or 3.13 is needed and was not found: install it (python3.12 with its venv package, conda, or" \
-    "uv python install 3.12)" >&2
+  echo "setup: Python ${versions/ / or } is needed and was not found: install it (python${versions% *} with its venv" \
+    "package, conda, or uv python install ${versions% *})" >&2
   exit 1
 fi
 

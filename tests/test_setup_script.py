@@ -184,12 +184,20 @@ def test_without_an_interpreter_one_line_says_what_is_missing(checkout: Checkout
     ]
 
 
+def test_one_of_the_versions_can_be_asked_for(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.path / ".venv")
+    checkout.program("bin/python3.13", MAKES_AN_ENVIRONMENT.replace("*ensurepip*) ", "*ensurepip*\"'3.13'.split\"*) "))
+    checkout.program("bin/python3.12", '[[ "$*" != *ensurepip* ]]')
+    assert checkout.setup(MEGATRON_RETOOL_PYTHON="3.13") == CPU
+    checkout.setup(code=1, MEGATRON_RETOOL_PYTHON="3.11; true")
+    assert checkout.errors == "setup: MEGATRON_RETOOL_PYTHON=3.11; true: it can be 3.12 or 3.13\n"
+
+
 def test_an_environment_of_an_older_python_is_said_to_be_old(checkout: Checkout) -> None:
     checkout.program(".venv/bin/python", '[[ "$1" == -V ]] && echo Python 3.11.7')
     checkout.setup(code=1)
     assert checkout.errors.splitlines() == [
-        "setup: .venv was made with Python 3.11.7, and this version needs Python 3.12 or 3.13: rm -r .venv, then run "
-        "this again"
+        "setup: .venv was made with Python 3.11.7, and this needs Python 3.12 or 3.13: rm -r .venv, then run this again"
     ]
 
 

@@ -29,6 +29,8 @@ _CLASSES = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has it, and 3.12 has not
+            module = "pathlib"
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(
                 f"it names {module[:80]}.{name[:80]}, which no index of a checkpoint has: do not load it elsewhere"

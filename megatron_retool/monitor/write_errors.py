@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_retool.tracebacks import drop_tracebacks
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,19 +55,9 @@ class WriteErrors:
                         highlight=False,
                         soft_wrap=True,
                     )
-            _drop_tracebacks(error)
+            drop_tracebacks(error)
         else:
             self._reported = {cause for cause in self._reported if cause[0] != path.parent}
-
-
-def _drop_tracebacks(error: BaseException | None) -> None:
-    """Take the tracebacks off an error that is swallowed: their frames' variables hold the step's batch.
-
-    Context managers that the error passed keep it in a cycle with these frames until the next full collection.
-    """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
 
 
 def print_to_full_disks() -> None:

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_retool.tracebacks import drop_tracebacks
 from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.gateway import anthropic_messages, chat_completions, responses
 from sglang_rollout.gateway.conversation import Answer, Call
@@ -132,8 +133,8 @@ class Api:
             self._statistics.call_seconds.append(time.monotonic() - began)
             return reply
         except ApiError as raised:
-            # Its traceback refers to this frame and to the body: the collector, which is spared, would keep them.
-            error = raised.with_traceback(None)
+            drop_tracebacks(raised)
+            error = raised
         except ConnectionResetError:
             raise
         except Exception as raised:

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
@@ -77,6 +78,11 @@ class _Writer(dcp.FileSystemWriter):
         extensions: Sequence[StreamTransformExtension] = [ZStandard()] if compression == "zstd" else []
         super().__init__(directory, sync_files=True, _extensions=extensions)
         self._weights = weights
+
+    def storage_meta(self) -> StorageMeta | None:
+        """With the path as text: a pickled Path of Python 3.13 names a module that 3.12 does not have."""
+        found = super().storage_meta()
+        return found and dataclasses.replace(found, checkpoint_id=str(found.checkpoint_id))
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
         written: list[WriteResult] = []

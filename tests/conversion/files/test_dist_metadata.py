@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_an_object_that_is_more_than_data_is_refused(model_directory, tmp_path: 
         else:
             DistCheckpoint(directory).check_objects()
     assert not sign.exists()
+
+
+def test_an_index_that_python_3_13_wrote_is_read(model_directory, tmp_path: Path) -> None:
+    directory = tmp_path / "mcore"
+    convert(model_directory("llama"), directory, workers=1)
+    metadata = read_metadata(directory)
+    metadata.storage_meta.checkpoint_id = Path("somewhere")
+    names = re.compile(rb"cpathlib(\._local)?\n")  # protocol 2 has them as text
+    written = names.sub(b"cpathlib._local\n", pickle.dumps(metadata, protocol=2))
+    assert b"cpathlib._local\nPosixPath" in written
+    (directory / ".metadata").write_bytes(written)
+    assert read_metadata(directory).storage_meta.checkpoint_id == Path("somewhere")
 
 
 def test_a_record_outside_the_directory_is_refused(model_directory, tmp_path: Path) -> None:
