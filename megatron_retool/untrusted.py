@@ -11,6 +11,8 @@ from typing import Any
 
 MOST_LEVELS = 64
 """Of lists and mappings within each other."""
+MOST_QUOTED = 200
+"""Characters that a message quotes of a value."""
 _LEVELS_AROUND = 8
 """Of lists and mappings that this project's own files put around others' values."""
 
@@ -24,6 +26,16 @@ def without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def clipped(text: str, most: int = MOST_QUOTED) -> str:
+    """``text``, or its beginning where it is longer than a message should be."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def quoted(value: Any, most: int = MOST_QUOTED) -> str:
+    """``value`` as Python writes it, as far as a message should quote it."""
+    return repr(clipped(value, most)) if isinstance(value, str) else clipped(repr(value), most)
 
 
 def load_json(text: str | bytes, *, strict: bool = True, finite: bool = True) -> Any:

@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    from megatron_retool.http_listener import is_loopback
     from megatron_retool.serving.server import Address, serve
     from megatron_retool.serving.service import Service
-    from sglang_rollout.gateway.server import is_loopback
 
     key, shown = options.api_key, "(that of --api-key)"
     if key is None and KEY_VARIABLE in os.environ:

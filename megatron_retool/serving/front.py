@@ -78,7 +78,7 @@ class OpenDoor:
         Raises:
             ApiError: 401, the key is not the server's.
         """
-        if self._api_key is not None and not hmac.compare_digest(key.encode(errors="replace"), self._api_key.encode()):
+        if self._api_key is not None and not self.knows(key):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if self._present is None or self._calls >= CALLS_OF_A_SESSION:
             self._calls = 0
@@ -89,6 +89,12 @@ class OpenDoor:
         while len(self._responses) > _RESPONSES_KEPT:
             del self._responses[next(iter(self._responses))]
         return self._present
+
+    def knows(self, key: str) -> bool:
+        """Whether ``key`` is the server's own."""
+        if self._api_key is None:
+            return False
+        return hmac.compare_digest(key.encode(errors="replace"), self._api_key.encode())
 
     async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
         """The model's answers; where the server runs the tools, the final ones."""

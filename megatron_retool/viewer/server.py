@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from megatron_retool.http_listener import ForeignCaller, Listener, check_caller, is_loopback, most_connections
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.viewer.answer_cache import AnswerCache
 from megatron_retool.viewer.compare_runs import comparison
@@ -46,14 +47,13 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
     """The server of the run, or of the runs, in ``root``.
 
     Args:
-        any_name: answer whatever name the browser has for this machine. Else an address or localhost alone: a foreign
-            page could make its own name lead here, and would then read what the server answers.
+        any_name: answer whatever name the browser has for this machine; see ``check_caller``.
     """
     tokenizers = Tokenizers()
     answers = AnswerCache()
     # Two at once: each may hold a large file's columns.
     readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
-    app = web.Application(middlewares=[_guarded] if any_name else [_guarded, _called_by_address])
+    app = web.Application(middlewares=[_guarded, _called_from_here(any_name)])
 
     def route(path: str, answer: Callable[[web.Request], dict[str, Any]]) -> None:
         def body(request: web.Request) -> bytes:
@@ -141,17 +141,12 @@ async def serve(root: Path, host: str, port: int, started: Callable[[str], None]
     Raises:
         OSError: the port is taken.
     """
-    runner = web.AppRunner(build_app(root, any_name=not _is_loopback(host)), access_log=None)
-    await runner.setup()
+    listener = Listener(build_app(root, any_name=not is_loopback(host)), limit=most_connections())
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        server = site._server
-        port = server.sockets[0].getsockname()[1] if server is not None and port == 0 else port  # type: ignore[attr-defined]
-        started(f"http://{host}:{port}/")
+        started(f"http://{host}:{await listener.start(host, port)}/")
         await asyncio.Event().wait()
     finally:
-        await runner.cleanup()
+        await listener.close()
 
 
 def plotly_file() -> Path:
@@ -178,6 +173,8 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
     """Headers on every answer, and errors as JSON that names the file."""
     try:
         response = await handler(request)
+    except ForeignCaller as error:
+        response = web.json_response({"error": str(error)}, status=403)
     except (NoSuchRun, FileNotFoundError) as error:
         response = web.json_response({"error": str(error)}, status=404)
     except (UnreadableFile, OSError) as error:
@@ -190,21 +187,10 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
     return response
 
 
-@web.middleware
-async def _called_by_address(request: web.Request, handler: Handler) -> web.StreamResponse:
-    name = request.url.host or ""
-    if name != "localhost" and not _is_address(name):
-        raise ValueError(f"this machine was called {name}: the page is at localhost or at this machine's address")
-    return await handler(request)
+def _called_from_here(any_name: bool) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        check_caller(request.headers, any_name=any_name)
+        return await handler(request)
 
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return check

@@ -160,9 +160,7 @@ class Api:
         if found is None or call is None:
             status = 404 if methods is None else 405
             raise ApiError(status, f"there is no {request.method} {request.path}", code="unknown_url")
-        headers = request.headers
-        shown = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        return await call(self._sessions.find(found[1], shown), request)
+        return await call(self._sessions.find(found[1], shown_key(request.headers)), request)
 
     async def _chat(self, session: OpenSession, http: ApiRequest) -> Reply:
         request = chat_completions.read(await _body(http, session))
@@ -209,6 +207,11 @@ class Api:
 
 def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megatron-retool"}
+
+
+def shown_key(headers: Mapping[str, str]) -> str:
+    """The key that a call shows; empty: none."""
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def body_too_large() -> ApiError:

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import gc
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from megatron_retool.config import MultiTurnConfig, SamplingConfig
+from megatron_retool.http_listener import (
+    BODY_SECONDS,
+    BodyRefused,
+    ForeignCaller,
+    Listener,
+    check_caller,
+    is_loopback,
+    most_connections,
+    read_body,
+)
 from sglang_rollout.agent.turn_glue import Tokenizer
-from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, body_too_large
+from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, body_too_large, shown_key
 from sglang_rollout.gateway.conversation import Answer, Call
 from sglang_rollout.gateway.errors import ApiError, session_not_found
 from sglang_rollout.gateway.in_process import GatewayTransport
@@ -28,6 +38,7 @@ from sglang_rollout.gateway.sessions import OpenSession, session_settings
 from tools.tool import ToolSession
 
 SHUTDOWN_SECONDS = 2.0
+BACKLOG = 4096
 COLLECT_AFTER = 1_000_000
 """Objects that have to be new before the garbage collector looks for cycles among them that nothing refers to. After
 Python's 700, and the rounds that follow from it, every call waits for tens of milliseconds, several times a minute."""
@@ -47,6 +58,10 @@ class Door(Protocol):
 
     async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
         """As ``OpenSession.answer``."""
+        ...
+
+    def knows(self, key: str) -> bool:
+        """Whether ``key`` is one that nobody else has."""
         ...
 
 
@@ -96,24 +111,26 @@ class Gateway:
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._needs_key = not is_loopback(host)
-        self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
         self._root = ""
 
     async def __aenter__(self) -> Gateway:
         spare_collector()
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._check_caller])
         for path, page in self._pages.items():
             application.router.add_get(path, page)
         application.router.add_route("*", "/{path:.*}", self._serve)
         # A client that goes away cancels its call, and with it the engine's request.
         # When it ends all sessions are closed: who still reads an answer is not worth waiting for.
-        self._runner = web.AppRunner(
-            application, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+        # A call needs a second connection, to an engine.
+        self._listener = Listener(
+            application,
+            limit=most_connections() // 2,
+            cancels=True,
+            shutdown_seconds=SHUTDOWN_SECONDS,
+            backlog=BACKLOG,
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port, backlog=4096)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = await self._listener.start(self._host, self.port)
         self._root = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
         self.transport = GatewayTransport(self._api, self._root, asyncio.get_running_loop())
         return self
@@ -121,8 +138,8 @@ class Gateway:
     async def __aexit__(self, *exception: object) -> None:
         for session in list(self._by_id.values()):
             await session.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
         gc.collect(1)  # what the sessions left in cycles: no call waits now
 
     def open_session(
@@ -182,16 +199,39 @@ class Gateway:
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
 
+    @web.middleware
+    async def _check_caller(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        key = shown_key(request.headers)
+        if not (key in self._by_key if self._door is None else self._door.knows(key)):
+            try:
+                check_caller(request.headers, any_name=self._needs_key)
+            except ForeignCaller as error:
+                refusal = self._api.refusal(request.path, ApiError(403, str(error), code="foreign_caller"))
+                assert isinstance(refusal.body, bytes)
+                return web.Response(body=refusal.body, status=refusal.status, headers=refusal.headers)
+        return await handler(request)
+
     async def _serve(self, http: web.Request) -> web.StreamResponse:
-        reply = await self._api.answer(ApiRequest(http.method, http.path, http.headers, functools.partial(_read, http)))
-        if isinstance(reply.body, bytes):
-            return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
-        response = web.StreamResponse(status=reply.status, headers=reply.headers)
-        await response.prepare(http)
-        for event in reply.body:
-            await response.write(event)
-        await response.write_eof()
-        return response
+        with contextlib.ExitStack() as running:
+
+            async def read() -> bytes:
+                body = await _read(http)
+                # Until here its connection has to make room for others.
+                if self._listener is not None and self._listener.connections is not None:
+                    running.enter_context(self._listener.connections.serving(http.protocol))
+                return body
+
+            reply = await self._api.answer(ApiRequest(http.method, http.path, http.headers, read))
+            if isinstance(reply.body, bytes):
+                return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
+            response = web.StreamResponse(status=reply.status, headers=reply.headers)
+            await response.prepare(http)
+            for event in reply.body:
+                await response.write(event)
+            await response.write_eof()
+            return response
 
 
 @functools.cache
@@ -209,13 +249,8 @@ def spare_collector() -> None:
 
 async def _read(http: web.Request) -> bytes:
     try:
-        return await http.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise body_too_large() from None
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return await read_body(http, BODY_SECONDS)
+    except BodyRefused as error:
+        if error.status == 413:
+            raise body_too_large() from None
+        raise ApiError(error.status, str(error), code="invalid_body") from None

@@ -50,6 +50,22 @@ def test_a_key_for_all(tokenizer):
     served(tokenizer, Script(tokenizer, [ANSWER]), scenario, key="our key")
 
 
+def test_pages_of_other_sites_need_the_key(tokenizer):
+    statuses = []
+
+    async def scenario(gateway, client):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as other:
+            for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+                shown = {**headers, "Authorization": "Bearer our key"}
+                statuses.append(
+                    [(await other.get("/v1/models", headers=each)).status_code for each in (headers, shown)]
+                )
+
+    for key in (None, "our key"):
+        served(tokenizer, Script(tokenizer, [ANSWER]), scenario, key=key)
+    assert statuses == [[403, 403], [403, 403], [403, 200], [403, 200]]
+
+
 def test_a_call_without_a_system_message_gets_the_servers(tokenizer):
     script = Script(tokenizer, [CALL], [ANSWER], [ANSWER])
     tools, _ = counting_tools()

@@ -181,7 +181,7 @@ def test_every_answer_forbids_scripts_from_elsewhere(run_dir):
 
 def test_a_page_elsewhere_cannot_name_itself_this_machine(run_dir):
     (refused,) = ask(run_dir.parent, "/api/runs", host="evil.example")
-    assert refused.status == 400 and "evil.example" in refused.json["error"]
+    assert refused.status == 403 and "evil.example" in refused.json["error"]
     for answer in ask(run_dir.parent, "/api/runs", host="localhost"):
         assert answer.status == 200
     (wanted,) = ask(run_dir.parent, "/api/runs", host="node7.example", any_name=True)

@@ -33,16 +33,18 @@ from typing import Any
 import prometheus_client
 from aiohttp import web
 
+from megatron_retool.http_listener import (
+    BodyRefused,
+    ForeignCaller,
+    Listener,
+    check_caller,
+    is_loopback,
+    most_connections,
+    read_body,
+)
 from megatron_retool.untrusted import load_json
 from tools.code_interpreter import jupyter
-from tools.code_interpreter.admission import (
-    BACKLOG,
-    LINGERING_SECONDS,
-    BodyBudget,
-    Connections,
-    limit_unread,
-    most_connections,
-)
+from tools.code_interpreter.admission import BodyBudget
 from tools.code_interpreter.pool import SandboxStartError, WorkerPool
 from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
 from tools.code_interpreter.sessions import ENDED
@@ -53,6 +55,7 @@ logger = logging.getLogger("tools.code_interpreter")
 _PARENT_LOOK_SECONDS = 0.5
 _HTTP_STATUS = {Outcome.BUSY: 503, Outcome.INVALID_REQUEST: 422}
 _MIB = 1 << 20
+_DESCRIPTORS_A_WORKER = 6
 
 
 class Metrics:
@@ -99,21 +102,23 @@ class SandboxApplication:
     """The HTTP routes over a worker pool.
 
     Args:
-        token: what requests must show; None: nothing.
+        token: what requests must show; None: nothing, and pages of other sites are refused.
+        any_name: of ``check_caller``.
     """
 
-    def __init__(self, pool: WorkerPool, token: str | None = None) -> None:
+    def __init__(self, pool: WorkerPool, token: str | None = None, *, any_name: bool = False) -> None:
         self._pool = pool
         self._token = token
+        self._any_name = any_name
         self._metrics = Metrics(pool)
         self._started = time.monotonic()
         self._has_ipython = importlib.util.find_spec("IPython") is not None
         settings = pool.settings
         self._bodies = BodyBudget(settings.max_body_mb * _MIB, settings.max_bodies_mb * _MIB)
-        self.connections: Connections | None = None
+        self.listener: Listener | None = None
 
     def build(self) -> web.Application:
-        application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_token])
+        application = web.Application(client_max_size=self._bodies.largest, middlewares=[self._check_caller])
         application.router.add_post("/run_code", self.run_code)
         application.router.add_post("/run_jupyter", self.run_jupyter)
         for name in ("create", "run", "close"):
@@ -124,7 +129,7 @@ class SandboxApplication:
         return application
 
     @web.middleware
-    async def _check_token(
+    async def _check_caller(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if self._token is not None:
@@ -132,8 +137,13 @@ class SandboxApplication:
             if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
                 text = f"the token is missing or wrong: set {TOKEN_VARIABLE} to the one this server was started with"
                 raise web.HTTPUnauthorized(text=text, headers={"WWW-Authenticate": "Bearer"})
-        assert self.connections is not None
-        with self.connections.serving(request.protocol):
+        else:
+            try:
+                check_caller(request.headers, any_name=self._any_name)
+            except ForeignCaller as error:
+                raise web.HTTPForbidden(text=str(error)) from None
+        assert self.listener is not None and self.listener.connections is not None
+        with self.listener.connections.serving(request.protocol):
             return await handler(request)
 
     async def run_code(self, http_request: web.Request) -> web.Response:
@@ -207,13 +217,10 @@ class SandboxApplication:
                 message = "too many bytes of other requests are held (--max-bodies-mb); try again"
                 raise _Refused(503, message, Outcome.BUSY)
             try:
-                async with asyncio.timeout(self._pool.settings.body_seconds):
-                    body = await http_request.read()
-            except TimeoutError:
-                seconds = self._pool.settings.body_seconds
-                raise _Refused(408, f"the body did not come within {seconds:g} s (--body-seconds)") from None
-            except web.HTTPRequestEntityTooLarge:
-                raise _Refused(413, f"the body has more than {largest} bytes (--max-body-mb)") from None
+                body = await read_body(http_request, self._pool.settings.body_seconds)
+            except BodyRefused as error:
+                setting = {408: " (--body-seconds)", 413: " (--max-body-mb)"}.get(error.status, "")
+                raise _Refused(error.status, f"{error}{setting}") from None
             yield body
 
     def _refuse(self, refusal: _Refused, to_json: Callable[[ExecutionResult], dict[str, Any]]) -> web.Response:
@@ -292,19 +299,14 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
         _watch_parent(parent, stop)
     host, port = options.host, options.port
     pool = WorkerPool(settings)
-    application = SandboxApplication(pool, os.environ.get(TOKEN_VARIABLE) or None)
-    runner = web.AppRunner(
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    application = SandboxApplication(pool, token, any_name=not is_loopback(host))
+    application.listener = listener = Listener(
         application.build(),
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=settings.idle_seconds,
-        lingering_time=LINGERING_SECONDS,
+        limit=most_connections(_DESCRIPTORS_A_WORKER * settings.workers, settings.max_connections),
+        idle_seconds=settings.idle_seconds,
+        cancels=True,
     )
-    await runner.setup()
-    assert runner.server is not None
-    limit = most_connections(settings.workers, settings.max_connections)
-    application.connections = Connections(runner.server, limit)
-    listener: asyncio.Server | None = None
     try:
         starting = asyncio.ensure_future(pool.start())
         stopped = asyncio.ensure_future(stop.wait())
@@ -314,14 +316,12 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
             return
         await starting
         try:
-            listener = await loop.create_server(application.connections.accept, host, port, backlog=BACKLOG)
+            chosen = await listener.start(host, port)
         except OSError as error:
             message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
             raise SandboxStartError(message) from error
         for warning in pool.isolation["warnings"]:
             logger.warning("%s", warning)
-        limit_unread(listener.sockets)
-        chosen = listener.sockets[0].getsockname()[1]
         print(f"sandbox ready on http://{host}:{chosen} isolation={pool.isolation['isolation']}", flush=True)
         if options.port_file is not None:
             temporary = Path(f"{options.port_file}.{os.getpid()}")
@@ -332,10 +332,9 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
             os.close(options.ready_fd)
         await stop.wait()
     finally:
-        if listener is not None:
-            listener.close()
+        listener.stop_accepting()
         await pool.close()
-        await runner.cleanup()
+        await listener.close()
 
 
 def _watch_parent(parent: int, stop: asyncio.Event) -> None:

@@ -45,8 +45,8 @@ class SandboxSettings:
     """Size of a request, its files in base64 included."""
     max_bodies_mb: int = 256
     """Size of all requests that are held at the same time; the next one is answered "busy"."""
-    body_seconds: float = 60.0
-    """Longest time until the body of a request has come."""
+    body_seconds: float = 30.0
+    """Longest time until the body of a request has come; a second more for each MiB."""
     idle_seconds: float = 30.0
     """Longest wait for a request on an open connection; clients give these up earlier by themselves."""
     max_connections: int = 8192

@@ -149,8 +149,8 @@ def test_an_announced_body_is_refused_unread_and_one_of_many_values_undecoded(to
         async with served(tokenizer, [WORD + END], context_length=CONTEXT) as at:
             reader, writer = await asyncio.open_connection("127.0.0.1", at.gateway.port)
             path = at.session.base_url.partition("/sessions")[2]
-            head = f"POST /sessions{path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {60 << 20}\r\n\r\n"
-            writer.write(head.encode())
+            head = f"POST /sessions{path}/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            writer.write(f"{head}Content-Length: {60 << 20}\r\n\r\n".encode())
             assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"400"
             writer.close()
         async with served(tokenizer, [WORD + END], context_length=10**6) as at:

@@ -457,6 +457,43 @@ def test_keys(tokenizer, way):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
+)
+def test_pages_of_other_sites_need_a_key(tokenizer, headers):
+    async def run():
+        body = {"model": "", "max_tokens": 9, "messages": QUESTION}
+        async with served(tokenizer, [WORD + END]) as at:
+            status, told = await post(at, "/v1/chat/completions", body, headers)
+            assert (status, told["error"]["code"]) == (403, "foreign_caller")
+            status, told = await post(at, "/v1/messages", body, headers)
+            assert (status, told["error"]["type"]) == (403, "permission_error")
+            shown = {**headers, "x-api-key": at.session.key}
+            assert (await post(at, "/v1/messages", body, shown))[0] == 200
+            assert (await post(at, "/v1/messages", body, {"Host": "localhost"}))[0] == 200
+        async with served(tokenizer, [WORD + END], host="0.0.0.0") as at:
+            named = {"Host": "host.docker.internal", "x-api-key": at.session.key}
+            assert (await post(at, "/v1/messages", body, named))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_body_that_stops_halfway_is_given_up(tokenizer, monkeypatch):
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.3)
+
+    async def run():
+        async with served(tokenizer, [WORD + END]) as at:
+            reader, writer = await asyncio.open_connection("127.0.0.1", at.gateway.port)
+            path = httpx.URL(at.session.anthropic_base_url).path
+            writer.write(f"POST {path}/v1/messages HTTP/1.1\r\n".encode())
+            writer.write(b"Host: localhost\r\nContent-Length: 99\r\n\r\n{")
+            answer = await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            assert b" 408 " in answer.splitlines()[0] and b"invalid_request_error" in answer
+
+    asyncio.run(run())
+
+
 def test_engines_that_are_gone(tokenizer, way):
     async def run():
         gone = NoEngineAvailable("all engines are dead")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -15,11 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from megatron_retool.config import CodeInterpreterConfig
-from tools.code_interpreter.admission import BodyBudget, Connections, most_connections
+from tools.code_interpreter.admission import BodyBudget
 from tools.code_interpreter.process import SandboxServerProcess
 
 TOKEN = "a-token"
@@ -191,60 +189,6 @@ def test_bodies_beyond_what_may_be_held_are_asked_to_come_again(server):
 
 
 # ---- the rules alone
-
-
-def test_who_makes_room_for_whom():
-    async def scenario() -> None:
-        async def handler(request: web.BaseRequest) -> web.Response:
-            if request.headers.get("Proof"):
-                with connections.serving(request.protocol):
-                    if request.path == "/wait":
-                        await release.wait()
-            return web.Response(text="ok")
-
-        release = asyncio.Event()
-        aiohttp_server = web.Server(handler)
-        connections = Connections(aiohttp_server, limit=4)
-        listener = await asyncio.get_running_loop().create_server(connections.accept, "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-
-        async def opened(said: str = "") -> asyncio.StreamReader:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writers.append(writer)
-            writer.write(said.encode())
-            await writer.drain()
-            if said and "/wait" not in said:
-                assert b"200" in await reader.readuntil(b"ok")
-            await asyncio.sleep(0.01)
-            return reader
-
-        writers: list[asyncio.StreamWriter] = []
-        proven = await opened("GET / HTTP/1.1\r\nHost: x\r\nProof: 1\r\n\r\n")
-        busy = await opened("GET /wait HTTP/1.1\r\nHost: x\r\nProof: 1\r\n\r\n")
-        unproven = [await opened("GET / HTTP/1.1\r\nHost: x\r\n\r\n"), await opened()]
-        newer = await opened()
-        await asyncio.sleep(0.05)
-        assert unproven[0].at_eof() and not any(each.at_eof() for each in (proven, busy, unproven[1], newer))
-        for _ in range(3):
-            newest = await opened("GET / HTTP/1.1\r\nHost: x\r\nProof: 1\r\n\r\n")
-        await asyncio.sleep(0.05)
-        assert unproven[1].at_eof() and newer.at_eof() and proven.at_eof(), "the oldest idle one is the next"
-        assert not busy.at_eof() and not newest.at_eof() and connections.closed == 4
-        release.set()
-        assert b"200" in await busy.readuntil(b"ok")
-        for writer in writers:
-            writer.close()
-        listener.close()
-        await aiohttp_server.shutdown(1)
-
-    asyncio.run(scenario())
-
-
-def test_connections_leave_descriptors_for_the_workers(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
-    assert most_connections(128, 8192) == 4096 - 128 - 256 - 768
-    assert most_connections(128, 100) == 100
-    assert most_connections(100_000, 8192) == 64
 
 
 def test_the_budget_of_bodies():

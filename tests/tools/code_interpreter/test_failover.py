@@ -298,6 +298,7 @@ def test_token() -> None:
             assert await status(method, path) == 401
             assert await status(method, path, Authorization="Bearer the tokem") == 401
         assert await status("GET", "/v1/ping", Authorization="Bearer the token") == 200
+        assert await status("GET", "/v1/ping", Authorization="Bearer the token", Host="sandbox.example") == 200
         async with CodeInterpreterClient(url, token="the token") as client:
             assert await client.ping() and (await client.run_code("print(1)")).stdout == "1\n"
         async with CodeInterpreterClient(url) as client:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -273,6 +275,14 @@ def test_pages(sandbox: Sandbox) -> None:
     assert 'sandbox_requests_total{outcome="finished"}' in metrics and "sandbox_queue_seconds_bucket" in metrics
     assert sandbox.health["isolation"] in ("namespaces", "bubblewrap", "rlimits")
     assert sandbox.health["status"] == ("degraded" if sandbox.isolation == "rlimits" else "ok")
+
+
+@pytest.mark.parametrize("header", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
+@pytest.mark.parametrize("path", ["/run_code", "/session/create", "/health"])
+def test_pages_of_other_sites_are_refused(sandbox: Sandbox, path: str, header: dict[str, str]) -> None:
+    body = None if path == "/health" else b'{"code": "print(1)"}'
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(urllib.request.Request(sandbox.process.url + path, body, header), timeout=10)
 
 
 def test_request_of_a_client_that_knows_sandbox_fusion_alone(sandbox: Sandbox) -> None:
