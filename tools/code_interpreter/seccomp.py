@@ -1,8 +1,9 @@
 """The system-call filter of sandboxed code: classic BPF written with ``struct``, installed with prctl.
 
 It refuses what a computation never needs and what past kernel exploits needed: tracing, mounting, new namespaces,
-keyrings, BPF, io_uring, userfaultfd, other processes' memory, and every socket family but the allowed ones (AF_VSOCK,
-for one, is not confined by a network namespace).  Everything else stays allowed; the other layers confine it.
+keyrings, BPF, io_uring, userfaultfd, other processes' memory, watching who opens the host's files, and every socket
+family but the allowed ones (AF_VSOCK, for one, is not confined by a network namespace).  Everything else stays allowed;
+the other layers confine it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ DENIED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
     "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
     "init_module": (175, 105),

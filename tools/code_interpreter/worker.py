@@ -19,6 +19,7 @@ import math
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -76,10 +77,12 @@ class Worker:
         self._uid = plan.uid(index)
         self._forks = plan.kind != "bubblewrap"
         """Whether a snippet starts as a copy of this process, with the imported modules, or as a new interpreter."""
+        self._first: tuple[int, int] | None = None
+        """Pid 1 of the present snippet's pid namespace, and what keeps it waiting."""
         self._children = ChildSignal()
         self._cgroup = None
         if plan.cgroups is not None:
-            self._cgroup = plan.cgroups.create_worker(f"worker-{index}", self._settings.max_processes + 2)
+            self._cgroup = plan.cgroups.create_worker(f"worker-{index}", self._settings.max_processes + 3)
             self._cgroup.join()
         if plan.kind == "namespaces":
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
@@ -87,6 +90,7 @@ class Worker:
             with contextlib.suppress(OSError):  # the snippet then cannot talk to itself, which is no danger
                 linux.start_loopback()
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            self._waiter = shutil.which("cat", path=os.defpath)
             self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
             self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
             _set_environment(filesystem.HOME, filesystem.temporary_directory())
@@ -178,14 +182,42 @@ class Worker:
     def _fork(self, be_snippet: Callable[[], None]) -> int:
         if self._plan.kind != "namespaces":
             return linux.fork(be_snippet)
-        # The first process forked after this is pid 1 of the new namespace; when it ends, the kernel ends the rest.
         linux.unshare(linux.CLONE_NEWPID)
         try:
+            self._start_first_process()
             return linux.fork(be_snippet)
+        except OSError:
+            self._end_namespace()
+            raise
         finally:
             linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
 
-    def _wait(self, child: int, deadline: float, request_id: int) -> tuple[str, int]:
+    def _start_first_process(self) -> None:
+        """Pid 1 of the new namespace, with which the kernel ends the rest: it waits until this process ends it or dies.
+
+        The snippet is not that process, because pid 1 is spared by signals from within: it could not kill itself.
+        """
+        reader, writer = os.pipe()
+        self._first = -1, writer
+        try:
+            if self._waiter is None:
+                self._first = linux.fork(lambda: (os.close(writer), os.read(reader, 1))), writer
+            else:  # costs a fifth of a fork, which copies the page tables of all imported modules
+                actions = [(os.POSIX_SPAWN_DUP2, reader, 0)]
+                self._first = os.posix_spawn(self._waiter, [self._waiter], {}, file_actions=actions), writer
+        finally:
+            os.close(reader)
+
+    def _end_namespace(self) -> None:
+        if self._first is None:
+            return
+        process, writer = self._first
+        self._first = None
+        os.close(writer)
+        if process > 0:
+            self._wait(process, time.monotonic(), None)
+
+    def _wait(self, child: int, deadline: float, request_id: int | None) -> tuple[str, int]:
         """Wait for ``child`` to end, or end it at the deadline or at the server's wish.
 
         Returns:
@@ -218,8 +250,9 @@ class Worker:
             deadline = time.monotonic() + _KILL_GRACE_SECONDS
 
     def _end_descendants(self) -> None:
-        """Without a pid namespace: end what the snippet left behind."""
+        """End what the snippet left behind."""
         if self._plan.kind == "namespaces":
+            self._end_namespace()
             return
         if self._uid is not None:
             isolation.kill_user(self._uid)

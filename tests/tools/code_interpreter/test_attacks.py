@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -336,6 +337,20 @@ for target in {outside}:
 """
     result = attacked.run(code)
     assert result.ok and result.stdout == "", result
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGUSR1])
+def test_a_signal_to_itself_ends_the_code(attacked: Sandbox, number: signal.Signals) -> None:
+    result = attacked.run(f"import os, time\nos.kill(os.getpid(), {number.value})\ntime.sleep(1)\nprint('alive')")
+    assert result.outcome is Outcome.FINISHED and not result.ok and result.stdout == "", result
+    assert result.return_code in (-number, 128 + number), result  # bubblewrap says it as a shell does
+
+
+def test_watching_files_of_the_host(attacked: Sandbox) -> None:
+    if any("not filtered" in warning for warning in attacked.health["warnings"]):
+        pytest.skip("system calls are not filtered")
+    result = attacked.run("import ctypes\nprint(ctypes.CDLL(None).inotify_init1(0))")
+    assert result.ok and result.stdout == "-1\n", result
 
 
 def test_signalling_the_process_group(attacked: Sandbox) -> None:

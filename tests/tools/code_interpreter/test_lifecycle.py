@@ -65,13 +65,23 @@ body = json.dumps({{"code": "import os, time\\nos.fork()\\ntime.sleep(50)", "lan
 urllib.request.urlopen({sandbox.process.url + "/run_code"!r}, body.encode(), timeout=60).read()
 """
     client = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(family(sandbox.process.pid)) == 6)  # server, warden, zygote, worker, snippet, its child
+    # Server, warden, zygote, worker, snippet, its child; process 1 of the snippet's namespace.
+    wait_for(lambda: len(family(sandbox.process.pid)) == 6 + (sandbox.isolation == "namespaces"))
     return client
 
 
 def end(client: subprocess.Popen) -> None:
     client.kill()
     client.wait()
+
+
+def test_nothing_is_left_when_a_worker_is_killed(busy_sandbox: Sandbox) -> None:
+    client = keep_busy(busy_sandbox)
+    worker, *others = family(busy_sandbox.process.pid)[3:]
+    worker.kill()
+    wait_for(lambda: not alive(others))
+    end(client)
+    busy_sandbox.check_alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
