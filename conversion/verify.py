@@ -47,6 +47,7 @@ from conversion.model.block_fp8 import (
 )
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 from megatron_retool.interruption import run_interruptible
+from megatron_retool.untrusted import BriefError
 
 NUM_SEQUENCES = 2
 SEQUENCE_LENGTH = 48
@@ -54,7 +55,7 @@ RELATIVE_TOLERANCE = 1e-4
 """Of the largest logit. float32 round-off of a deep model stays well below it, a misplaced tensor far above."""
 
 
-class VerificationError(ValueError):
+class VerificationError(BriefError):
     """The two models compute different logits. The message says by how much."""
 
 

@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron_retool.commands.command_line import parse
     from megatron_retool.interruption import INTERRUPTED, stopped
     from megatron_retool.scratch import scratch_directory
+    from megatron_retool.untrusted import clipped
 
     console = Console(soft_wrap=not sys.stdout.isatty(), emoji=False)  # a path such as own.py:Notes is no emoji
     try:
@@ -36,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         cause = root_cause(error)
         if not is_users_error(cause):
             console.print_exception(max_frames=12)
-        console.print("[bold red]error:[/]", escape(str(cause) or type(cause).__name__), highlight=False)
+        told = clipped(str(cause)) if isinstance(cause, ValueError | OSError) else str(cause)
+        console.print("[bold red]error:[/]", escape(told or type(cause).__name__), highlight=False)
         return 1
 
 

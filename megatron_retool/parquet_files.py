@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.untrusted import BriefError
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class UnreadableFile(ValueError):
+class UnreadableFile(BriefError):
     """A file is missing, damaged, or of another kind. The message names it, row and column where known, and a cure."""
 
 

@@ -32,12 +32,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_retool.untrusted import BriefError
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 _MODULE_PREFIX = "megatron_retool_extension_"
 
 
-class ExtensionError(ValueError):
+class ExtensionError(BriefError):
     """A setting names an object that cannot be loaded, called as it is meant to be, or used for what it returns."""
 
 

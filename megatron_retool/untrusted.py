@@ -13,8 +13,17 @@ MOST_LEVELS = 64
 """Of lists and mappings within each other."""
 MOST_QUOTED = 200
 """Characters that a message quotes of a value."""
+MOST_TOLD = 2000
+"""Characters of a message that may quote values."""
 _LEVELS_AROUND = 8
 """Of lists and mappings that this project's own files put around others' values."""
+
+
+class BriefError(ValueError):
+    """An error whose message may quote what others wrote, and stays readable however long that is."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(clipped(message))
 
 
 def without_surrogates(text: str) -> str:
@@ -28,9 +37,12 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def clipped(text: str, most: int = MOST_QUOTED) -> str:
-    """``text``, or its beginning where it is longer than a message should be."""
-    return text if len(text) <= most else f"{text[:most]}…"
+def clipped(text: str, most: int = MOST_TOLD) -> str:
+    """``text``, without its middle where it is longer than ``most``: a message's end often says what to do."""
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end - 1]}…{text[len(text) - end :]}"
 
 
 def quoted(value: Any, most: int = MOST_QUOTED) -> str:

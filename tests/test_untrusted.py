@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_retool.untrusted import MOST_LEVELS, load_json, load_own_json, without_surrogates
+from megatron_retool.untrusted import (
+    MOST_LEVELS,
+    MOST_QUOTED,
+    MOST_TOLD,
+    BriefError,
+    clipped,
+    load_json,
+    load_own_json,
+    quoted,
+    without_surrogates,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +65,10 @@ def test_what_others_may_have_is_read_again_from_a_file_of_our_own():
     deepest = load_json("[" * MOST_LEVELS + "]" * MOST_LEVELS)
     written = json.dumps([{"value": deepest, "measured": [float("inf"), -float("inf")]}])
     assert load_own_json(written) == json.loads(written)
+
+
+def test_a_message_keeps_what_it_begins_and_ends_with():
+    told = str(BriefError(f"key={'x' * 100_000}: too long: shorten it"))
+    assert len(told) == MOST_TOLD and told.startswith("key=x") and told.endswith("x: too long: shorten it")
+    assert clipped("short") == "short" and quoted("a\n") == r"'a\n'" and quoted([1]) == "[1]"
+    assert len(quoted("x" * 100_000)) == MOST_QUOTED + 2 and len(quoted(["x" * 100_000])) == MOST_QUOTED

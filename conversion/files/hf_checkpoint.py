@@ -28,6 +28,7 @@ from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUF
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, WeightMapError, check_tensors
 from megatron_retool.runs.files import write_text
+from megatron_retool.untrusted import BriefError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -73,7 +74,7 @@ PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Keys of config.json that count them (DeepSeek's and MiniMax's). A count alone says not that they are there."""
 
 
-class HFCheckpointError(ValueError):
+class HFCheckpointError(BriefError):
     """The directory is incomplete or does not fit the model. The message names the file or the tensor."""
 
 

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_retool.untrusted import BriefError
 
-class UnsupportedArchitecture(ValueError):
+
+class UnsupportedArchitecture(BriefError):
     """config.json is malformed, or describes a model that no family here covers. The message names the key."""
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from megatron_retool.untrusted import BriefError
 
 
-class LayoutError(ValueError):
+class LayoutError(BriefError):
     """Sizes do not fit one another or the model. The message names the setting of ``learner`` and what would fit."""
 
 

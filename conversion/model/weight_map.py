@@ -32,9 +32,10 @@ from conversion.model.architecture import Architecture
 from conversion.model.hf_config import DeltaNetSizes
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
+from megatron_retool.untrusted import BriefError
 
 
-class WeightMapError(ValueError):
+class WeightMapError(BriefError):
     """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
 
 

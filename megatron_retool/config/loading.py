@@ -70,9 +70,13 @@ def _resolved(settings: Mapping[str, Any]) -> Any:
 def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     """The file's settings with its path, after those of the files that it extends."""
     origin = f", which {extended_by[-1]} extends," if extended_by else ""
-    if path.is_dir():
+    try:
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name longer than any file's
+        raise ConfigError(f"config file {path}{origin} cannot be read: {error.strerror}") from error
+    if is_directory:
         raise ConfigError(f"config file {path}{origin} is a directory: name a YAML file")
-    if not path.is_file():
+    if not is_file:
         raise ConfigError(f"config file {path}{origin} does not exist")
     try:
         loaded = OmegaConf.load(path)

@@ -37,8 +37,9 @@ def _equal(name: str, other: str) -> bool:
 
 def _misspelt(name: str, other: str) -> bool:
     """One letter in six is wrong, missing or too many; at least one may be, in names of four letters or more."""
-    longest = max(len(name), len(other))
-    return longest >= 4 and _edits(name, other) <= max(1, longest // 6)
+    shortest, longest = sorted((len(name), len(other)))
+    most = max(1, longest // 6)
+    return longest >= 4 and longest - shortest <= most and _edits(name, other) <= most
 
 
 def _parts_of_one_another(name: str, other: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.untrusted import load_json
+from megatron_retool.untrusted import BriefError, load_json
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -26,7 +26,7 @@ CHATML_HEADER = "<|im_start|>assistant\n"
 CHATML_END = "<|im_end|>"
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(BriefError):
     """A conversation cannot be rendered, or the assistant's part of the rendered text cannot be told apart."""
 
 

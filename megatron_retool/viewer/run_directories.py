@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_retool.untrusted import BriefError
+
 _DEPTH = 2
 ALONE = "~"
 """In an address, the run that ``root`` itself is: browsers take its name "." out of a path."""
@@ -12,7 +14,7 @@ CONFIG_FILE = "config.yaml"
 _READ = (CONFIG_FILE, "metrics.jsonl", "environment.json", "pipeline.json")
 
 
-class NoSuchRun(ValueError):
+class NoSuchRun(BriefError):
     """A name that is no run below the folder that is shown."""
 
 

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Middleware
 
 from megatron_retool.http_listener import ForeignCaller, Listener, check_caller, is_loopback, most_connections
 from megatron_retool.parquet_files import UnreadableFile
+from megatron_retool.untrusted import clipped
 from megatron_retool.viewer.answer_cache import AnswerCache
 from megatron_retool.viewer.compare_runs import comparison
 from megatron_retool.viewer.curves import curves_page
@@ -174,13 +175,13 @@ async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         response = await handler(request)
     except ForeignCaller as error:
-        response = web.json_response({"error": str(error)}, status=403)
+        response = web.json_response({"error": clipped(str(error))}, status=403)
     except (NoSuchRun, FileNotFoundError) as error:
-        response = web.json_response({"error": str(error)}, status=404)
+        response = web.json_response({"error": clipped(str(error))}, status=404)
     except (UnreadableFile, OSError) as error:
-        response = web.json_response({"error": str(error)}, status=500)
+        response = web.json_response({"error": clipped(str(error))}, status=500)
     except ValueError as error:
-        response = web.json_response({"error": str(error)}, status=400)
+        response = web.json_response({"error": clipped(str(error))}, status=400)
     except web.HTTPException as error:
         response = web.json_response({"error": f"{error.status} {error.reason}"}, status=error.status)
     response.headers.update(HEADERS)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_retool.untrusted import without_surrogates
+from megatron_retool.untrusted import BriefError, without_surrogates
 from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
 
 _ASSISTANT = "\u2039assistant turn\u203a"
@@ -26,7 +26,7 @@ _RESULTS_KEPT, _CHARACTERS_KEPT = 1024, 4096
 _CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(BriefError):
     """The tokenizer's chat template cannot express tool results after an assistant turn."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_retool.untrusted import MOST_QUOTED, clipped
+
 _KINDS = {
     400: ("invalid_request_error", "invalid_request_error"),
     401: ("authentication_error", "authentication_error"),
@@ -34,6 +36,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, to_anthropic: str | None = None
     ) -> None:
+        message, param = clipped(message), param if param is None else clipped(param, MOST_QUOTED)
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self._to_anthropic = message if to_anthropic is None else to_anthropic

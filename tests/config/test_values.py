@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +18,7 @@ from megatron_retool.config.nearest import nearest_key
 from megatron_retool.config.schema import dotted_keys
 from megatron_retool.config.tree import check_values, walk
 from megatron_retool.fields import Range, number
+from megatron_retool.untrusted import MOST_TOLD
 
 EVERYTHING = dataclasses.replace(Config(), sft=SFTConfig(stages=[SFTStage()]))
 
@@ -213,3 +215,26 @@ def test_a_configuration_is_read_without_torch():
 
 def test_walk_names_elements_of_lists():
     assert "sft.stages[0].optimizer.lr" in [key for key, _, _ in walk(EVERYTHING)]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "{0}",
+        "{0}=1",
+        "trainer.{0}=1",
+        "trainer.{0}.y=1",
+        "trainer.total_steps={0}",
+        "trainer.resume_mode={0}",
+        "trainer={0}",
+    ],
+)
+def test_a_value_of_any_length_has_a_short_error_at_once(override, tmp_path):
+    long = "x" * 100_000
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [override.format(long)])
+    (tmp_path / "long.yaml").write_text(f"extends: {long}")
+    with pytest.raises(ConfigError, match="File name too long"):
+        load_config(tmp_path / "long.yaml")
+    assert len(str(raised.value)) <= MOST_TOLD and time.monotonic() - began < 5

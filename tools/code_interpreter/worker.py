@@ -198,10 +198,15 @@ class Worker:
         The snippet is not that process, because pid 1 is spared by signals from within: it could not kill itself.
         """
         reader, writer = os.pipe()
+
+        def wait() -> None:
+            os.close(writer)
+            os.read(reader, 1)
+
         self._first = -1, writer
         try:
             if self._waiter is None:
-                self._first = linux.fork(lambda: (os.close(writer), os.read(reader, 1))), writer
+                self._first = linux.fork(wait), writer
             else:  # costs a fifth of a fork, which copies the page tables of all imported modules
                 actions = [(os.POSIX_SPAWN_DUP2, reader, 0)]
                 self._first = os.posix_spawn(self._waiter, [self._waiter], {}, file_actions=actions), writer

@@ -478,6 +478,22 @@ def test_pages_of_other_sites_need_a_key(tokenizer, headers):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_errors_quote_no_long_values(tokenizer, path):
+    long = "x" * 100_000
+
+    async def run():
+        async with served(tokenizer, [WORD + END], context_length=100_000) as at:
+            valid = {"model": "", "max_tokens": 9, "messages": QUESTION}
+            bad = [{long: 1}, {"tool_choice": long}, {"stream": long}, {"messages": [{"role": long, "content": ""}]}]
+            for fields in [*bad, {"input": [{"type": long}]}, {"tools": long}, {"temperature": long}]:
+                asked = {key: value for key, value in valid.items() if path != "/v1/responses" or key == "model"}
+                status, told = await post(at, path, {**asked, **fields})
+                assert status == 400 and len(json.dumps(told)) < 4500
+
+    asyncio.run(run())
+
+
 def test_a_body_that_stops_halfway_is_given_up(tokenizer, monkeypatch):
     monkeypatch.setattr(server, "BODY_SECONDS", 0.3)
 
