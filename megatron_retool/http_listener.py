@@ -77,8 +77,8 @@ def check_caller(headers: CIMultiDict[str] | CIMultiDictProxy[str], *, any_name:
             f"this machine was called {quoted(strange[0])}: call it localhost or by its address, or show the key of a "
             "server that has one"
         )
-    own = [host.lower() for host in hosts]
-    foreign = [origin for origin in origins if origin.rpartition("://")[2].lower() not in own]
+    own = [host.casefold() for host in hosts]
+    foreign = [origin for origin in origins if origin.rpartition("://")[2].casefold() not in own]
     if not foreign and _is_of_another_site(headers):
         foreign = [headers["Sec-Fetch-Site"]]
     if foreign:
@@ -99,7 +99,7 @@ def _is_of_this_machine(host: str) -> bool:
         name = (urllib.parse.urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
-    own = socket.gethostname().lower()
+    own = socket.gethostname().casefold()
     return _address(name) is not None or name in ("localhost", own, own.partition(".")[0])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.data import template_limits
 from megatron_retool.untrusted import BriefError, load_json
 
 Message = dict[str, Any]
@@ -72,6 +73,7 @@ def render(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model's "
             "tokenizer (model.tokenizer_path) or set chat_template in its tokenizer_config.json"
         )
+    template_limits.install()
     try:
         return tokenizer.apply_chat_template(
             [list(conversation) for conversation in conversations],
@@ -80,6 +82,8 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **arguments,
         )
+    except template_limits.TemplateTooCostly as error:
+        raise ChatTemplateError(f"{tokenizer.name_or_path}: {error}") from error
     except Exception as error:  # Jinja raises many kinds, and templates raise their own.
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
 

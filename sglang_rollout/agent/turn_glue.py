@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_retool.data import template_limits
 from megatron_retool.untrusted import BriefError, without_surrogates
 from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
 
@@ -221,6 +222,7 @@ class TurnGlue:
         return after_turn[len(end_of_turn) :]
 
     def _rendered_after_turn(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
+        template_limits.install()
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=generation_prompt, **self._template_arguments
