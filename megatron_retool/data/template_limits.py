@@ -53,11 +53,12 @@ class _BoundedTemplate(Template):
         """As ``Template.render``."""
         _CLOCK.end = time.monotonic() + MOST_SECONDS
         pieces, length = [], 0
-        for piece in self.generate(*arguments, **keywords):
+        for number, piece in enumerate(self.generate(*arguments, **keywords)):
             pieces.append(piece)
             length += len(piece)
-            _check_size(length)
-            _check_time()
+            if length > MOST_CHARACTERS or number % 256 == 255:
+                _check_size(length)
+                _check_time()
         return "".join(pieces)
 
 
@@ -96,6 +97,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """As ``SandboxedEnvironment.call_binop``."""
+        if operator == "+" and type(left) is str and type(right) is str:  # most of them
+            if len(left) + len(right) > MOST_CHARACTERS:
+                _check_size(len(left) + len(right))
+            return left + right
         sizes = [len(each) if isinstance(each, str | list | tuple) else None for each in (left, right)]
         if operator == "+" and None not in sizes:
             _check_size(sum(size or 0 for size in sizes))
