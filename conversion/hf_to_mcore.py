@@ -25,6 +25,9 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/hf_to_mcore.py")
     end_when_interrupted()
+    from conversion.files.safetensors_headers import refuse_at_once
+
+    refuse_at_once(sys.argv[1:])
 
 import argparse
 import json

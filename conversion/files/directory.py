@@ -17,6 +17,8 @@ from conversion.files.checksums import COMPLETE_NAME as COMPLETE_NAME
 
 COMPANIONS = "hf"
 """Sub-directory of a Megatron-Core checkpoint with config.json, tokenizer and generation config."""
+FORMAT_NAME = "metadata.json"
+"""In every distributed checkpoint of Megatron-Core: how its files are written."""
 REPORT_NAME = "conversion.json"
 """What a conversion to Megatron-Core says of itself, in the checkpoint."""
 _INCOMPLETE = ".incomplete"

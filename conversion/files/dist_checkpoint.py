@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from conversion.files.checksums import FileRecord, what_to_do
+from conversion.files.directory import FORMAT_NAME as FORMAT_NAME
 from conversion.files.dist_metadata import METADATA_NAME as METADATA_NAME
 from conversion.files.dist_metadata import read_metadata
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
@@ -45,7 +46,6 @@ from conversion.model.weight_map import CheckpointPlace
 from megatron_retool.untrusted import BriefError
 
 COMMON_NAME = "common.pt"
-FORMAT_NAME = "metadata.json"
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

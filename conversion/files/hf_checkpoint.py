@@ -23,15 +23,20 @@ import torch
 from torch import Tensor
 
 from conversion.files.checksums import COMPLETE_NAME, Part
+from conversion.files.safetensors_headers import (
+    INDEX_NAME,
+    SINGLE_FILE_NAME,
+    HFCheckpointError,
+    check_index,
+    read_header,
+    weight_files,
+)
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, WeightMapError, check_tensors
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import BriefError
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_FILE_NAME = "model.safetensors"
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".safetensors.index.json",
@@ -74,10 +79,6 @@ PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Keys of config.json that count them (DeepSeek's and MiniMax's). A count alone says not that they are there."""
 
 
-class HFCheckpointError(BriefError):
-    """The directory is incomplete or does not fit the model. The message names the file or the tensor."""
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """Where one tensor lies: ``offset`` in bytes from the start of ``file``."""
@@ -114,24 +115,34 @@ class HFCheckpoint:
         tensors: the same as readers get them.
 
     Raises:
-        HFCheckpointError: no safetensors, an index that names missing files or tensors, or a damaged file.
+        HFCheckpointError: as ``safetensors_headers.check_weight_files``, or there are no safetensors.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.on_disk: dict[str, StoredTensor] = {}
-        for file in self._files():
-            for tensor in _read_header(self.directory / file, file):
-                if tensor.name in self.on_disk:
+        files, index = weight_files(self.directory)
+        for file in files:
+            for entry in read_header(self.directory / file):
+                if entry.name in self.on_disk:
                     raise HFCheckpointError(
-                        f"{self.directory}: tensor {tensor.name} is in {self.on_disk[tensor.name].file} and in {file}"
+                        f"{self.directory}: tensor {entry.name} is in {self.on_disk[entry.name].file} and in {file}"
                     )
-                self.on_disk[tensor.name] = tensor
-        self._check_index()
+                if entry.dtype not in _DTYPES:
+                    raise HFCheckpointError(
+                        f"{self.directory / file}: tensor {entry.name} has the unknown dtype {entry.dtype}"
+                    )
+                self.on_disk[entry.name] = StoredTensor(
+                    entry.name, file, entry.shape, _DTYPES[entry.dtype], entry.offset
+                )
+        check_index(self.directory, index, {file: self._names_in(file) for file in files})
         self.tensors = dict(self.on_disk)
         for name in [name for name in self.tensors if name.endswith(BLOCKS_SUFFIX)]:
             self._join_mxfp4(name.removesuffix(BLOCKS_SUFFIX))
         self._last = threading.local()
+
+    def _names_in(self, file: str) -> set[str]:
+        return {name for name, stored in self.on_disk.items() if stored.file == file}
 
     def _join_mxfp4(self, name: str) -> None:
         blocks = self.tensors.pop(name + BLOCKS_SUFFIX)
@@ -167,32 +178,6 @@ class HFCheckpoint:
         if part is None:
             return stored
         return StoredTensor(name, stored.file, part.shape(stored.shape), stored.dtype, stored.offset)
-
-    def _files(self) -> list[str]:
-        index = self.directory / INDEX_NAME
-        if index.is_file():
-            try:
-                self._index: dict[str, str] | None = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise HFCheckpointError(
-                    f"{index} is not a safetensors index: {_what_it_is(index) or repr(error)}"
-                ) from error
-            for name, file in self._index.items():
-                if not isinstance(file, str):
-                    raise HFCheckpointError(f"{index} places tensor {name} in {file!r}, which is no file's name")
-            return sorted(set(self._index.values()))
-        self._index = None
-        if (self.directory / SINGLE_FILE_NAME).is_file():
-            return [SINGLE_FILE_NAME]
-        raise HFCheckpointError(
-            f"{self.directory} has neither {INDEX_NAME} nor {SINGLE_FILE_NAME}: save the model with "
-            "save_pretrained(..., safe_serialization=True)"
-        )
-
-    def _check_index(self) -> None:
-        for name, file in (self._index or {}).items():
-            if name not in self.on_disk or self.on_disk[name].file != file:
-                raise HFCheckpointError(f"{self.directory / INDEX_NAME} places tensor {name} in {file}, which lacks it")
 
     def check(self, weight_map: WeightMap) -> None:
         """Hold every tensor's name, shape and dtype against the model's weight map, without reading data.
@@ -369,56 +354,6 @@ def _layer(name: str) -> int:
     """Number of the layer that a tensor belongs to; -1: of none."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
-
-
-def _read_header(path: Path, file: str) -> Iterator[StoredTensor]:
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as stream:
-            begin = stream.read(1024)
-            (length,) = struct.unpack("<Q", begin[:8])
-            if length > size - 8:
-                raise ValueError(f"its header would be {length} bytes long, and the file has {size}")
-            stream.seek(8)
-            header = json.loads(stream.read(length))
-        if not isinstance(header, dict):
-            raise ValueError(f"its header holds a {type(header).__name__}, where names of tensors are expected")
-    except FileNotFoundError:
-        raise HFCheckpointError(f"{path} is missing") from None
-    except (OSError, struct.error, ValueError, RecursionError) as error:
-        raise HFCheckpointError(f"{path} is not a safetensors file: {_what_it_is(path) or error}") from error
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = all(isinstance(value, int) and value >= 0 for value in (*shape, first, last))
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise HFCheckpointError(
-                f"{path}: the header's entry of tensor {name} lacks dtype, shape or data_offsets: fetch the file again"
-            )
-        if dtype not in _DTYPES:
-            raise HFCheckpointError(f"{path}: tensor {name} has the unknown dtype {dtype}")
-        tensor = StoredTensor(name, file, shape, _DTYPES[dtype], 8 + length + first)
-        if last - first != tensor.nbytes or tensor.offset + tensor.nbytes > size:
-            raise HFCheckpointError(f"{path}: tensor {name} is cut short: fetch the file again")
-        yield tensor
-
-
-def _what_it_is(path: Path) -> str | None:
-    """What lies there in place of a file, where that is easily told, and how to get the real one."""
-    try:
-        with open(path, "rb") as stream:
-            begin = stream.read(512).lstrip().lower()
-    except OSError:
-        return None
-    if begin.startswith(b"version https://git-lfs.github.com/spec/"):
-        return f"it is a Git LFS pointer to it: run `git lfs pull` in {path.parent}, or fetch it with `hf download`"
-    if begin.startswith((b"<!doctype html", b"<html")):
-        return "it is a web page, as a download without permission or from a wrong address leaves: fetch the file again"
-    return "it is empty: fetch the file again" if not begin else None
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
+
+if TYPE_CHECKING:  # the checks of a model's directory import this module, and torch takes seconds
+    import torch
+    from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -230,6 +231,8 @@ def takes_power_of_two(kind: str, device: torch.device) -> bool:
     Args:
         kind: of SCALES; auto: ``has_power_of_two_scales`` of the GPU, and float32 without one.
     """
+    import torch
+
     if kind != "auto":
         return kind == "power_of_two"
     return has_power_of_two_scales(torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
@@ -237,6 +240,8 @@ def takes_power_of_two(kind: str, device: torch.device) -> bool:
 
 def are_powers_of_two(scales: Tensor) -> bool:
     """Whether all of some positive float32 scales are."""
+    import torch
+
     return bool((torch.frexp(scales).mantissa == 0.5).all())
 
 
@@ -250,6 +255,8 @@ def block_scales(largest: Tensor, *, power_of_two: bool = False) -> Tensor:
     Returns:
         float32 of the same shape: 448 / largest, and 1 where a block is all zero.
     """
+    import torch
+
     # A number over a tensor would be the number times the reciprocal, which is rounded twice.
     scale = torch.div(torch.tensor(E4M3_MAX), largest).clamp_max_(torch.finfo(torch.float32).max)
     if power_of_two:
@@ -269,6 +276,8 @@ def quantize_blockwise(weight: Tensor, block: int = BLOCK, *, power_of_two: bool
         ``weight = quantised * scale``, block by block: the scale is the block's largest magnitude / 448, or the next
         power of two above it. An all-zero block has scale 1.
     """
+    import torch
+
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % block, 0, -rows % block))
     blocks = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PART = re.compile(r"(?P<tensor>[^\[]+)\[(?P<index>[^,\]]+)(?:, (?P<start>\d+)::(?P<step>\d+))?\]")
 

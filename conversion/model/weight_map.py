@@ -24,9 +24,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import DeltaNetSizes
@@ -34,11 +32,16 @@ from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZ
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from megatron_retool.untrusted import BriefError
 
+if TYPE_CHECKING:  # what checks a model's directory imports this module, and torch takes seconds
+    import torch
+    from torch import Tensor
+
 
 class WeightMapError(BriefError):
     """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
 
 
+FULL_PRECISION_DTYPES = ("float32", "bfloat16", "float16", "float64")
 IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old checkpoints store and that are a function of the config."""
 
@@ -196,7 +199,7 @@ def to_mcore(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
     check_tensors(mapping, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors])
     if mapping.segments == (Segment(0, 0, mapping.mcore_shape[0]),):
         return tensors[0]
-    return torch.cat([_rows(segment, tensors) for segment in mapping.segments])
+    return _joined([_rows(segment, tensors) for segment in mapping.segments])
 
 
 def to_hf(mapping: Mapping, full: Tensor) -> dict[str, Tensor]:
@@ -210,15 +213,14 @@ def to_hf(mapping: Mapping, full: Tensor) -> dict[str, Tensor]:
     tensors = {}
     for source, name in enumerate(mapping.hf_names):
         parts = [full[row : row + count] for _, row, count in mapping.hf_runs(source)]
-        tensors[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tensors[name] = _joined(parts)
     return tensors
 
 
 def shard(mapping: Mapping, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
     """The part of the full Megatron-Core tensor that tensor-parallel rank ``tp_rank`` of ``tp_size`` holds."""
     ranges = mapping.shard_rows(tp_size, tp_rank)
-    rows = [full[start:stop] for start, stop in ranges]
-    part = rows[0] if len(rows) == 1 else torch.cat(rows)
+    part = _joined([full[start:stop] for start, stop in ranges])
     columns = mapping.shard_columns(tp_size, tp_rank)
     return part if columns is None else part[:, columns[0] : columns[1]]
 
@@ -273,13 +275,19 @@ def check_tensors(
                 f"{name}{suffix} has shape {tuple(shape)}, but config.json implies {expected}: "
                 "config.json and the weights do not belong together"
             )
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if str(dtype).removeprefix("torch.") not in FULL_PRECISION_DTYPES:
             raise WeightMapError(f"{name}{suffix} has dtype {dtype}: start from the full-precision weights")
         if dtype != dtypes[0]:
             raise WeightMapError(
                 f"{name}{suffix} has dtype {dtype}, but {mapping.hf_names[0]} has {dtypes[0]}: both become parts of "
                 f"{mapping.mcore_name}, which has one dtype"
             )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _rows(segment: Segment, tensors: Sequence[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from megatron_retool.commands.running import on_base, run_async, with_exported_model
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.data.path_checks import check_paths
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
+    check_paths(config, prompts=["val_files"])  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_evaluation, check_extensions, check_model, check_run
 
     check_run(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.data.path_checks import check_directory
 from megatron_retool.interruption import interrupts
 
 SETTINGS = ("trainer.seed", "demo")
@@ -24,10 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
-    from megatron_retool.data.demo import make_demo
-    from megatron_retool.loop.checks import check_directory
-
     check_directory("demo.directory", Path(config.demo.directory))
+    from megatron_retool.data.demo import make_demo
 
     with interrupts():
         make_demo(config)

@@ -27,6 +27,7 @@ from rich.console import Console
 from megatron_retool.commands.running import LEFT, train
 from megatron_retool.commands.settings import add_config, config_file
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.data.path_checks import check_paths
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
@@ -67,6 +68,8 @@ def quick_form(config_file: str) -> str:
 def run(options: argparse.Namespace, console: Console) -> int:
     path = quick_form(config_file(options)) if options.quick else config_file(options)
     config = load_config(path, options.overrides)
+    # Before the imports, which take seconds.
+    check_paths(config, prompts=("train_files", "val_files"), stages=config.demo.enable)
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 

@@ -72,7 +72,7 @@ def with_exported_model(config: Config, target: Path, say: Callable[[str], None]
     Raises:
         DistCheckpointError, DamagedError: the checkpoint is incomplete or damaged.
     """
-    from conversion.files.dist_checkpoint import FORMAT_NAME
+    from conversion.files.directory import FORMAT_NAME
 
     source = Path(config.model.path)
     if not any((directory / FORMAT_NAME).is_file() for directory in (source, source / "learner")):

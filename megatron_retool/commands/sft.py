@@ -19,6 +19,7 @@ from rich.console import Console
 
 from megatron_retool.commands.running import LEFT
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.data.path_checks import check_paths
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.checkpoints import how_to_go_on
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
@@ -37,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
+    check_paths(config, stages=True)  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_model, check_run
-    from megatron_retool.sft.launch import fine_tune
 
     check_run(config)
     check_model(config, learns=True)
+    from megatron_retool.sft.launch import fine_tune
 
     # Under torchrun or srun the ranks are one run, and the first of them holds its lock.
     first = os.environ.get("RANK", "0") == "0"

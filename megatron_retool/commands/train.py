@@ -15,13 +15,12 @@ examples:
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config, load
-from megatron_retool.config.model import check_model_path
+from megatron_retool.data.path_checks import check_paths
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
@@ -39,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     config = load(options)
-    if not (config.demo.enable and Path(config.demo.directory) in Path(config.model.path).parents):
-        check_model_path(config.model.path)  # before the imports, which take seconds
+    check_paths(config, prompts=("train_files", "val_files"))  # before the imports, which take seconds
     from megatron_retool.loop.checks import check_extensions, check_model, check_run
     from megatron_retool.loop.validation_metrics import check_named_metrics
 

@@ -10,7 +10,7 @@ from megatron_retool.config.base import at_least_one, choice, not_negative
 @dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Prompts to train on: Parquet, JSONL or JSON files."""
+    """Prompts to train on: Parquet, JSONL or JSON files, folders of one split, or patterns (data/train-*.parquet)."""
     val_files: list[str] = field(default_factory=list)
     """Prompts of validations; each file's name or data_source is a row of its own in the metrics."""
     train_batch_size: int = at_least_one(32)

@@ -15,7 +15,7 @@ class SFTStage:
     name: str = "sft"
     """Of the stage, in metrics and messages."""
     train_files: list[str] = field(default_factory=list)
-    """Conversations to learn: Parquet, JSONL or JSON files."""
+    """Conversations to learn: Parquet, JSONL or JSON files, folders of one split, or patterns."""
     val_files: list[str] = field(default_factory=list)
     """Held-out conversations, whose loss is logged."""
     batch_size: int = at_least_one(32)

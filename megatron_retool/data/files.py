@@ -12,13 +12,11 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from megatron_retool.data.folders import DataError as DataError
+from megatron_retool.data.folders import data_files as data_files
 from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import MOST_LEVELS, load_json
-
-
-class DataError(UnreadableFile):
-    """A data file cannot be used. The message names the file, the row and the column, and says what to do."""
 
 
 def read_table(path: str | Path) -> pa.Table:

@@ -28,11 +28,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_retool.data.chat_template import drop_none
-from megatron_retool.data.files import DataError, check_text, decode_json, read_table, require_columns
+from megatron_retool.data.files import DataError, check_text, data_files, decode_json, read_table, require_columns
+from megatron_retool.data.folders import REASONING_GYM as REASONING_GYM
 from megatron_retool.parquet_files import damage_named
 from megatron_retool.untrusted import load_json
 
-REASONING_GYM = "reasoning_gym:"
 PROBLEM_COLUMNS = ("problem", "question")
 CHOICE_COLUMNS = ("choices", "options")
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
@@ -78,7 +78,7 @@ def read_prompts(
     """The prompts of ``sources`` in order, distinct ones only where ``deduplicate`` is set.
 
     Args:
-        sources: paths (.parquet, .jsonl, .json) and ``reasoning_gym:`` specifications.
+        sources: what ``data_files`` takes (files, folders, patterns) and ``reasoning_gym:`` specifications.
         prompt_key: the column of verl's layout that holds the prompt.
         instruction: added below questions of sources that hold bare questions.
         deduplicate: of rows that are equal in every column, keep the first, over all sources together. Rows of an
@@ -92,32 +92,32 @@ def read_prompts(
     answer_of: dict[str, str] = {}
     prompts: list[RawPrompt] = []
     for source in sources:
-        reader = (
-            _read_reasoning_gym(source, instruction)
-            if source.startswith(REASONING_GYM)
-            else _read_file(source, prompt_key, instruction, counts.unread)
-        )
-        for keys, others, answers, take in _named(source, reader):
-            kept = []
-            for place, (key, other, answer) in enumerate(zip(keys, others, answers, strict=True)):
-                if deduplicate and (key, other) in seen:
-                    counts.duplicates += 1
-                    continue
-                seen.add((key, other))
-                counts.conflicting_answers += answer_of.setdefault(key, answer) != answer
-                kept.append(place)
-            counts.rows += len(keys)
-            with damage_named(source):
-                prompts += take(kept)
+        for file in [source] if source.startswith(REASONING_GYM) else data_files(source):
+            for keys, others, answers, take in _stretches(file, prompt_key, instruction, counts.unread):
+                kept = []
+                for place, (key, other, answer) in enumerate(zip(keys, others, answers, strict=True)):
+                    if deduplicate and (key, other) in seen:
+                        counts.duplicates += 1
+                        continue
+                    seen.add((key, other))
+                    counts.conflicting_answers += answer_of.setdefault(key, answer) != answer
+                    kept.append(place)
+                counts.rows += len(keys)
+                with damage_named(file):
+                    prompts += take(kept)
     return prompts, counts
 
 
-def _named(source: str, stretches: Iterator[_Stretch]) -> Iterator[_Stretch]:
-    """``stretches``, with the source's name in every error of reading them, as a date that Python does not know."""
+def _stretches(source: str, prompt_key: str, instruction: str, unread: list[str]) -> Iterator[_Stretch]:
+    """What a reader yields, with the source's name in every error of reading, as a date that Python does not know."""
+    if source.startswith(REASONING_GYM):
+        reader = _read_reasoning_gym(source, instruction)
+    else:
+        reader = _read_file(source, prompt_key, instruction, unread)
     while True:
         try:
             with damage_named(source):
-                stretch = next(stretches)
+                stretch = next(reader)
         except StopIteration:
             return
         yield stretch

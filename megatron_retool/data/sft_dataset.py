@@ -22,7 +22,7 @@ from megatron_retool.data.chat_template import (
     drop_none,
     normalize_messages,
 )
-from megatron_retool.data.files import DataError, check_text, decode_json, read_table, require_columns
+from megatron_retool.data.files import DataError, check_text, data_files, decode_json, read_table, require_columns
 from megatron_retool.trajectory import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class SFTDataset:
         encoder = ConversationTokenizer(tokenizer)
         kept: list[TokenizedConversation] = []
         rows = dropped = truncated = 0
-        for path in files:
+        for path in [file for source in files for file in data_files(source)]:
             conversations = _encode_file(path, encoder, messages_key, tools_key)
             rows += len(conversations)
             for row, conversation in enumerate(conversations):

@@ -1,12 +1,14 @@
-"""Loading the run's tokenizer."""
+"""The run's tokenizer: loading it, and whether the model has a row for each of its tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_retool.config import ConfigError, ModelConfig
 from megatron_retool.config.model import check_model_path
+from megatron_retool.untrusted import load_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -35,3 +37,59 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{key}={path}: the tokenizer cannot be loaded: {reason}") from error
+
+
+def check_vocabulary(model: ModelConfig) -> None:
+    """Make sure that model.path has a row for each token that its tokenizer makes of text; no package is imported.
+
+    An added token beyond the vocabulary passes where neither the chat template nor a special token's setting uses it:
+    Gemma 3's text models have one for images. What cannot be read is left to those who load it.
+
+    Raises:
+        ConfigError: a token has no row.
+    """
+    directory = Path(model.tokenizer_path or model.path)
+    config, state = _mapping(Path(model.path) / "config.json"), _mapping(directory / "tokenizer.json")
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, Mapping) else None)
+    if type(size) is not int or not state:
+        return
+    beyond = {token: number for token, number in _token_ids(state.get("model")) if number >= size}
+    settings = _mapping(directory / "tokenizer_config.json")
+    template = str(settings.get("chat_template"))
+    if (directory / "chat_template.jinja").is_file():
+        template = (directory / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    special = [each.get("content") if isinstance(each, Mapping) else each for each in settings.values()]
+    for each in state.get("added_tokens") or []:
+        content, number = (each.get("content"), each.get("id")) if isinstance(each, Mapping) else (None, None)
+        if type(number) is int and number >= size and isinstance(content, str):
+            if content in special or content in template:
+                beyond[content] = number
+            else:
+                beyond.pop(content, None)
+    if beyond:
+        token = min(beyond, key=lambda each: beyond[each])
+        raise ConfigError(
+            f"model.path={model.path}: config.json has vocab_size={size}, and the tokenizer in {directory} has "
+            f"{len(beyond)} tokens beyond it, such as {token!r:.40} with id {beyond[token]}: the two do not belong "
+            "together. Take the model's own tokenizer, or resize its embeddings (resize_token_embeddings)"
+        )
+
+
+def _token_ids(model: Any) -> list[tuple[str, int]]:
+    """Of the vocabulary of tokenizer.json, which is a mapping, or of Unigram a list in the order of the ids."""
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, Mapping):
+        return [(token, number) for token, number in vocabulary.items() if type(number) is int]
+    if isinstance(vocabulary, list):
+        return [(str(entry[0]), number) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
+    return []
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty: there is none, or it is damaged."""
+    try:
+        found = load_json(path.read_bytes(), finite=False)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

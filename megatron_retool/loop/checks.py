@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 
 from conversion.files.checksums import CHECKPOINT_NAME
-from conversion.files.directory import COMPANIONS
-from conversion.files.dist_checkpoint import FORMAT_NAME
+from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.loop.rollout_files import step_path
@@ -21,12 +19,11 @@ from sglang_rollout.engine.served_models import check_longest_text, check_served
 
 
 def check_run(config: Config) -> None:
-    """Check the run's directory, and what it needs to be installed; takes no time, for every command that runs.
+    """Check what a run needs to be installed; takes no time, for every command that runs.
 
     Raises:
         ConfigError: the message names the key and the cure.
     """
-    check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
     check_loggers(config.trainer)
     if config.trainer.checkpoint_compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
@@ -65,18 +62,6 @@ def check_evaluation(config: Config) -> None:
             f"{config.run_dir} is a training run, whose metrics this validation would replace: choose another "
             "trainer.experiment_name"
         )
-
-
-def check_directory(keys: str, directory: Path) -> None:
-    """Raise ConfigError where ``directory``, which ``keys`` name, cannot be made or written."""
-    place = directory
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        kind = "a link that leads nowhere" if place.is_symlink() else "a file"
-        raise ConfigError(f"{place} is {kind} where {keys} need a directory: choose another, or move it away")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{place} may not be written, where {keys} need a directory: choose another")
 
 
 def check_model(config: Config, *, learns: bool) -> None:

@@ -113,7 +113,7 @@ def _behaviour() -> tuple[str, ...]:
 def _groups(config: Config) -> dict[str, list[str]] | None:
     """Groups by difficulty of each data source of data.val_files; None where not all of these are files."""
     val_files = config.data.val_files
-    if not val_files or not all(Path(file).is_file() for file in val_files):
+    if not val_files or not all(Path(file).exists() for file in val_files):
         return None
     prompts = read_validation_prompts(config.data)
     groups: dict[str, list[str]] = {ALL: []}

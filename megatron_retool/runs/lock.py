@@ -46,12 +46,14 @@ def run_lock(run_dir: Path, command: str) -> Iterator[None]:
         command: named to those who are refused.
 
     Raises:
-        ConfigError: another process holds it; the message names that process.
-        OSError: the file cannot be made.
+        ConfigError: another process holds it, and the message names that process; or the file cannot be made.
     """
     path = lock_path(run_dir)
     made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(run_dir, error) from error
     job = os.environ.get(JOB_VARIABLE)
     owner = {
         "command": command,
@@ -80,7 +82,10 @@ def _locked(path: Path, run_dir: Path, job: str | None) -> int:
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
         # Over NFS an exclusive lock needs a file that is open for writing.
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise _cannot_be_made(run_dir, error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -98,6 +103,13 @@ def _locked(path: Path, run_dir: Path, job: str | None) -> int:
             if os.path.samestat(os.stat(path), os.fstat(handle)):
                 return handle
         os.close(handle)  # its last owner has just removed it
+
+
+def _cannot_be_made(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{error.filename} cannot be made ({error.strerror}), which the run in {run_dir} needs: choose another "
+        "trainer.runs_dir or trainer.experiment_name, or mend it"
+    )
 
 
 def _is_ending(owner: dict[str, Any], job: str | None) -> bool:

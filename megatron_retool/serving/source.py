@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.checksums import COMPLETE_NAME
-from conversion.files.dist_checkpoint import FORMAT_NAME
+from conversion.files.directory import FORMAT_NAME
 from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.data.path_checks import check_model_files
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
@@ -84,6 +85,8 @@ def find_source(
     settings = config_file or (run_dir / "config.yaml" if run_dir is not None else None)
     config = load_config(settings, overrides)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path)))
+    if (path / "config.json").is_file():
+        check_model_files(config.model)
     return Source(name, description, _for_serving(config))
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config, save_config
+from megatron_retool.data.path_checks import check_stage_files
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.runs.checkpoints import remove_unfinished, set_aside
 from megatron_retool.runs.leave import LeaveRequest, passed_on
@@ -80,10 +81,7 @@ def _check(config: Config) -> None:
         key = f"sft.stages[{index}]"
         if not stage.train_files:
             raise ConfigError(f"{key}.train_files is empty: name at least one file")
-        for name in ("train_files", "val_files"):
-            for path in getattr(stage, name):
-                if not Path(path).is_file():
-                    raise ConfigError(f"{key}.{name}: {path} does not exist")
+    check_stage_files(config)
 
 
 def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:

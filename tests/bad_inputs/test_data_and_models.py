@@ -128,7 +128,7 @@ def test_models_that_sglang_serves_otherwise_than_they_are(refused: Refused, dem
     tied = with_config(demo, tmp_path / "tied", **EXPERTS, tie_word_embeddings=True)
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "layer_types": None}
     windowed = with_config(demo, tmp_path / "windowed", **mistral, sliding_window=64)
-    for command in ("train", "evaluate", "plan", "pipeline demo.enable=false"):
+    for command in ("train", "evaluate", "plan", "pipeline demo.enable=false data.train_files=[] data.val_files=[]"):
         place = ["--gpus", "H100x8"] if command == "plan" else []
         words = ["tied", "tie_word_embeddings=true", "Qwen3MoeForCausalLM", "save_pretrained"]
         refused([*command.split(), *place, f"model.path={tied}"], *words)

@@ -57,7 +57,7 @@ def test_an_error_of_a_rank_is_the_commands_error(config, tmp_path):
         (lambda c: with_sft(c, stages=[]), "sft.stages is empty"),
         (
             lambda c: with_sft(c, stages=[dataclasses.replace(c.sft.stages[0], train_files=["no.parquet"])]),
-            r"sft.stages\[0\].train_files: no.parquet does not exist",
+            r"sft.stages\[0\].train_files: no.parquet: the file does not exist",
         ),
         (
             lambda c: with_sft(c, stages=[c.sft.stages[0], dataclasses.replace(c.sft.stages[1], train_files=[])]),

@@ -1,0 +1,103 @@
+"""What can be said against the paths that a command was given, before the imports that take seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from conversion.files.safetensors_headers import HFCheckpointError, check_weight_files
+from megatron_retool.config import Config, ConfigError, ModelConfig
+from megatron_retool.config.model import check_model_path
+from megatron_retool.data.folders import REASONING_GYM, DataError, data_files
+from megatron_retool.data.tokenizer import check_vocabulary
+
+_ROOM_FOR_NAMES = 48
+"""Bytes by which names of files beside a directory, such as its lock's, are longer than its own."""
+
+
+def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = False) -> None:
+    """Check the run's directory, the model's files and the data files; what make-demo is going to write is left out.
+
+    Args:
+        prompts: settings of files of prompts that the command reads, such as "train_files".
+        stages: the command reads those of sft.stages.
+
+    Raises:
+        ConfigError: the message names key and cure.
+    """
+    check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
+    if not config.model.path:
+        raise ConfigError("model.path is not set: give a Hugging Face directory or a hub id")
+    for name in prompts:
+        _check_files(config, f"data.{name}", getattr(config.data, name))
+    if stages:
+        check_stage_files(config)
+    if not _is_made_by_the_demo(config, config.model.path):
+        check_model_files(config.model)
+
+
+def check_stage_files(config: Config) -> None:
+    """Raise ConfigError where a file of sft.stages is missing or of another kind."""
+    for number, stage in enumerate(config.sft.stages):
+        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files)
+        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files)
+
+
+def check_model_files(model: ModelConfig) -> None:
+    """Check model.path, the sizes of its weight files, and that its vocabulary has room for the tokenizer's.
+
+    Raises:
+        ConfigError: the message names the file and the cure.
+    """
+    check_model_path(model.path)
+    if model.tokenizer_path:
+        check_model_path(model.tokenizer_path, "model.tokenizer_path")
+    try:
+        check_weight_files(model.path)
+    except HFCheckpointError as error:
+        raise ConfigError(f"model.path={model.path}: {error}") from error
+    check_vocabulary(model)
+
+
+def check_directory(keys: str, directory: Path) -> None:
+    """Raise ConfigError where ``directory``, which ``keys`` name, cannot be made or written."""
+    if "\0" in str(directory):
+        raise ConfigError(f"{str(directory)!r:.80} is no path: {keys} hold a NUL character")
+    place = directory
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        kind = "a link that leads nowhere" if place.is_symlink() else "a file"
+        raise ConfigError(f"{place} is {kind} where {keys} need a directory: choose another, or move it away")
+    if not os.access(place, os.W_OK | os.X_OK):
+        reason = "lies on a file system that is read-only" if _is_read_only(place) else "may not be written"
+        raise ConfigError(f"{place} {reason}, where {keys} need a directory: choose another")
+    longest = os.pathconf(place, "PC_NAME_MAX") - _ROOM_FOR_NAMES
+    for name in directory.parts:
+        if len(os.fsencode(name)) > longest:
+            raise ConfigError(
+                f"{name[:40]}… has {len(os.fsencode(name))} bytes, more than the {longest} that a name in {keys} may "
+                "have: choose a shorter one"
+            )
+    longest = os.pathconf(place, "PC_PATH_MAX") // 2
+    if len(os.fsencode(os.path.abspath(directory))) > longest:
+        raise ConfigError(f"{str(directory)[:40]}… is longer than the {longest} bytes that {keys} may have together")
+
+
+def _is_read_only(place: Path) -> bool:
+    return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
+
+
+def _check_files(config: Config, key: str, sources: Iterable[str]) -> None:
+    for source in sources:
+        if source.startswith(REASONING_GYM) or _is_made_by_the_demo(config, source):
+            continue
+        try:
+            data_files(source)
+        except DataError as error:
+            raise ConfigError(f"{key}: {error}") from None
+
+
+def _is_made_by_the_demo(config: Config, path: str) -> bool:
+    return config.demo.enable and Path(config.demo.directory) in Path(path).parents
