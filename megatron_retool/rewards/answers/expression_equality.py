@@ -25,7 +25,7 @@ from megatron_retool.rewards.answers.expressions import (
 )
 from megatron_retool.rewards.answers.tokens import Numeral
 from megatron_retool.rewards.answers.values import (
-    Deadline,
+    Effort,
     Evaluator,
     UndecidedError,
     UndefinedError,
@@ -42,14 +42,15 @@ _ROUNDED_DIGITS = 6
 _ROUNDED_DIGITS_OF_PI = 8
 _LONG_DIGITS = 10
 _FLOAT_DIGITS = 15
+_MOST_PLACES = 4000
 _FLOAT_ERROR = Fraction(1, 10**15)
 
 
 class ExpressionEquality:
-    """Comparisons of expressions under one deadline; all raise UndefinedError and UndecidedError as ``exact``."""
+    """Comparisons of expressions with one effort; all raise UndefinedError and UndecidedError as ``exact``."""
 
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+    def __init__(self, effort: Effort) -> None:
+        self._effort = effort
 
     def same(self, left: Expression, right: Expression) -> bool:
         if left == right:
@@ -93,10 +94,10 @@ class ExpressionEquality:
         return self.same(differences[0], Call("mul", (ratio, differences[1])))
 
     def _require_value(self, expression: Expression) -> None:
-        exact(expression, self._deadline)
+        exact(expression, self._effort)
 
     def _same_constant(self, left: Expression, right: Expression) -> bool:
-        values = [exact(side, self._deadline) for side in (left, right)]
+        values = [exact(side, self._effort) for side in (left, right)]
         literals = [_literal(side) for side in (left, right)]
         if literals[0] is not None or literals[1] is not None:
             return self._same_with_decimals(left, right, literals, values)
@@ -139,12 +140,12 @@ class ExpressionEquality:
     def _number(self, side: Structure) -> Any:
         if not isinstance(side, (Number, Symbol, Call)):
             raise TypeError("no expression")
-        return Evaluator(40, {}, self._deadline).value(side)
+        return Evaluator(40, {}, self._effort).value(side)
 
     def _at(self, expression: Expression, point: dict[str, Fraction], digits: int = 50) -> tuple[Any, int]:
         with mpmath.workdps(digits):
             values = {name: mpmath.mpf(value.numerator) / value.denominator for name, value in point.items()}
-            evaluator = Evaluator(digits, values, self._deadline)
+            evaluator = Evaluator(digits, values, self._effort)
             return evaluator.value(expression), evaluator.reach
 
     def _same_at(self, left: Expression, right: Expression, point: dict[str, Fraction]) -> bool | None:
@@ -169,7 +170,8 @@ class ExpressionEquality:
                 point = whole_point(names, trial) if whole else sample_point(names, trial)
                 verdict = self._same_at(left, right, point)
             except (UndefinedError, UndecidedError):
-                self._deadline.check()
+                if self._effort.is_spent:
+                    raise
                 continue
             if verdict is False:
                 return False
@@ -246,6 +248,8 @@ def _scale(expression: Expression) -> Fraction | None:
 
 def _terminates(value: Fraction) -> bool:
     below = value.denominator
+    if below.bit_length() > _MOST_PLACES:
+        return True  # beyond what a decimal of this length can be rounded from: it must be stated exactly
     for prime in (2, 5):
         while below % prime == 0:
             below //= prime
@@ -267,7 +271,9 @@ def _is_float_noise(decimal: Numeral, value: Fraction) -> bool:
     """Is ``decimal`` what double precision makes of ``value``? 2.9999999999999996 is how a float writes 3."""
     if decimal.digits < _FLOAT_DIGITS or abs(decimal.value - value) > _FLOAT_ERROR * abs(value):
         return False
-    return decimal.digits <= 17 and float(decimal.value) != float(value)
+    return (
+        decimal.digits <= 17 and max(abs(value), abs(decimal.value)) < 10**300 and float(decimal.value) != float(value)
+    )
 
 
 def _same_decimals(one: Numeral, two: Numeral) -> bool:

@@ -144,6 +144,25 @@ def is_expression(structure: Structure) -> bool:
     return isinstance(structure, (Number, Symbol, Call))
 
 
+def parts_of(structure: Structure) -> tuple[Structure, ...]:
+    """What ``structure`` is directly made of."""
+    if isinstance(structure, Call):
+        return structure.arguments
+    if isinstance(structure, (Group, Collection, Listing)):
+        return structure.items
+    if isinstance(structure, Quantity):
+        return (structure.amount,)
+    if isinstance(structure, Relation):
+        return structure.sides
+    if isinstance(structure, Ratio):
+        return structure.terms
+    if isinstance(structure, Matrix):
+        return tuple(item for row in structure.rows for item in row)
+    if isinstance(structure, Combination):
+        return (structure.left, structure.right)
+    return (structure.value, structure.modulus) if isinstance(structure, Residue) else ()
+
+
 def symbols_of(expression: Expression) -> frozenset[str]:
     """The names of the variables in it."""
     if isinstance(expression, Symbol):

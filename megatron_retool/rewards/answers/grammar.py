@@ -41,6 +41,7 @@ _DECORATIONS = frozenset(
 )
 _CLOSING = {"(": ")", "[": "]", "\\{": "\\}", "{": "}"}
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_MOST_BITS = 10_000
 _FUNCTION_LETTERS = frozenset("fghFGHP")
 
 
@@ -483,7 +484,7 @@ def _mixed(left: Structure, fraction: Expression) -> Expression:
 
 def _in_base(numeral: Numeral, subscript: str) -> Number:
     base = _BASES.get(subscript) or (int(subscript) if subscript.isdecimal() and len(subscript) < 3 else 0)
-    digits = str(numeral.value)
+    digits = str(numeral.value) if numeral.value.numerator.bit_length() < _MOST_BITS else ""
     if numeral.step is not None or not 2 <= base <= 36 or not digits.isdigit() or int(max(digits)) >= base:
         raise UnreadableError(f"{digits} is no number of base {subscript}")
     return Number(Numeral(Fraction(int(digits, base))))

@@ -262,14 +262,10 @@ class Reader:
             if position > 0:
                 left, right = self.side(slice_[:position]), self.side(slice_[position + 1 :])
                 return Combination(operator, left, right)
-        if _last_outside(slice_, (":",)) > 0:
-            terms, rest = [], list(slice_)
-            while True:
-                position = _last_outside(rest, (":",))
-                terms.append(self._plain(rest[position + 1 :]))
-                if position < 0:
-                    return Ratio(tuple(reversed(terms)))
-                rest = rest[:position]
+        colons = _outside(slice_, (":",))
+        if colons and colons[-1] > 0:
+            ends = zip([-1, *colons], [*colons, len(slice_)], strict=True)
+            return Ratio(tuple(self._plain(slice_[start + 1 : end]) for start, end in ends))
         return self._braced_set(slice_) or self._quantity(slice_)
 
     def _braced_set(self, slice_: Sequence[Token]) -> Structure | None:
@@ -413,11 +409,16 @@ def _separator(token: Token) -> str | None:
 
 def _last_outside(slice_: Sequence[Token], signs: tuple[str, ...]) -> int:
     """Where the last of ``signs`` stands that is in no brackets; -1 if none does."""
-    depth, found = 0, -1
+    return (_outside(slice_, signs) or [-1])[-1]
+
+
+def _outside(slice_: Sequence[Token], signs: tuple[str, ...]) -> list[int]:
+    """Where ``signs`` stand that are in no brackets."""
+    depth, found = 0, []
     for position, token in enumerate(slice_):
         depth += _depth_step(token)
         if depth == 0 and token.kind in ("sign", "command") and token.text in signs:
-            found = position
+            found.append(position)
     return found
 
 

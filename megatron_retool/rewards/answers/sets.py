@@ -23,7 +23,7 @@ from megatron_retool.rewards.answers.expressions import (
     symbols_of,
 )
 from megatron_retool.rewards.answers.tokens import Numeral
-from megatron_retool.rewards.answers.values import Deadline, Evaluator, UndefinedError, exact
+from megatron_retool.rewards.answers.values import Effort, Evaluator, UndefinedError, exact
 
 _MINUS_INFINITY = Call("neg", (INFINITY,))
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "=": "="}
@@ -47,7 +47,7 @@ class RealSet:
     variable: str | None = None
 
 
-def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
+def real_set(structure: Structure, effort: Effort) -> RealSet | None:
     """The set of reals that ``structure`` describes, None where it describes none (a point (1, 2) may).
 
     Raises:
@@ -56,46 +56,46 @@ def real_set(structure: Structure, deadline: Deadline) -> RealSet | None:
     if structure == REALS:
         return RealSet((Piece(_MINUS_INFINITY, False, INFINITY, False),))
     if isinstance(structure, Group):
-        return _interval(structure, deadline)
+        return _interval(structure, effort)
     if isinstance(structure, Collection):
         points = [item for item in structure.items if isinstance(item, (Number, Symbol, Call))]
         if len(points) < len(structure.items):
             return None
-        return _merged([Piece(point, True, point, True) for point in points], None, deadline)
+        return _merged([Piece(point, True, point, True) for point in points], None, effort)
     if isinstance(structure, Relation):
-        return _solved(structure, deadline)
+        return _solved(structure, effort)
     if isinstance(structure, Listing):
-        parts = [real_set(item, deadline) for item in structure.items]
+        parts = [real_set(item, effort) for item in structure.items]
         if any(part is None or part.variable is None for part in parts):
             return None
         known = [part for part in parts if part is not None]
-        common = _folded(known, False, deadline)
+        common = _folded(known, False, effort)
         # A comma is an "and", unless that leaves nothing.
         either = structure.word == "or" or (structure.word == "," and common is not None and not common.pieces)
-        return _folded(known, True, deadline) if either else common
+        return _folded(known, True, effort) if either else common
     if isinstance(structure, Combination):
-        left, right = real_set(structure.left, deadline), real_set(structure.right, deadline)
+        left, right = real_set(structure.left, effort), real_set(structure.right, effort)
         if left is None or right is None:
             return None
         if structure.operator == "setminus":
             right = _complement(right)
-        return _folded([left, right], structure.operator == "cup", deadline)
+        return _folded([left, right], structure.operator == "cup", effort)
     return None
 
 
-def _interval(group: Group, deadline: Deadline) -> RealSet | None:
+def _interval(group: Group, effort: Effort) -> RealSet | None:
     if len(group.items) != 2 or not all(isinstance(item, (Number, Symbol, Call)) for item in group.items):
         return None
     low, high = group.items
     assert isinstance(low, (Number, Symbol, Call)) and isinstance(high, (Number, Symbol, Call))
     low_closed, high_closed = group.opening == "[", group.closing == "]"
-    order = _compare(low, high, deadline)
+    order = _compare(low, high, effort)
     if order > 0 or (order == 0 and not (low_closed and high_closed)):
         return None
     return RealSet((Piece(low, low_closed and low != _MINUS_INFINITY, high, high_closed and high != INFINITY),))
 
 
-def _solved(relation: Relation, deadline: Deadline) -> RealSet | None:
+def _solved(relation: Relation, effort: Effort) -> RealSet | None:
     """The solutions of a chain of inequalities in one variable that is linear in every link."""
     if "~" in relation.operators:
         return None
@@ -103,19 +103,19 @@ def _solved(relation: Relation, deadline: Deadline) -> RealSet | None:
     for left, operator, right in zip(relation.sides, relation.operators, relation.sides[1:], strict=False):
         if not (isinstance(left, (Number, Symbol, Call)) and isinstance(right, (Number, Symbol, Call))):
             return None
-        link = _link(left, operator, right, deadline)
+        link = _link(left, operator, right, effort)
         if link is None:
             return None
         sets.append(link)
-    return _folded(sets, False, deadline)
+    return _folded(sets, False, effort)
 
 
-def _link(left: Expression, operator: str, right: Expression, deadline: Deadline) -> RealSet | None:
+def _link(left: Expression, operator: str, right: Expression, effort: Effort) -> RealSet | None:
     names = symbols_of(left) | symbols_of(right)
     if len(names) != 1:
         return None
     if isinstance(left, Call) and left.function == "abs" and not symbols_of(right):
-        return _absolute(left.arguments[0], operator, right, deadline)
+        return _absolute(left.arguments[0], operator, right, effort)
     (name,) = names
     if left == Symbol(name) and not symbols_of(right):
         bound = right
@@ -123,7 +123,7 @@ def _link(left: Expression, operator: str, right: Expression, deadline: Deadline
         bound, operator = left, _FLIPPED[operator]
     else:
         difference = Call("sub", (left, right))
-        values = [exact(difference, deadline, {name: Fraction(at)}) for at in (0, 1, 3)]
+        values = [exact(difference, effort, {name: Fraction(at)}) for at in (0, 1, 3)]
         if values[0] is None or values[1] is None or values[2] is None:
             return None
         slope = values[1] - values[0]
@@ -140,42 +140,42 @@ def _link(left: Expression, operator: str, right: Expression, deadline: Deadline
     return RealSet(pieces, name)
 
 
-def _absolute(inner: Expression, operator: str, bound: Expression, deadline: Deadline) -> RealSet | None:
+def _absolute(inner: Expression, operator: str, bound: Expression, effort: Effort) -> RealSet | None:
     """|a| < b is -b < a < b, and |a| > b is a < -b or a > b."""
-    value = exact(bound, deadline)
+    value = exact(bound, effort)
     if operator not in ("<", "<=", ">", ">=") or value is None or value < 0:
         return None
-    upper = _link(inner, operator, bound, deadline)
-    lower = _link(inner, _FLIPPED[operator], Call("neg", (bound,)), deadline)
+    upper = _link(inner, operator, bound, effort)
+    lower = _link(inner, _FLIPPED[operator], Call("neg", (bound,)), effort)
     if upper is None or lower is None:
         return None
-    return _folded([lower, upper], operator in (">", ">="), deadline)
+    return _folded([lower, upper], operator in (">", ">="), effort)
 
 
-def _folded(sets: list[RealSet], union: bool, deadline: Deadline) -> RealSet | None:
+def _folded(sets: list[RealSet], union: bool, effort: Effort) -> RealSet | None:
     variables = {part.variable for part in sets if part.variable is not None}
     if len(variables) > 1:
         return None
     variable = next(iter(variables), None)
     if union:
-        return _merged([piece for part in sets for piece in part.pieces], variable, deadline)
+        return _merged([piece for part in sets for piece in part.pieces], variable, effort)
     whole = sets[0]
     for part in sets[1:]:
-        common = [_common(one, two, deadline) for one in whole.pieces for two in part.pieces]
-        whole = _merged([piece for piece in common if piece is not None], variable, deadline)
+        common = [_common(one, two, effort) for one in whole.pieces for two in part.pieces]
+        whole = _merged([piece for piece in common if piece is not None], variable, effort)
     return RealSet(whole.pieces, variable)
 
 
-def _common(one: Piece, two: Piece, deadline: Deadline) -> Piece | None:
-    order = _compare(one.low, two.low, deadline)
+def _common(one: Piece, two: Piece, effort: Effort) -> Piece | None:
+    order = _compare(one.low, two.low, effort)
     low, low_closed = (one.low, one.low_closed) if order > 0 else (two.low, two.low_closed)
     if order == 0:
         low_closed = one.low_closed and two.low_closed
-    order = _compare(one.high, two.high, deadline)
+    order = _compare(one.high, two.high, effort)
     high, high_closed = (one.high, one.high_closed) if order < 0 else (two.high, two.high_closed)
     if order == 0:
         high_closed = one.high_closed and two.high_closed
-    order = _compare(low, high, deadline)
+    order = _compare(low, high, effort)
     if order > 0 or (order == 0 and not (low_closed and high_closed)):
         return None
     return Piece(low, low_closed, high, high_closed)
@@ -193,22 +193,22 @@ def _complement(whole: RealSet) -> RealSet:
     return RealSet(tuple(pieces), whole.variable)
 
 
-def _merged(pieces: list[Piece], variable: str | None, deadline: Deadline) -> RealSet:
+def _merged(pieces: list[Piece], variable: str | None, effort: Effort) -> RealSet:
     """In ascending order, with pieces joined that overlap or touch."""
     ordered: list[Piece] = []
     for piece in pieces:
         position = 0
-        while position < len(ordered) and _starts_before(ordered[position], piece, deadline):
+        while position < len(ordered) and _starts_before(ordered[position], piece, effort):
             position += 1
         ordered.insert(position, piece)
     joined: list[Piece] = []
     for piece in ordered:
         last = joined[-1] if joined else None
-        order = -1 if last is None else _compare(last.high, piece.low, deadline)
+        order = -1 if last is None else _compare(last.high, piece.low, effort)
         if last is None or order < 0 or (order == 0 and not (last.high_closed or piece.low_closed)):
             joined.append(piece)
             continue
-        further = _compare(piece.high, last.high, deadline)
+        further = _compare(piece.high, last.high, effort)
         high, closed = (piece.high, piece.high_closed) if further > 0 else (last.high, last.high_closed)
         if further == 0:
             closed = piece.high_closed or last.high_closed
@@ -216,24 +216,24 @@ def _merged(pieces: list[Piece], variable: str | None, deadline: Deadline) -> Re
     return RealSet(tuple(joined), variable)
 
 
-def _starts_before(one: Piece, two: Piece, deadline: Deadline) -> bool:
-    order = _compare(one.low, two.low, deadline)
+def _starts_before(one: Piece, two: Piece, effort: Effort) -> bool:
+    order = _compare(one.low, two.low, effort)
     return order < 0 or (order == 0 and one.low_closed)
 
 
-def _compare(left: Expression, right: Expression, deadline: Deadline) -> int:
+def _compare(left: Expression, right: Expression, effort: Effort) -> int:
     """-1, 0 or 1 as ``left`` is below, at or above ``right``."""
-    deadline.check()
+    effort.spend(5)
     if left == right:
         return 0
     if left == _MINUS_INFINITY or right == INFINITY:
         return -1
     if left == INFINITY or right == _MINUS_INFINITY:
         return 1
-    one, two = exact(left, deadline), exact(right, deadline)
+    one, two = exact(left, effort), exact(right, effort)
     if one is not None and two is not None:
         return (one > two) - (one < two)
-    evaluator = Evaluator(60, {}, deadline)
+    evaluator = Evaluator(60, {}, effort)
     difference = evaluator.value(Call("sub", (left, right)))
     if abs(difference.imag) > 1e-30:
         raise UndefinedError("no real number")

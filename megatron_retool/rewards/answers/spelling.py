@@ -6,6 +6,7 @@ stand. Every pattern runs in linear time on answers of the length that the compa
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 
@@ -76,13 +77,14 @@ _DRESS = re.compile(
 )
 """What changes how an answer looks, with what belongs to it; what is dressed stays."""
 _SWITCHED_UPRIGHT = re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)\s+(?=[A-Za-z])")
-_OUTER_SPACE = re.compile(r"\A(?:\\[,;:!> ]|~|\s)+|(?:\\[,;:!> ]|~|\s|\\(?=\Z))+\Z")
+_LEADING_SPACE = re.compile(r"\A(?:\\[,;:!> ]|~|\s)+")
+_LAST_SPACE = re.compile(r"(?:\\[,;:!> ]|~|\s|\\)\Z")
 _NAMED_FUNCTION = re.compile(
     r"\\(?:operatorname\*?|mathrm|text|rm)\s*\{\s*(lcm|gcd|max|min|sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan)"
     r"\s*\}(?=\s*(?:\\left)?[({\d\\^])"
 )
 _OVER = re.compile(r"\{((?:[^{}]|\{[^{}]*\})*?)\\over(?![A-Za-z])((?:[^{}]|\{[^{}]*\})*)\}")
-_BARE_OVER = re.compile(r"([^{}=,;<>]*?)\\over(?![A-Za-z])([^{}=,;<>\\]*)\Z")
+_OVER_TAIL = re.compile(r"\\over(?![A-Za-z])([^{}=,;<>\\]*)\Z")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))")
 _CHINESE = {
     **{
@@ -131,13 +133,14 @@ _SYMPY_I = re.compile(r"(?<=[*+\-])(\s*)I\b|\bI(?=\s*(?:\*|\)))")
 _SYMPY_E = re.compile(r"(?<=\*)(\s*)E\b|\bE(?=\s*\*)")
 _SPACED_TEXT = re.compile(r"[\"'`]")
 _LEAD = re.compile(
-    r"(?:\\text\{\s*)?(?:thus|so|therefore|hence)?,?\s*(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is|:|=)\s*\}?:?",
+    r"(?:\\text\{\s*)?(?:(?:thus|so|therefore|hence)\b,?\s*)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:is|:|=)\s*\}?:?",
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"(?:\\text\{)?(?:option|choice)\s*\}?\s*\(?([A-Ja-j])\)?\}?\Z", re.IGNORECASE)
 _LETTER_WITH_PARENTHESIS = re.compile(r"\A([A-J])\)\Z")
 
 
+@functools.lru_cache(maxsize=512)
 def spelled(text: str) -> str:
     """``text`` with one spelling for each sign; spaces stay where they may matter."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run[0]) + "}", text)
@@ -164,12 +167,21 @@ def spelled(text: str) -> str:
         text, replaced = _OVER.subn(r"\\frac{\1}{\2}", text)
         if not replaced:
             break
-    text = _BARE_OVER.sub(r"\\frac{\1}{\2}", text)
+    text = _with_bare_over(text)
     text = _unwrapped(text.strip())
     choice = _CHOICE.match(text)
     if choice:
         return choice[1].upper()
     return _LETTER_WITH_PARENTHESIS.sub(r"\1", text)
+
+
+def _with_bare_over(text: str) -> str:
+    """3 \\over 7 without braces around it, which TeX takes up to the next sign that it cannot go beyond."""
+    tail = _OVER_TAIL.match(text, max(0, text.rfind("\\over")))
+    if tail is None:
+        return text
+    start = max(text.rfind(sign, 0, tail.start()) for sign in "{}=,;<>") + 1
+    return f"{text[:start]}\\frac{{{text[start : tail.start()]}}}{{{tail[1]}}}"
 
 
 def without_spacing(text: str) -> str:
@@ -199,7 +211,10 @@ def _looks_like_python(text: str) -> bool:
 
 
 def _without_outer_space(text: str) -> str:
-    return _OUTER_SPACE.sub("", text)
+    text = _LEADING_SPACE.sub("", text)
+    while last := _LAST_SPACE.search(text, max(0, len(text) - 2)):
+        text = text[: last.start()]
+    return text
 
 
 def _without_delimiters(text: str) -> str:

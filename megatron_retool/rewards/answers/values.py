@@ -1,14 +1,14 @@
 """Values of expressions: exact fractions where there are any, else numbers to as many digits as a decision needs.
 
 Every operation is checked before it is done (bits of a power, size of a factorial's argument, magnitude of an
-exponential) and a deadline is looked at between two of them, so that no expression takes long.
+exponential) and its cost is estimated and counted, so that no expression takes long. Nothing looks at a clock: a
+verdict is the same on a busy machine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -29,22 +29,31 @@ class UndefinedError(ArithmeticError):
 
 
 class UndecidedError(ArithmeticError):
-    """The value is out of reach: too large to compute, or the time is up."""
+    """The value is out of reach: too large to compute, or the comparison has done all the work that it may."""
 
 
-class Deadline:
-    """The processor time that one comparison may take: a busy machine changes no verdict."""
+class Effort:
+    """The work that one comparison may do, in steps of about a microsecond each."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.thread_time() + seconds
+    def __init__(self, steps: int) -> None:
+        self._left = steps
 
-    def check(self) -> None:
-        """Raises UndecidedError when the time is up."""
-        if time.thread_time() > self._end:
-            raise UndecidedError("out of time")
+    def spend(self, steps: int) -> None:
+        """Count ``steps`` before they are taken.
+
+        Raises:
+            UndecidedError: that is more than is left.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise UndecidedError("too much work")
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left < 0
 
 
-def exact(expression: Expression, deadline: Deadline, at: Mapping[str, Fraction] | None = None) -> Fraction | None:
+def exact(expression: Expression, effort: Effort, at: Mapping[str, Fraction] | None = None) -> Fraction | None:
     """The value as a fraction, None where it is none (or may be none); ``at`` gives values of symbols.
 
     Raises:
@@ -55,14 +64,21 @@ def exact(expression: Expression, deadline: Deadline, at: Mapping[str, Fraction]
         return expression.numeral.value
     if isinstance(expression, Symbol):
         return (at or {}).get(expression.name)
-    deadline.check()
-    arguments = [exact(argument, deadline, at) for argument in expression.arguments]
+    arguments = [exact(argument, effort, at) for argument in expression.arguments]
     if any(argument is None for argument in arguments):
         return None
-    return _exact_call(expression.function, [argument for argument in arguments if argument is not None])
+    return _exact_call(expression.function, [argument for argument in arguments if argument is not None], effort)
 
 
-def _exact_call(function: str, arguments: list[Fraction]) -> Fraction | None:
+def _exact_cost(arguments: list[Fraction]) -> int:
+    """Products, quotients and greatest common divisors of long numbers take time that grows with their square."""
+    above = sum(argument.numerator.bit_length() for argument in arguments)
+    below = sum(argument.denominator.bit_length() for argument in arguments)
+    return 5 + above * above // 1_000_000 + above * (below - len(arguments)) // 100_000
+
+
+def _exact_call(function: str, arguments: list[Fraction], effort: Effort) -> Fraction | None:
+    effort.spend(_exact_cost(arguments))
     left, right = arguments[0], arguments[-1]
     if function in ("add", "pm"):
         result = left + right
@@ -77,30 +93,35 @@ def _exact_call(function: str, arguments: list[Fraction]) -> Fraction | None:
             raise UndefinedError("division by zero")
         result = left / right
     elif function == "pow":
-        power = _exact_power(left, right)
+        power = _exact_power(left, right, effort)
         if power is None:
             return None
         result = power
     elif function == "root":
         if right.denominator != 1 or not 0 < abs(right) <= _MAX_COUNT:
             raise UndecidedError("root")
-        root = _exact_root(left, int(right))
+        root = _exact_root(left, int(right), effort)
         if root is None:
             return None
         result = root
     elif function == "abs":
         result = abs(left)
     elif function == "factorial":
-        result = Fraction(math.factorial(_count(left)))
+        count = _count(left)
+        effort.spend(count)
+        result = Fraction(math.factorial(count))
     elif function == "binomial":
         if left.denominator != 1 or right.denominator != 1 or left < 0:
             return None
+        effort.spend(_count(left))
         result = Fraction(math.comb(_count(left), _count(right)) if right >= 0 else 0)
     elif function in ("floor", "ceil"):
         result = Fraction(math.floor(left) if function == "floor" else math.ceil(left))
     elif function in ("gcd", "lcm"):
         if any(argument.denominator != 1 for argument in arguments):
             raise UndefinedError(function)
+        # The least common multiple of many long numbers grows with each of them.
+        effort.spend(sum(argument.numerator.bit_length() for argument in arguments) ** 2 // 100_000)
         result = Fraction((math.gcd if function == "gcd" else math.lcm)(*(int(argument) for argument in arguments)))
     elif function in ("max", "min"):
         result = (max if function == "max" else min)(arguments)
@@ -123,7 +144,7 @@ def _count(value: Fraction) -> int:
     return int(value)
 
 
-def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+def _exact_power(base: Fraction, exponent: Fraction, effort: Effort) -> Fraction | None:
     if base == 0:
         if exponent <= 0:
             raise UndefinedError("0 to the power 0 or less")
@@ -135,28 +156,32 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
     if exponent.denominator != 1:
         if base < 0 or exponent.denominator > _MAX_COUNT:
             return None
-        root = _exact_root(base, exponent.denominator)
-        return None if root is None else _exact_power(root, Fraction(exponent.numerator))
+        root = _exact_root(base, exponent.denominator, effort)
+        return None if root is None else _exact_power(root, Fraction(exponent.numerator), effort)
     bits = math.log2(max(abs(base.numerator), base.denominator))
     if bits * abs(exponent) > _MAX_BITS:
         raise UndecidedError("too large a power")
+    effort.spend(int(bits * abs(exponent)) ** 2 // 1_000_000)
     return base ** int(exponent)
 
 
-def _exact_root(value: Fraction, degree: int) -> Fraction | None:
+def _exact_root(value: Fraction, degree: int, effort: Effort) -> Fraction | None:
     """The real root where it is a fraction; of a negative number for odd degrees alone."""
     if value < 0:
-        root = _exact_root(-value, degree) if degree % 2 else None
+        root = _exact_root(-value, degree, effort) if degree % 2 else None
         return None if root is None else -root
     if degree < 0:
         if value == 0:
             raise UndefinedError("division by zero")
-        return _exact_root(1 / value, -degree)
-    above, below = _integer_root(value.numerator, degree), _integer_root(value.denominator, degree)
+        return _exact_root(1 / value, -degree, effort)
+    above, below = (_integer_root(part, degree, effort) for part in (value.numerator, value.denominator))
     return None if above is None or below is None else Fraction(above, below)
 
 
-def _integer_root(value: int, degree: int) -> int | None:
+def _integer_root(value: int, degree: int, effort: Effort) -> int | None:
+    if value <= 1 or degree == 1:
+        return value
+    effort.spend(value.bit_length() ** 2 // 500_000)
     if degree == 2:
         root = math.isqrt(value)
     elif value.bit_length() > 4000:
@@ -164,6 +189,7 @@ def _integer_root(value: int, degree: int) -> int | None:
     else:
         root = 1 << -(-value.bit_length() // degree)
         while True:
+            effort.spend(5 + value.bit_length() // 100)
             following = ((degree - 1) * root + value // root ** (degree - 1)) // degree
             if following >= root:
                 break
@@ -174,8 +200,8 @@ def _integer_root(value: int, degree: int) -> int | None:
 class Evaluator:
     """Numeric values at one point, to a number of digits; remembers the largest and smallest magnitudes met."""
 
-    def __init__(self, digits: int, point: Mapping[str, Any], deadline: Deadline) -> None:
-        self._point, self._deadline = point, deadline
+    def __init__(self, digits: int, point: Mapping[str, Any], effort: Effort) -> None:
+        self._point, self._effort = point, effort
         self._digits = digits
         self.reach = 0
 
@@ -195,21 +221,23 @@ class Evaluator:
 
     def _value(self, expression: Expression) -> Any:
         if isinstance(expression, Number):
-            value = expression.numeral.value
-            return self._noted(mpmath.mpf(value.numerator) / value.denominator)
+            return self._noted(self._converted(expression.numeral.value))
         if isinstance(expression, Symbol):
             if expression in (PI, E, I):
                 return {PI: mpmath.pi, E: mpmath.e, I: mpmath.mpc(0, 1)}[expression] * 1
             if expression == INFINITY or expression.name not in self._point:
                 raise UndefinedError(expression.name)
             return self._point[expression.name]
-        self._deadline.check()
-        known = exact(expression, self._deadline) if _is_small(expression) else None
+        known = exact(expression, self._effort) if _is_small(expression) else None
         if known is not None:
-            return self._noted(mpmath.mpf(known.numerator) / known.denominator)
+            return self._noted(self._converted(known))
         value = self._call(expression.function, [self._value(each) for each in expression.arguments])
         # A sum that cancels to (almost) nothing says nothing of the magnitudes that went into it.
         return self._noted(value) if expression.function in _OF_THEIR_OWN_SIZE else value
+
+    def _converted(self, value: Fraction) -> Any:
+        self._effort.spend(2 + (value.numerator.bit_length() + value.denominator.bit_length()) // 10)
+        return mpmath.mpf(value.numerator) / value.denominator
 
     def _noted(self, value: Any) -> Any:
         size = abs(value)
@@ -224,6 +252,7 @@ class Evaluator:
     def _call(self, function: str, arguments: list[Any]) -> Any:
         left, right = arguments[0], arguments[-1]
         simple = _OPERATIONS.get(function)
+        self._effort.spend(self._cost(function, arguments))
         if simple is not None:
             return simple(left, right)
         if function == "div":
@@ -248,6 +277,16 @@ class Evaluator:
         if evaluate is None or len(arguments) != (2 if function == "binomial" else 1):
             raise UndefinedError(function)
         return evaluate(*arguments)
+
+    def _cost(self, function: str, arguments: list[Any]) -> int:
+        if function in _OPERATIONS or function == "div":
+            return 10 + self._digits // 20
+        # A sine of 10^1000 needs a thousand digits more of pi.
+        magnitudes = [abs(int(mpmath.mag(abs(argument)) * 0.302)) for argument in arguments if argument != 0]
+        digits = self._digits + max(magnitudes, default=0)
+        if function in ("factorial", "binomial"):
+            return 200 + digits**3 // 250
+        return 50 + digits**2 // 100
 
     def _check_exponent(self, exponent: Any) -> None:
         size = abs(mpmath.re(exponent)) * 0.4343
