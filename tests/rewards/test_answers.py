@@ -73,7 +73,7 @@ def pairs():
 def test_every_pair_of_the_table_is_judged_right():
     table = list(pairs())
     wrong = [pair for pair in table if equivalent(pair[0], pair[1]) is not pair[2]]
-    assert len(table) > 2000
+    assert len(table) > 3400
     assert wrong == []
 
 
@@ -86,8 +86,9 @@ def test_hostile_answers_take_no_time_and_earn_nothing(text):
 
 
 def test_a_verdict_depends_on_no_clock(monkeypatch):
+    hours = itertools.count(0, 3600)
     for clock in ("time", "perf_counter", "monotonic", "process_time", "thread_time"):
-        monkeypatch.setattr(time, clock, lambda hours=itertools.count(0, 3600): next(hours))
+        monkeypatch.setattr(time, clock, lambda: next(hours))
     assert equivalent("(x-1)^2+(y+2)^2=9", "x^2+y^2-2x+4y-4=0")
     assert equivalent(
         "\\{" + ",".join(map(str, range(90))) + "\\}", "\\{" + ",".join(map(str, range(89, -1, -1))) + "\\}"

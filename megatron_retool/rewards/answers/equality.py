@@ -39,9 +39,11 @@ from megatron_retool.rewards.answers.listings import (
     is_name,
     items_in_order,
     items_of,
+    names_of,
     same_name,
     simplified,
     with_less,
+    with_point_unnamed,
 )
 from megatron_retool.rewards.answers.reading import as_matrix, readings
 from megatron_retool.rewards.answers.sets import real_set, same_set
@@ -78,8 +80,11 @@ def equivalent(prediction: str, truth: str) -> bool:
     dates = [calendar_date(plain_words(text).replace(" ,", ",")) for text in plain]
     if dates[0] and dates[1]:
         return dates[0] == dates[1]
-    if _is_choice(plain[1]):
-        return _chosen(plain[0]) == plain[1].strip("()")
+    choice = _CHOICE.match(plain[1])
+    if choice:
+        return chosen(plain[0]) == choice[1]
+    if _CHOICE.match(plain[0]) and _TRUTH_WITH_CONTENT.match(plain[1]):
+        return chosen(plain[0]) == chosen(plain[1])
     comparison = _Comparison(Effort(_STEPS))
     try:
         for units in (True, False):
@@ -93,23 +98,28 @@ def equivalent(prediction: str, truth: str) -> bool:
 
 
 _CHOICE = re.compile(r"\(?([A-J])\)?\Z")
-_CHOICE_WITH_CONTENT = re.compile(
-    r"(?:\\text ?\{ ?)?\(?([A-J])[):](?: ?\})? ?"
-    r"(?:A (?!is\b|are\b|was\b|also\b|or\b|and\b)(?=[a-z]))?(?!.*(?:\b(?:or|and|not)\b|\b[A-J]\b)).+\Z"
+_CHOICE_ALONE = re.compile(r"[(\[]?([A-J])[)\].]?|\(?([a-j])\)")
+_CHOICE_WITH_CONTENT = re.compile(r"(?:\(([A-J])\)|\[([A-J])\]|([A-J])(?:[):]|\.(?= )| -(?= )))\s*(\S.*)")
+# Of a truth only the plainest forms: "J. Smith" is a name.
+_TRUTH_WITH_CONTENT = re.compile(r"(?:\\text ?\{ ?)?(?:\([A-J]\)|[A-J][):]) ?\S")
+# A letter of another choice, unless it is the article before a word of the choice's text.
+_ANOTHER_LETTER = re.compile(
+    r"(?<![A-Za-z\\])(?:[B-J]|A(?! (?!(?:is|are|was|also|or|and|but|nor|not)\b)[a-z]))(?![A-Za-z'])|\([a-j]\)"
 )
+_TAKEN_BACK = re.compile(r"(?:or|and|nor|is (?:not|wrong|incorrect|false)|not (?:the|correct)|wrong|incorrect)\b")
 
 
-def _is_choice(text: str) -> bool:
-    return _CHOICE.match(text) is not None
-
-
-def _chosen(text: str) -> str | None:
+def chosen(text: str) -> str | None:
     """The letter that an answer to a multiple-choice question names: B, (B), (b), B: 12; None for two of them."""
-    letter = re.sub(r"\\text|[{} ]", "", text)
-    if re.fullmatch(r"\(?[A-J]\)?|\([a-j]\)", letter):
-        return letter.strip("()").upper()
-    match = _CHOICE_WITH_CONTENT.match(text)
-    return match[1] if match else None
+    text = re.sub(r"\\text ?(?=\{)|[{}]", "", text).strip()
+    text = re.sub(r"\A(?:option|choice)\b:? *", "", text, flags=re.IGNORECASE)
+    alone = _CHOICE_ALONE.fullmatch(text.replace(" ", ""))
+    if alone:
+        return (alone[1] or alone[2]).upper()
+    match = _CHOICE_WITH_CONTENT.fullmatch(text)
+    if match is None or _TAKEN_BACK.match(match[4]) or _ANOTHER_LETTER.search(match[4]):
+        return None
+    return match[1] or match[2] or match[3]
 
 
 def canonical(text: str) -> str:
@@ -173,6 +183,7 @@ class _Comparison:
             return self._same_reals(left, right)
         if isinstance(left, Collection) or isinstance(right, Collection):
             return self._same_collection(left, right)
+        left, right = with_point_unnamed(left, right), with_point_unnamed(right, left)
         if isinstance(left, Group) and isinstance(right, Group):
             return self._same_group(left, right)
         if isinstance(left, Group) or isinstance(right, Group):
@@ -225,17 +236,20 @@ class _Comparison:
                 return [approximation]
         elif "~" in relation.operators:
             return None
-        names = [side for side in sides if is_name(side)]
+        names = names_of(Relation(tuple(sides), relation.operators))
         if len(names) > 1:
             return None
         if not names and len(sides) > 1 and lenient and is_asked_for(sides[0]) and not has_names(sides[1:]):
             sides = sides[1:]
-        return [side for side in sides if not is_name(side)]
+        return [side for side in sides if side not in names]
 
     def _same_equation(self, left: Relation, right: Relation) -> bool:
-        names = [[side for side in relation.sides if is_name(side)] for relation in (left, right)]
+        names = [names_of(relation) for relation in (left, right)]
         if len(names[0]) == len(names[1]) == 1 and same_name(names[0][0], names[1][0]):
-            sides = [[side for side in relation.sides if not is_name(side)] for relation in (left, right)]
+            sides = [
+                [side for side in relation.sides if side not in given]
+                for relation, given in zip((left, right), names, strict=True)
+            ]
             return all(self.equal(one, two) for one in sides[0] for two in sides[1])
         if len(left.sides) != 2 or len(right.sides) != 2:
             return False

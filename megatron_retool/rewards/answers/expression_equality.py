@@ -12,7 +12,6 @@ import mpmath
 
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
-    PI,
     Call,
     Expression,
     I,
@@ -38,8 +37,8 @@ from megatron_retool.rewards.answers.values import (
 
 _TRIALS = 5
 _ROUNDED_DIGITS = 6
-# 3.14159 is what is written where \\pi is approximated.
-_ROUNDED_DIGITS_OF_PI = 8
+# 3.14159 and 1.41421 are what is written where an irrational value is approximated.
+_ROUNDED_DIGITS_OF_IRRATIONALS = 8
 _LONG_DIGITS = 10
 _FLOAT_DIGITS = 15
 _MOST_PLACES = 4000
@@ -123,7 +122,7 @@ class ExpressionEquality:
         if value is None:
             if self._same_at(left, right, {}):
                 return True
-            if _has(other, PI) and decimal.digits < _ROUNDED_DIGITS_OF_PI:
+            if decimal.digits < _ROUNDED_DIGITS_OF_IRRATIONALS:
                 return False
             number, _ = self._at(other, {})
             if abs(mpmath.im(number)) > 1e-25:

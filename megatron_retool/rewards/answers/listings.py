@@ -81,6 +81,20 @@ def is_name(side: Structure) -> bool:
     return isinstance(side, Group) and all(isinstance(item, Symbol) for item in side.items)
 
 
+def names_of(relation: Relation) -> list[Structure]:
+    """The sides that name what the others state: x in x = 5, f(x) in f(x) = x."""
+    names = [side for side in relation.sides if is_name(side)]
+    return [side for side in names if isinstance(side, Call)] or names
+
+
+def with_point_unnamed(structure: Structure, other: Structure) -> Structure:
+    """P(2, 3) as the point (2, 3) where ``other`` is a point."""
+    named = isinstance(structure, Call) and structure.function.startswith("unknown ") and len(structure.arguments) > 1
+    if isinstance(structure, Call) and named and structure.function[-1].isupper() and isinstance(other, Group):
+        return Group("(", ")", structure.arguments)
+    return structure
+
+
 def is_asked_for(side: Structure) -> bool:
     """m + n or 100m + n: what a question asks for the value of. Not 2x or x - 1, which would have to be solved."""
     return is_expression(side) and len(symbols_of(as_expression(side))) > 1

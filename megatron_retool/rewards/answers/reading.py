@@ -43,6 +43,7 @@ _MATRIX = re.compile(
     r"[(\[]?\s*\\begin\{(p|b|B|small|)(?:matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{(p|b|B|small|)(?:matrix|array)\}\s*[)\]]?\Z",
     re.DOTALL,
 )
+_NAMED_MATRIX = re.compile(r"(?:[A-Za-z]|\\(?:text|vec) ?\{ ?[A-Za-z] ?\}|\\vec [A-Za-z])\s*=\s*(?=[^=]*\\begin\{)")
 _EVERY_REAL = re.compile(r"(?:the set of )?(?:all )?(?:the )?real(?: numbers|s)\Z")
 _NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real )?solutions?\Z|empty set\Z")
 _TO_RATIO = re.compile(r"(\d+) to (\d+)\Z")
@@ -86,6 +87,9 @@ def _answer(text: str, commas: bool, units: bool) -> Structure:
     matrix = _MATRIX.match(text)
     if matrix:
         return _matrix(matrix[2], commas)
+    named = _NAMED_MATRIX.match(text)
+    if named:
+        return _answer(text[named.end() :], commas, units)
     start = text.find("\\begin{")
     scaled = _MATRIX.match(text, start) if start > 0 else None
     if scaled:

@@ -34,6 +34,7 @@ _CHARACTERS = {
     **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}"},
     **{"∠": r"\angle ", "△": r"\triangle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
     **{"⌈": r"\lceil ", "⌉": r"\rceil ", "∧": r"\land ", "∨": r"\lor ", "\u200b": "", "\ufeff": ""},
+    "∶": ":",
     **{"“": '"', "”": '"', "‘": "'", "’": "'", "′": "'", "＄": "$"},
     **dict(
         zip(
@@ -117,11 +118,32 @@ _CHINESE = {
         "或": " or ",
         "或者": " or ",
     },
-    **{"、": ",", "。": ".", "无解": "no solution", "答案是": "answer is ", "答案": "answer ", "答": "answer "},
+    **{
+        "、": ",",
+        "。": ".",
+        "无解": "no solution",
+        "答案是": "answer is ",
+        "答案为": "answer is ",
+        "倍": " times ",
+        "答案": "answer ",
+        "答": "answer ",
+    },
     **dict.fromkeys("个只名本支棵辆页张次种块件条头袋箱台把双组排朵颗匹座根盒瓶枚", " items "),
 }
+_CHINESE_PHRASES = (
+    (re.compile(r"\A(?:故选|选|故答案为|故答案是)\s*[:：]?\s*"), "答案是"),
+    (re.compile(r"\A共(?=\s*\d)"), ""),
+    (re.compile(r"点(?=\s*[(（])"), ""),
+    (re.compile(r"百分之(?=\s*\d)(\s*[\d.]+)"), r"\1%"),
+    (re.compile(r"(?<=\d)\s*比\s*(?=\d)"), ":"),
+    (re.compile(r"(?<=小时)\s*(\d+)\s*分(?!钟)"), r"\1分钟"),
+    (re.compile(r"(?<=\d)分\Z"), "个"),
+)
+_UNIT_IN_BRACKETS = re.compile(r"[(（]\s*([\u4e00-\u9fff]{1,4})\s*[)）]\s*\Z")
 _CHINESE_WORDS = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
 _LOG_WITH_BASE = re.compile(r"(?<!\\)\blog(10|2)\(")
+_IN_BASE = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(?\s*(?:in )?base[ -](\d{1,2})\s*\)?\s*\}?\Z")
+_ELLIPSIS_BETWEEN = re.compile(r"(?<=,)\s*\.\.\.(?=\s*,)")
 _DEGREES = re.compile(r"(?<=\d)\s*\^(?:o(?![A-Za-z])|\{\s*o\s*\})")
 _EMPTY_TEXT = re.compile(r"\\text\s*\{[\s.]*\}")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
@@ -145,6 +167,7 @@ def spelled(text: str) -> str:
     """``text`` with one spelling for each sign; spaces stay where they may matter."""
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPTS[sign] for sign in run[0]) + "}", text)
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + "".join(_SUBSCRIPTS[sign] for sign in run[0]) + "}", text)
+    text = _chinese_phrases(text)
     text = _CHINESE_WORDS.sub(lambda word: _CHINESE[word[0]], text)
     text = "".join(_character(sign) for sign in text)
     text = _DRESS.sub(" ", text.replace("\\\\%", "\\%").replace("\\!,", ",\\!"))
@@ -167,12 +190,25 @@ def spelled(text: str) -> str:
         text, replaced = _OVER.subn(r"\\frac{\1}{\2}", text)
         if not replaced:
             break
-    text = _with_bare_over(text)
+    text = _IN_BASE.sub(r"_{\1}", _with_bare_over(text))
+    text = _ELLIPSIS_BETWEEN.sub(r"\\ldots ", text)
     text = _unwrapped(text.strip())
     choice = _CHOICE.match(text)
     if choice:
         return choice[1].upper()
     return _LETTER_WITH_PARENTHESIS.sub(r"\1", text)
+
+
+def _chinese_phrases(text: str) -> str:
+    """With phrases whose words stand in another order, or mean something in one place alone, made plain."""
+    if text.isascii():
+        return text
+    for pattern, replacement in _CHINESE_PHRASES:
+        text = pattern.sub(replacement, text)
+    unit = _UNIT_IN_BRACKETS.search(text)
+    if unit and re.fullmatch(_CHINESE_WORDS.pattern.join(("(?:", ")+")), unit[1]):
+        return text[: unit.start()] + unit[1]
+    return text
 
 
 def _with_bare_over(text: str) -> str:

@@ -118,7 +118,7 @@ _SHORTHANDS = {
 # What letters without \\text mean where each could be a variable too. Any other product of letters is one of variables.
 _LETTER_UNITS = re.compile(r"[mgshLlKNJWV]|m \^ (?:\{ )?[23](?: \})?|m / s(?: \^ (?:\{ )?2(?: \})?)?")
 _ATOM = re.compile(r"[A-Za-z_]+|%")
-_PIECES = re.compile(r"[A-Za-z_]+|%|\^\s*\{?\s*-?\d\s*\}?|\d|/|\*|\S")
+_PIECES = re.compile(r"[A-Za-z_]+|%|\^\s*\{?\s*-?\s*\d\s*\}?|\d|/|\*|\S")
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,11 @@ def parse_unit(text: str) -> Unit | None:
         if piece == "*":
             expects = True
             continue
-        power = re.fullmatch(r"\^\s*\{?\s*(-?\d)\s*\}?", piece)
+        power = re.fullmatch(r"\^\s*\{?\s*(-?)\s*(\d)\s*\}?", piece)
         if power:
             if last is None:
                 return None
-            extra = int(power[1]) - 1
+            extra = int(power[1] + power[2]) - 1
             scale *= last[0] ** (sign * extra)
             powers[last[1]] = powers.get(last[1], 0) + sign * extra
             continue
