@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.kl import K3_LIMIT, kl_penalty
+from megatron_retool.algorithms.means import Mean
 from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
 from megatron_retool.algorithms.rollout_correction import correct_responses
 from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
@@ -345,7 +346,7 @@ def _metric(total: Tensor, count: Tensor) -> Tensor:
 
 
 def reduce_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Add (sum, count) pairs of micro-batches and ranks and divide once.
+    """Add (sum, count) pairs of micro-batches and ranks and divide once: a ``Mean`` over the count.
 
     A pair whose summed count is 0 keeps its sum: it is normalised already (actor/pg_loss), or nothing was counted and
     the sum is 0.
@@ -357,7 +358,7 @@ def reduce_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
     result = {}
     for name, pair in totals.items():
         total, count = pair.tolist()
-        result[name] = total / count if count else total
+        result[name] = Mean(total / count, count) if count else total
     return result
 
 

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from megatron_retool.algorithms.means import Mean
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.learner.expert_groups import ExpertChoice, TopK
 from megatron_retool.learner.packing import MicroBatch
@@ -242,9 +243,11 @@ class RoutingPass:
         replayed = flips[flips >= 0]
         known = max(len(replayed), 1)
         return {
-            "routing_replay/missing_rows": (len(flips) - len(replayed)) / max(len(flips), 1),
-            "routing_replay/differing_tokens": float((replayed > 0).sum() / known),
-            "routing_replay/differing_token_layers": float(replayed.sum() / (known * self._replay.num_layers)),
+            "routing_replay/missing_rows": Mean((len(flips) - len(replayed)) / max(len(flips), 1), len(flips)),
+            "routing_replay/differing_tokens": Mean((replayed > 0).sum() / known, len(replayed)),
+            "routing_replay/differing_token_layers": Mean(
+                replayed.sum() / (known * self._replay.num_layers), len(replayed)
+            ),
         }
 
     def flips(self) -> npt.NDArray[np.int32]:

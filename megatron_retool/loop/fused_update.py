@@ -28,7 +28,7 @@ from megatron_retool.loop.columns import (
     mini_batch_rows,
 )
 from megatron_retool.loop.state import TrainerState
-from megatron_retool.loop.update import kl_coefficient_of, update_actor, with_kl_coefficient
+from megatron_retool.loop.update import kl_coefficient_of, measured, update_actor
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch
@@ -97,7 +97,7 @@ async def learn_fused(
     metrics |= correction_metrics | {"actor/fused_old_log_probs": fused_tokens}
     if not has_loss(batch):
         return FusedStep(batch, metrics | update["metrics"], [])
-    updates = [with_kl_coefficient(update["metrics"], config, kl_in_loss)]
+    updates = [measured(update["metrics"], config, batch.select(first), kl_in_loss)]
     if others:
         updates += await update_actor(run, [mini_batch_of(config, batch, rows) for rows in others], step, timer)
     return FusedStep(batch, metrics, updates)

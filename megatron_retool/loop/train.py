@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from megatron_retool.algorithms.means import mean_metrics
 from megatron_retool.cluster.deployment import Deployment, gather_or_cancel
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.config import Config
@@ -40,7 +41,6 @@ from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import (
     StepTimer,
     batch_metrics,
-    mean_metrics,
     per_token_metrics,
     performance_metrics,
     rollout_metrics,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from megatron_retool.algorithms.means import Mean
 from megatron_retool.cluster.deployment import Deployment
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
@@ -23,7 +26,7 @@ async def update_actor(
     sampling = run.config.rollout.train
     with timer.phase(Phase.UPDATE_ACTOR):
         updates = [await run.learner.update(part, sampling=sampling, kl_in_loss=kl_in_loss) for part in mini_batches]
-    return [with_kl_coefficient(update, run.config, kl_in_loss) for update in updates]
+    return [measured(update, run.config, part, kl_in_loss) for update, part in zip(updates, mini_batches, strict=True)]
 
 
 def kl_coefficient_of(config: Config, step: int) -> float:
@@ -31,9 +34,27 @@ def kl_coefficient_of(config: Config, step: int) -> float:
     return config.algorithm.scheduled_kl(step) if config.algorithm.kl_in_loss else 0.0
 
 
-def with_kl_coefficient(update: dict[str, float], config: Config, kl_in_loss: float) -> dict[str, float]:
-    """An update's metrics with actor/kl_coef, where the loss has a KL."""
+def measured(
+    update: dict[str, float], config: Config, mini_batch: TrajectoryBatch, kl_in_loss: float
+) -> dict[str, float]:
+    """An update's metrics with actor/kl_coef, where the loss has a KL, and its losses as means over their items."""
+    over = loss_items(config, mini_batch) if "actor/pg_loss" in update else 0
+    losses = {name: Mean(update[name], over) for name in ("actor/pg_loss", "actor/kl_loss") if name in update}
+    update = update | losses
     return {**update, "actor/kl_coef": kl_in_loss} if config.algorithm.kl_in_loss else update
+
+
+def loss_items(config: Config, mini_batch: TrajectoryBatch) -> int:
+    """What the mini-batch's loss is a mean over: sampled tokens for token-mean, else responses.
+
+    With the denominator "post" only what the rollout correction keeps, which the column keep says.
+    """
+    counted = mini_batch.loss_mask
+    if config.algorithm.rollout_correction.denominator == "post":
+        counted = counted & (mini_batch.columns["keep"] > 0)
+    if config.algorithm.loss_aggregation == "token-mean":
+        return int(counted.sum())
+    return len(np.unique(mini_batch.token_rollout_ids[counted]))
 
 
 async def update_critic(
@@ -43,7 +64,12 @@ async def update_critic(
     if run.critic is None:
         return []
     with timer.phase(Phase.UPDATE_CRITIC):
-        return [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
+        updates = [await run.critic.update_critic(critic_mini_batch(part)) for part in mini_batches]
+    # The critic's loss is a mean over all sampled tokens (``critic_mini_batch``).
+    return [
+        update | {"critic/vf_loss": Mean(update["critic/vf_loss"], int(part.loss_mask.sum()))}
+        for update, part in zip(updates, mini_batches, strict=True)
+    ]
 
 
 async def peak_memory(*groups: LearnerGroup | None) -> dict[str, float]:

@@ -226,12 +226,6 @@ class StepTimer:
         return {phase.metric: seconds for phase, seconds in self.seconds.items()}
 
 
-def mean_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over the updates of a step, name by name; a name counts in the rows that have it."""
-    names = {name for row in rows for name in row}
-    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in sorted(names)}
-
-
 def performance_metrics(total_tokens: int, samples: int, seconds: float, learner_ranks: int) -> dict[str, float]:
     """perf/total_num_tokens, perf/time_per_step, perf/throughput (tokens per second and learner rank) and
     perf/samples_per_second (trajectories that are trained on)."""

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_retool.algorithms.means import mean_metrics
+from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss, reduce_metrics
 from megatron_retool.algorithms.rejection_rules import OVERLONG
 from megatron_retool.config import load_config
 from megatron_retool.loop.columns import (
@@ -13,6 +16,7 @@ from megatron_retool.loop.columns import (
     add_log_probs,
     correct_rollout,
     critic_mini_batch,
+    mini_batch_of,
     split_mini_batches,
 )
 from megatron_retool.loop.state import TrainerState
@@ -141,9 +145,45 @@ def test_a_schedule_gives_each_step_its_kl_in_the_loss(schedule):
         updates = asyncio.run(update_actor(run, [make_batch(*four())] * 2, step, StepTimer()))
         assert [update["actor/kl_coef"] for update in updates] == asked[-2:]
     assert asked == pytest.approx([0.5, 0.5, 0.3, 0.3, 0.1, 0.1] if schedule else [0.5] * 6)
-    asyncio.run(update_actor(SimpleNamespace(config=load_config(None, []), learner=Learner(), critic=None), [None], 1,
-                             StepTimer()))  # fmt: skip
+    run.config = load_config(None, [])
+    asyncio.run(update_actor(run, [make_batch(*four())], 1, StepTimer()))
     assert asked[-1] == 0.0
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("denominator", ["pre", "post"])
+def test_unequal_mini_batches_give_the_metrics_of_the_step(aggregation, denominator):
+    settings = [f"algorithm.loss_aggregation={aggregation}", f"algorithm.rollout_correction.denominator={denominator}"]
+    config = load_config(None, [*settings, "algorithm.kl_in_loss=0.1"])
+    lengths = [3, 9, 4, 1, 6]
+    rows = [
+        Trajectory([1], [5] * length, [True] * length, [-0.5] * length, [0] * length, [0] * length, 0, row,
+                   FinishReason.STOP, reward=1.0)
+        for row, length in enumerate(lengths)
+    ]  # fmt: skip
+    batch = TrajectoryBatch.from_trajectories(rows)
+    random = np.random.default_rng(0)
+    noise = {name: random.normal(size=sum(lengths)).astype(np.float32) for name in ("old_log_probs", "ref_log_probs")}
+    keep = np.where(batch.sequence_ids == 2, 0, 1).astype(np.float32)
+    batch = batch.with_columns(keep=keep, advantages=noise["old_log_probs"] + 1, **noise)
+
+    async def learn(part, *, sampling, kl_in_loss):
+        columns = {name: torch.from_numpy(column) for name, column in part.columns.items() if name != "keep"}
+        inputs = PolicyLossInputs(
+            log_probs=torch.from_numpy(part.rollout_log_probs),
+            loss_mask=torch.from_numpy(part.loss_mask),
+            sequence_ids=torch.from_numpy(part.sequence_ids),
+            **columns,
+        )
+        return reduce_metrics([policy_loss(inputs, config.algorithm.objective).metrics])
+
+    run = SimpleNamespace(config=config, critic=None, learner=SimpleNamespace(update=learn))
+
+    def of_step(*parts):
+        mini_batches = [mini_batch_of(config, batch, np.array(part)) for part in parts]
+        return mean_metrics(asyncio.run(update_actor(run, mini_batches, 1, StepTimer())))
+
+    assert of_step([0, 2], [1, 3, 4]) == pytest.approx(of_step([0, 1, 2, 3, 4]), rel=1e-5)
 
 
 @pytest.mark.parametrize("declared", [True, False])
