@@ -32,7 +32,7 @@ from megatron_retool.tracebacks import drop_tracebacks
 from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.gateway import anthropic_messages, chat_completions, responses
 from sglang_rollout.gateway.conversation import Answer, Call
-from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
+from sglang_rollout.gateway.errors import OVERFLOW, ApiError, invalid, unsupported
 from sglang_rollout.gateway.interface import GatewayStatistics
 from sglang_rollout.gateway.sessions import OpenSession
 from sglang_rollout.gateway.text_size import MOST_JSON_VALUES, too_many_values
@@ -172,8 +172,18 @@ class Api:
         return _stream([*chunks, "data: [DONE]\n\n"])
 
     async def _responses(self, session: OpenSession, http: ApiRequest) -> Reply:
-        request = responses.read(await _body(http, session), session.responses)
-        (answer,) = await self._sessions.answers(session, request.call, False)
+        body: dict[str, Any] = {}
+        try:
+            body = await _body(http, session)
+            request = responses.read(body, session.responses)
+            (answer,) = await self._sessions.answers(session, request.call, False)
+        except ApiError as error:
+            # A body that is too long is not read: what the client accepts says that it waits for a stream.
+            streams = body["stream"] is True if "stream" in body else "event-stream" in http.headers.get("accept", "")
+            if error.code != OVERFLOW or not streams:
+                raise
+            self._statistics.errors[error.code] += 1
+            return _stream(map(_event, responses.failure_events(body, error.with_traceback(None), self._model)))
         session.responses[request.id] = [*request.history, answer.message()]
         if not request.stream:
             return _json(responses.response(request, answer, self._model))

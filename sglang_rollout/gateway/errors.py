@@ -21,6 +21,10 @@ _KINDS = {
 """Status: type of error in OpenAI's APIs, in Anthropic's."""
 
 
+OVERFLOW = "context_length_exceeded"
+"""The code of a context that leaves no room for an answer."""
+
+
 class ApiError(Exception):
     """A call that is answered with an error.
 
@@ -96,7 +100,7 @@ def context_overflow(tokens: int, limit: int, name: str) -> ApiError:
         400,
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens, "
         f"which leaves no room for an answer ({name}={limit}). Please reduce the length of the messages.",
-        code="context_length_exceeded",
+        code=OVERFLOW,
         param="messages",
         to_anthropic=f"prompt is too long: {tokens} tokens > {limit} maximum",
     )

@@ -98,6 +98,20 @@ def events(request: ResponsesRequest, answer: Answer, model: str) -> Iterator[di
         yield {**event, "sequence_number": number}
 
 
+def failure_events(body: fields.Json, error: ApiError, model: str) -> Iterator[dict[str, Any]]:
+    """The events of a stream that fails with ``error``.
+
+    Args:
+        body: of the request, as far as it was read.
+    """
+    request = ResponsesRequest(Call(messages=[], model=fields.text(body, "model", default="")), True, [], body)
+    begun = {**_head(request, model), "status": "in_progress", "output": [], "usage": None}
+    failed = {**begun, "status": "failed", "error": {"code": error.code, "message": str(error)}}
+    steps = (("created", begun), ("in_progress", begun), ("failed", failed))
+    for number, (step, response) in enumerate(steps):
+        yield {"type": f"response.{step}", "response": response, "sequence_number": number}
+
+
 def _events(request: ResponsesRequest, answer: Answer, model: str) -> Iterator[dict[str, Any]]:
     begun = {**_head(request, model), "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}

@@ -276,6 +276,31 @@ def test_malformed_requests_are_told_the_field(tokenizer, way):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("characters", [200, 200_000])
+def test_a_stream_whose_context_overflows(tokenizer, way, characters):
+    """Responses tells it by an event, as its clients expect; the other APIs by status 400 before the stream."""
+
+    async def run():
+        async with served(tokenizer, [WORD + END], way, context_length=120) as at:
+            long = "x" * characters
+            streams = {"Accept": "text/event-stream"}
+            status, text = await post(at, "/v1/responses", {"model": "m", "input": long, "stream": True}, streams)
+            events = of_stream(text)
+            names = ["response.created", "response.in_progress", "response.failed"]
+            assert status == 200 and [event for event, _ in events] == names
+            assert [data["sequence_number"] for _, data in events] == [0, 1, 2]
+            failed = events[-1][1]["response"]
+            assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
+            assert "maximum context length is 120 tokens" in failed["error"]["message"] and at.session.overflowed
+            asked = {"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": long}]}
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                assert (await post(at, path, asked, streams))[0] == 400
+            assert (await post(at, "/v1/responses", {"model": "m", "input": long}))[0] == 400
+            assert at.gateway.statistics.errors == {"context_length_exceeded": 4}
+
+    asyncio.run(run())
+
+
 def test_limits_and_dead_sessions(tokenizer, way):
     async def run():
         async with served(tokenizer, [WORD * 20 + END], way, context_length=120, max_calls=2) as at:
