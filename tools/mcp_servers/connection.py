@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "mcp>=2.0,<3"
 CLOSE_SECONDS = 20.0
+MOST_ANSWER_BYTES = 16 << 20
+"""Of one message of a server. Pages and search results have a few hundred kB."""
 
 _LAUNCH = (
     f"import os, sys; sys.path.insert(0, {str(Path(megatron_retool.__file__).resolve().parents[1])!r}); "
@@ -69,6 +72,7 @@ class McpServer:
                 f"MCP servers need the package mcp, version 2 (here: {error}): pip install '{PACKAGE}', or "
                 "pip install --no-deps -r requirements/environments.txt"
             ) from error
+        _limit_lines()
         async with contextlib.AsyncExitStack() as stack:
             if self.url is None:
                 arguments = ["-c", _LAUNCH, str(os.getpid()), *self.command]
@@ -82,7 +86,10 @@ class McpServer:
                 client = Client(parameters)
             else:
                 http = await stack.enter_async_context(create_mcp_http_client(headers=self._headers()))
-                client = Client(streamable_http_client(self.url, http_client=http))
+                http.headers["Accept-Encoding"] = "identity"  # a short answer could become a long one
+                http.event_hooks = {"response": [_limit_answer]}
+                streams = streamable_http_client(self.url, http_client=http, max_sse_event_size=MOST_ANSWER_BYTES)
+                client = Client(streams)
             yield await stack.enter_async_context(client)
 
     def _headers(self) -> dict[str, str]:
@@ -180,6 +187,58 @@ class McpConnection:
                 ready.set_exception(error)
             else:
                 ready.set_exception(McpUnavailable(f"{self.server.label}: {_reason(error)}"))
+
+
+@functools.cache
+def _limit_lines() -> None:
+    """Have the package's reader of a program's answers end the connection at a line of more than MOST_ANSWER_BYTES.
+
+    It would keep what there is of the line in memory, however long it becomes.
+    """
+    import anyio
+    from mcp.client import stdio
+
+    class BoundedText(stdio.TextReceiveStream):
+        length = 0
+
+        async def receive(self) -> str:
+            text: str = await super().receive()
+            before, newline, after = text.rpartition("\n")
+            longest = max(self.length + len(text.partition("\n")[0]), *map(len, before.split("\n")))
+            self.length = len(after) if newline else self.length + len(text)
+            if longest > MOST_ANSWER_BYTES:
+                logger.warning("an MCP server wrote a line of more than %d MiB: it is ended", MOST_ANSWER_BYTES >> 20)
+                # Nobody reads on, so that the calls that wait are told at once.
+                await self.transport_stream.aclose()
+                raise anyio.ClosedResourceError
+            return text
+
+    stdio.TextReceiveStream = BoundedText  # type: ignore[misc]
+
+
+async def _limit_answer(response: Any) -> None:
+    """A hook of the HTTP client: what is no stream of events has an end. The package limits the events."""
+    import httpx2
+
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            length = 0
+            async for part in self._stream:
+                length += len(part)
+                if length > MOST_ANSWER_BYTES:
+                    raise httpx2.StreamError(f"the answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise httpx2.StreamError("the answer is compressed, which nobody asked for")
+    if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+        response.stream = Bounded(response.stream)
 
 
 def _reason(error: BaseException) -> str:

@@ -19,6 +19,12 @@ def answer(identifier: object, kind: str) -> None:
         os._exit(3)
     if kind == "no json":
         write(b"a line of a log\n{not json")
+    if kind == "endless line":
+        for _ in range(40):
+            sys.stdout.buffer.write(b"x" * (1 << 20))
+        write(b"")
+    if kind == "huge":
+        send(identifier, {"content": [{"type": "text", "text": "x" * (20 << 20)}]})
     if kind == "unknown id":
         send(99999, {"content": []})
     if kind == "no utf-8":

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tools.mcp_servers.connection import McpConnection, McpServer, McpUnavailable
 
@@ -86,7 +88,15 @@ def test_calls_that_find_a_server_gone_leave_its_successor_alone():
 
 @needs_mcp
 @pytest.mark.parametrize(
-    ("kind", "said"), [("no utf-8", "caf\ufffd"), ("no json", "fine"), ("unknown id", "fine"), ("crash", None)]
+    ("kind", "said"),
+    [
+        ("no utf-8", "caf\ufffd"),
+        ("no json", "fine"),
+        ("unknown id", "fine"),
+        ("crash", None),
+        ("endless line", None),
+        ("huge", None),
+    ],
 )
 def test_what_a_careless_server_writes_does_not_end_the_calls_that_follow(kind: str, said: str | None) -> None:
     server = McpServer((sys.executable, str(Path(__file__).with_name("careless_server.py"))), start_seconds=60.0)
@@ -103,3 +113,41 @@ def test_what_a_careless_server_writes_does_not_end_the_calls_that_follow(kind: 
         return texts
 
     assert asyncio.run(scenario()) == [said, "fine"]
+
+
+@needs_mcp
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_huge_answer_by_http_ends_its_call_alone(compressed: bool) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        message = await request.json() if request.method == "POST" else {}
+        if "id" not in message:
+            return web.Response(status=202 if message else 405)
+        if message["method"] == "initialize":
+            about = {"name": "careless", "version": "1"}
+            version = message["params"]["protocolVersion"]
+            result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+        elif message["method"] == "tools/list":
+            result = {"tools": [{"name": "answer", "inputSchema": {"type": "object"}}]}
+        elif message["method"] == "tools/call":
+            length = message["params"]["arguments"]["length"]
+            result = {"content": [{"type": "text", "text": "x" * length}]}
+        else:
+            error = {"code": -32601, "message": "no"}
+            return web.json_response({"jsonrpc": "2.0", "id": message["id"], "error": error})
+        response = web.json_response({"jsonrpc": "2.0", "id": message["id"], "result": result})
+        if compressed and result.get("content") and length > 9:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    async def scenario() -> str:
+        application = web.Application()
+        application.router.add_route("*", "/mcp", answer)
+        async with TestServer(application) as server:
+            connection = McpConnection(McpServer(url=str(server.make_url("/mcp"))))
+            with pytest.raises(McpUnavailable):
+                await connection.call("answer", {"length": 20 << 20}, 20.0)
+            text = (await connection.call("answer", {"length": 9}, 20.0)).content[0].text
+            await connection.close()
+            return text
+
+    assert asyncio.run(scenario()) == "x" * 9
