@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+_FREE_BYTES, _MOST_TIMES, _COUNTED_ROWS = 2**30, 256, 1024
+
+
 class UnreadableFile(BriefError):
     """A file is missing, damaged, or of another kind. The message names it, row and column where known, and a cure."""
 
@@ -160,6 +163,54 @@ def _opened(path: str | Path, columns: Sequence[str] | None, optional: Sequence[
         if columns is not None:
             columns = [*columns, *(name for name in optional if name in found)]
         yield _Opened(path, handle, columns)
+
+
+def check_expansion(path: str | Path) -> None:
+    """Refuse a file whose values would take far more memory than data of its size does, before they are read.
+
+    A page of a few bytes may stand for a million rows of the same long text. Its dictionary is read, and the rows are
+    counted by it.
+
+    Raises:
+        UnreadableFile: naming the file and its size in memory.
+    """
+    import pyarrow.parquet as pq
+
+    path = Path(path)
+    with damage_named(path), pq.ParquetFile(path) as handle:
+        limit = max(_FREE_BYTES, _MOST_TIMES * path.stat().st_size)
+        # Not by the columns' metadata: asked for a damaged one, pyarrow ends the process.
+        groups = [handle.metadata.row_group(number) for number in range(handle.num_row_groups)]
+        least = sum(group.num_rows + group.total_byte_size for group in groups)
+        if least <= limit < sum(group.num_rows * (1 + group.total_byte_size) for group in groups):
+            least, paths = 0, [handle.schema.column(number).path for number in range(len(handle.schema))]
+            with pq.ParquetFile(path, read_dictionary=paths, page_checksum_verification=True) as counted:
+                for batch in counted.iter_batches(_COUNTED_ROWS):
+                    batch.validate(full=True)  # an index beyond a dictionary would end the process
+                    least += sum(map(_expanded_bytes, batch.columns))
+                    if least > limit:
+                        break
+        if least > limit:
+            raise UnreadableFile(
+                f"{path}: its rows would take more than {least / 2**30:.1f} GiB of memory, and the file has "
+                f"{path.stat().st_size} bytes, as no data of any use does: write smaller files, or leave out the column"
+            )
+
+
+def _expanded_bytes(column: Any) -> int:
+    """What a column that keeps its dictionaries takes without them."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if pa.types.is_struct(kind):
+        return sum(_expanded_bytes(part) for part in column.flatten())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return len(column) * 4 + _expanded_bytes(pc.list_flatten(column))
+    if not pa.types.is_dictionary(kind):
+        return int(column.nbytes)
+    lengths = pc.binary_length(column.dictionary).cast(pa.int64())
+    return len(column) * 4 + int(pc.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def write_row_groups(handle: Any, schema: pa.Schema, pieces: Iterable[Mapping[str, Any]]) -> None:

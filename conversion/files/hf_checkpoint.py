@@ -32,6 +32,7 @@ from conversion.files.safetensors_headers import (
     weight_files,
 )
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
+from conversion.model.hf_config import ConfigReader
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, WeightMapError, check_tensors
@@ -237,8 +238,9 @@ class HFCheckpoint:
     def _predictors(self) -> tuple[str, int]:
         """Key and number of the layers for multi-token prediction that config.json speaks of."""
         config = self.directory / "config.json"
-        found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        return next(((key, int(found[key])) for key in PREDICTORS if found.get(key)), (PREDICTORS[0], 0))
+        found = ConfigReader(json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {})
+        counts = {key: found.integer(key, 0, least=0) for key in PREDICTORS}
+        return next(((key, count) for key, count in counts.items() if count), (PREDICTORS[0], 0))
 
     def _check_tied_copy(self, head_name: str, embedding_name: str) -> None:
         head, embedding = self.tensors[head_name], self.tensors[embedding_name]

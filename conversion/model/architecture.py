@@ -6,7 +6,6 @@ FLOP count is a function of it.  How ``config.json`` is read is the family's bus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +23,7 @@ from conversion.model.hf_config import (
     check_short_factors,
 )
 from megatron_retool.registry import ExtensionError
+from megatron_retool.untrusted import load_json
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,10 @@ class Architecture:
         """
         path = Path(directory) / "config.json"
         try:
-            loaded = json.loads(path.read_text(encoding="utf-8"))
+            loaded = load_json(path.read_bytes(), finite=False)
         except FileNotFoundError:
             raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OSError) as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
         if dequantized and isinstance(loaded, dict):
             loaded.pop("quantization_config", None)
@@ -283,7 +283,7 @@ class Architecture:
             architecture = cls(
                 family=family.model_type,
                 family_target=target,
-                dtype=hf_config.get("dtype") or hf_config.get("torch_dtype"),
+                dtype=config.text("dtype" if config.has("dtype") else "torch_dtype", "") or None,
                 hf_config=dict(hf_config),
                 **family.read(config),
             )

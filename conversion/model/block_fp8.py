@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, shown
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
@@ -124,17 +124,18 @@ def form_of_source(hf_config: Mapping[str, Any]) -> Form | None:
             "strategy": ("block",),
             "block_structure": ([BLOCK, BLOCK],),
         }
-        groups = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()] or [{}]
+        named = ConfigReader(found, "quantization_config.").inner("config_groups")
+        groups = [named.inner(name).inner("weights").mapping for name in named.mapping] or [{}]
     else:
         raise UnsupportedArchitecture(
-            f"quantization_config has quant_method={json.dumps(method)}, which is not read: start from the "
+            f"quantization_config has quant_method={shown(method)}, which is not read: start from the "
             f"full-precision weights, or from FP8 in blocks of {BLOCK} x {BLOCK}"
         )
     for key, values in expected.items():
         for group in groups:
             if group.get(key) not in values:
                 raise UnsupportedArchitecture(
-                    f"quantization_config has {key}={json.dumps(group.get(key))}: of quant_method={method} only "
+                    f"quantization_config has {key}={shown(group.get(key))}: of quant_method={method} only "
                     f"{json.dumps(values[-1])} is read, or start from the full-precision weights"
                 )
     return FORMS[method]

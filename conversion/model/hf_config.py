@@ -95,58 +95,109 @@ class DeltaNetSizes:
 
 
 class ConfigReader:
-    """Typed look-ups in ``mapping`` whose errors name the key. null counts as absent."""
+    """Typed look-ups in ``mapping`` whose errors name the key. null counts as absent.
 
-    def __init__(self, mapping: Mapping[str, Any]) -> None:
+    Args:
+        place: of the mapping in config.json, which keys are named behind, such as "rope_scaling.".
+    """
+
+    def __init__(self, mapping: Mapping[str, Any], place: str = "") -> None:
         self.mapping = mapping
+        self._place = place
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.mapping.get(key)
         if value is None:
             value = default
         if value is None:
-            raise UnsupportedArchitecture(f"{key} is missing")
+            raise UnsupportedArchitecture(f"{self._place}{key} is missing")
         return value
 
-    def text(self, key: str) -> str:
-        return str(self._value(key, None))
+    def text(self, key: str, default: str | None = None) -> str:
+        """Raises UnsupportedArchitecture where the value is no text, or absent without a default."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no text")
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self._value(key, default))
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Raises UnsupportedArchitecture where the value is no positive integer, or absent without a default."""
+        """Raises UnsupportedArchitecture where the value is neither true nor false."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UnsupportedArchitecture(f"{key}={value!r} is not a positive integer")
+        if not isinstance(value, bool):
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is neither true nor false")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Raises UnsupportedArchitecture where the value is no integer from ``least`` to the most that a model has, or
+        absent without a default."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is not {kind}")
+        if value > (most := _MOST.get(key, MOST)):
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)}: no more than {most} is read")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Raises UnsupportedArchitecture where the value is no positive number, or absent without a default."""
+        """Raises UnsupportedArchitecture where the value is no positive number that float32 holds, or absent without a
+        default."""
         value = self._value(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-            raise UnsupportedArchitecture(f"{key}={value!r} is not a positive number")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is not a positive number")
         return float(value)
+
+    def items(self, key: str) -> list[Any]:
+        """A list; empty where it is absent. Raises UnsupportedArchitecture where the value is none."""
+        value = self._value(key, [])
+        if not isinstance(value, list):
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no list")
+        return value
+
+    def inner(self, key: str) -> ConfigReader:
+        """Of a mapping within; empty where it is absent. Raises UnsupportedArchitecture where the value is none."""
+        value = self._value(key, {})
+        if not isinstance(value, Mapping):
+            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no mapping")
+        return ConfigReader(value, f"{self._place}{key}.")
+
+    def has(self, key: str) -> bool:
+        """Whether the key has a value."""
+        return self.mapping.get(key) is not None
 
     def with_defaults(self, **values: Any) -> ConfigReader:
         """The same with values for keys that are absent."""
-        return ConfigReader({**self.mapping, **{k: v for k, v in values.items() if self.mapping.get(k) is None}})
+        absent = {key: value for key, value in values.items() if not self.has(key)}
+        return ConfigReader({**self.mapping, **absent}, self._place)
 
     def refuse(self, *keys: str) -> None:
         """Raises UnsupportedArchitecture where one of ``keys`` is set: the learner does not compute what it asks."""
         for key in keys:
             if self.mapping.get(key):
-                value = json.dumps(self.mapping[key])
-                raise UnsupportedArchitecture(f"{key}={value} is not supported for {self.text('model_type')}")
+                raise UnsupportedArchitecture(
+                    f"{self._place}{key}={shown(self.mapping[key])} is not supported for {self.text('model_type')}"
+                )
 
     def require(self, **expected: Any) -> None:
         """Raises UnsupportedArchitecture where a key has a value that the learner does not compute."""
         for key, value in expected.items():
             if self.mapping.get(key) not in (None, value):
-                found, only = json.dumps(self.mapping[key]), json.dumps(value)
                 raise UnsupportedArchitecture(
-                    f"{key}={found} is not supported for {self.text('model_type')}: only {only} is"
+                    f"{self._place}{key}={shown(self.mapping[key])} is not supported for {self.text('model_type')}: "
+                    f"only {shown(value)} is"
                 )
+
+
+MOST = 2**31 - 1
+_MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_local_experts": 65536, "n_routed_experts": 65536}
+"""Of what is counted out, one by one; ``MOST`` of everything else."""
+_LARGEST = 3e38
+_SHOWN = 80
+
+
+def shown(value: Any) -> str:
+    """A value as config.json has it, cut off where it is long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def decoder(config: ConfigReader) -> dict[str, Any]:
@@ -162,11 +213,12 @@ def decoder(config: ConfigReader) -> dict[str, Any]:
     groups = config.integer("num_key_value_heads", heads)
     if heads % groups:
         raise UnsupportedArchitecture(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
-    if config.mapping.get("head_dim") is None and hidden % heads:
+    if not config.has("head_dim") and hidden % heads:
         raise UnsupportedArchitecture(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
-    activation = config.mapping.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedArchitecture(f"hidden_act={activation!r} is not supported: only silu is")
+    if config.mapping.get("hidden_act", "silu") != "silu":
+        raise UnsupportedArchitecture(
+            f"hidden_act={shown(config.mapping['hidden_act'])} is not supported: only silu is"
+        )
     config.refuse("mlp_bias")
     if config.mapping.get("quantization_config"):
         raise UnsupportedArchitecture(
@@ -205,7 +257,7 @@ def experts(config: ConfigReader) -> dict[str, Any]:
     Raises:
         UnsupportedArchitecture: as ``decoder``.
     """
-    count_key = "num_experts" if config.mapping.get("num_experts") is not None else "num_local_experts"
+    count_key = "num_experts" if config.has("num_experts") else "num_local_experts"
     return {
         "num_experts": config.integer(count_key),
         "num_experts_per_tok": config.integer("num_experts_per_tok"),
@@ -223,7 +275,7 @@ def sigmoid_gates(config: ConfigReader) -> dict[str, Any]:
     """
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if config.mapping.get(key) not in (None, expected):
-            value = json.dumps(config.mapping[key])
+            value = shown(config.mapping[key])
             raise UnsupportedArchitecture(f"{key}={value}: a router with sigmoid scores and {key}={value} is missing")
     chosen = config.integer("num_experts_per_tok")
     if chosen == 1:
@@ -263,13 +315,13 @@ def softmax_router(config: ConfigReader) -> dict[str, Any]:
             groups is none.
     """
     config.require(scoring_func="softmax", norm_topk_prob=False)
-    method, chosen = config.mapping.get("topk_method") or "greedy", config.integer("num_experts_per_tok")
+    method, chosen = config.text("topk_method", "greedy"), config.integer("num_experts_per_tok")
     groups, limit = config.integer("n_group", 1), config.integer("topk_group", 1)
     fields = _routed_and_shared_experts(config, shared=2)
     count = fields["num_experts"]
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedArchitecture(
-            f"topk_method={json.dumps(method)} is not supported for {config.text('model_type')}: only greedy and "
+            f"topk_method={shown(method)} is not supported for {config.text('model_type')}: only greedy and "
             "group_limited_greedy are"
         )
     if method == "greedy" and limit < groups:
@@ -288,7 +340,9 @@ def softmax_router(config: ConfigReader) -> dict[str, Any]:
 def _routed_and_shared_experts(config: ConfigReader, shared: int) -> dict[str, Any]:
     """Fields of DeepSeek's experts beside those of the choice; ``shared`` where n_shared_experts is absent."""
     if config.integer("moe_layer_freq", 1) != 1:
-        raise UnsupportedArchitecture(f"moe_layer_freq={config.mapping['moe_layer_freq']} is not supported: only 1 is")
+        raise UnsupportedArchitecture(
+            f"moe_layer_freq={shown(config.mapping['moe_layer_freq'])} is not supported: only 1 is"
+        )
     width = config.integer("moe_intermediate_size")
     return {
         "num_experts": config.integer("n_routed_experts"),
@@ -309,18 +363,18 @@ def latent_attention(config: ConfigReader) -> dict[str, Any]:
     heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", heads) != heads:
         raise UnsupportedArchitecture("num_key_value_heads differs from num_attention_heads: latents are for all heads")
-    if config.number("rms_norm_eps", 1e-6) != 1e-6:
+    if (epsilon := config.number("rms_norm_eps", 1e-6)) != 1e-6:
         raise UnsupportedArchitecture(
-            f"rms_norm_eps={config.mapping['rms_norm_eps']}: transformers normalises latents with 1e-06 whatever it "
+            f"rms_norm_eps={epsilon}: transformers normalises latents with 1e-06 whatever it "
             "says, and engines with rms_norm_eps: the two agree at 1e-06 alone"
         )
-    rotated, rank = config.integer("qk_rope_head_dim"), config.mapping.get("q_lora_rank")
+    rotated = config.integer("qk_rope_head_dim")
     size = config.integer("qk_nope_head_dim") + rotated
     return {
         "head_dim": size,
         "rotary_dim": rotated,
         "latent": LatentSizes(
-            query_rank=None if rank is None else config.integer("q_lora_rank"),
+            query_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else None,
             key_value_rank=config.integer("kv_lora_rank"),
             value_dim=config.integer("v_head_dim"),
             interleaved=config.flag("rope_interleave", True),
@@ -330,17 +384,16 @@ def latent_attention(config: ConfigReader) -> dict[str, Any]:
 
 
 def _latent_softmax_scale(config: ConfigReader, size: int) -> float:
-    parameters = config.mapping.get("rope_parameters") or config.mapping.get("rope_scaling") or {}
-    scaling = ConfigReader(parameters)
-    share, other = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
+    scaling = _rope_parameters(config)[1]
+    share, other = scaling.mapping.get("mscale"), scaling.mapping.get("mscale_all_dim")
+    if _rope_kind(scaling) == "default":
         return size**-0.5
-    if not share or share != other or parameters.get("attention_factor") is not None:
+    if not share or share != other or scaling.has("attention_factor"):
         raise UnsupportedArchitecture(
-            f"mscale={share} with mscale_all_dim={other}: a factor on rotated features alone is missing"
+            f"mscale={shown(share)} with mscale_all_dim={shown(other)}: a factor on rotated features alone is missing"
         )
     factor = scaling.number("factor")
-    magnitude = 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    magnitude = 0.1 * scaling.number("mscale") * math.log(factor) + 1.0 if factor > 1 else 1.0
     return float(magnitude**2 * size**-0.5)
 
 
@@ -350,9 +403,9 @@ def first_dense_layers(config: ConfigReader) -> dict[str, Any]:
     Raises:
         UnsupportedArchitecture: it is no number of layers, or no layer with experts is left.
     """
-    first, layers = config.mapping.get("first_k_dense_replace") or 0, config.integer("num_hidden_layers")
-    if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first <= layers:
-        raise UnsupportedArchitecture(f"first_k_dense_replace={first!r} is no number of layers up to {layers}")
+    first, layers = config.integer("first_k_dense_replace", 0, least=0), config.integer("num_hidden_layers")
+    if first > layers:
+        raise UnsupportedArchitecture(f"first_k_dense_replace={first} is no number of layers up to {layers}")
     return _dense_layers(config, list(range(first)))
 
 
@@ -366,13 +419,12 @@ def partial_rotary(config: ConfigReader, default: float = 1.0, *, scaled: bool =
     Raises:
         UnsupportedArchitecture: as ``decoder``, or the part is no even number of features.
     """
-    rope = config.mapping.get("rope_parameters") or {}
-    share = ConfigReader(rope if isinstance(rope, Mapping) else {}).number(
+    share = config.inner("rope_parameters").number(
         "partial_rotary_factor", config.number("partial_rotary_factor", default)
     )
     fields = decoder(config)
     head, scaling = fields["head_dim"], fields["rope_scaling"]
-    size = int(head * share)
+    size = int(head * min(share, 2.0))
     if size < head and scaling is not None and scaling.kind in ("yarn", "longrope") and not scaled:
         raise UnsupportedArchitecture(
             f"{scaling.kind} positions with partial_rotary_factor={share}: a factor on rotated features alone is "
@@ -402,9 +454,9 @@ def listed_dense_layers(config: ConfigReader) -> dict[str, Any]:
         UnsupportedArchitecture: mlp_only_layers is no list of numbers of layers, or no layer with experts is left.
     """
     layers, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
-    listed = config.mapping.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(n, int) and 0 <= n < layers for n in listed):
-        raise UnsupportedArchitecture(f"mlp_only_layers={listed!r} is no list of numbers below {layers}")
+    listed = config.items("mlp_only_layers")
+    if not all(type(n) is int and 0 <= n < layers for n in listed):
+        raise UnsupportedArchitecture(f"mlp_only_layers={shown(listed)} is no list of numbers below {layers}")
     return _dense_layers(config, [n for n in range(layers) if n in listed or (n + 1) % step])
 
 
@@ -446,7 +498,7 @@ def gated_delta_net(config: ConfigReader, full_every: int) -> dict[str, Any]:
 
 def set_sliding_window(config: ConfigReader) -> dict[str, Any]:
     """``sliding_window`` where config.json sets one; absent means none."""
-    return {} if config.mapping.get("sliding_window") is None else sliding_window(config)
+    return sliding_window(config) if config.has("sliding_window") else {}
 
 
 def sliding_window(config: ConfigReader) -> dict[str, Any]:
@@ -469,7 +521,7 @@ def optional_sliding_window(config: ConfigReader) -> dict[str, Any]:
     """
     window = _window(config) if config.flag("use_sliding_window") else None
     layers, types = config.integer("num_hidden_layers"), layer_types(config)
-    full = int(config.mapping.get("max_window_layers", _MAX_WINDOW_LAYERS))
+    full = config.integer("max_window_layers", _MAX_WINDOW_LAYERS, least=0)
     if types is None:
         windowed = [window is not None and number >= full for number in range(layers)]
     else:
@@ -519,16 +571,15 @@ def layer_types(config: ConfigReader, known: Sequence[str] = (_FULL, _SLIDING)) 
     Raises:
         UnsupportedArchitecture: another kind is among them, or there are not as many as layers.
     """
-    types = config.mapping.get("layer_types")
-    if types is None:
+    if not config.has("layer_types"):
         return None
-    layers = config.integer("num_hidden_layers")
-    if not isinstance(types, list) or len(types) != layers:
+    layers, types = config.integer("num_hidden_layers"), config.items("layer_types")
+    if len(types) != layers:
         raise UnsupportedArchitecture(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
     types = [_FULL if kind == "attention" else kind for kind in types]  # its earlier name
     for number, kind in enumerate(types):
         if kind not in known:
-            raise UnsupportedArchitecture(f"layer_types[{number}]={kind!r} is not one of {', '.join(known)}")
+            raise UnsupportedArchitecture(f"layer_types[{number}]={shown(kind)} is not one of {', '.join(known)}")
     return types
 
 
@@ -552,31 +603,37 @@ def check_layer_types(config: ConfigReader, windows: Sequence[int | None], linea
 
 def _rope(config: ConfigReader) -> dict[str, Any]:
     # transformers 5 keeps theta and scaling together in rope_parameters; 4 has rope_theta and rope_scaling apart.
-    key = "rope_parameters" if config.mapping.get("rope_parameters") else "rope_scaling"
-    parameters = config.mapping.get(key) or {}
-    if not isinstance(parameters, Mapping):
-        raise UnsupportedArchitecture(f'{key}={parameters!r} is no mapping, such as {{"rope_theta": 10000.0}}')
+    key, parameters = _rope_parameters(config)
     theta = config.number("rope_theta", 10000.0)
-    if _FULL not in parameters and _SLIDING not in parameters:
+    if _FULL not in parameters.mapping and _SLIDING not in parameters.mapping:
         theta, scaling = _positions(config, parameters, theta)
         return {"rope_theta": theta, "rope_scaling": scaling}
-    local, stretched = _positions(config, parameters.get(_SLIDING) or {}, config.number("rope_local_base_freq", theta))
-    theta, scaling = _positions(config, parameters.get(_FULL) or {}, theta)
+    local, stretched = _positions(config, parameters.inner(_SLIDING), config.number("rope_local_base_freq", theta))
+    theta, scaling = _positions(config, parameters.inner(_FULL), theta)
     if stretched is not None:
         raise UnsupportedArchitecture(
-            f"{key}.{_SLIDING}={json.dumps(parameters[_SLIDING])}: stretched positions under a window are missing"
+            f"{key}.{_SLIDING}={shown(parameters.mapping[_SLIDING])}: stretched positions under a window are missing"
         )
     if scaling is not None and scaling.kind == "longrope":
         raise UnsupportedArchitecture(f"{key}.{_FULL}: longrope positions beside a window's own are missing")
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
-def _positions(config: ConfigReader, parameters: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
+def _rope_parameters(config: ConfigReader) -> tuple[str, ConfigReader]:
+    """The key that says how positions are rotated, and what it holds."""
+    key = "rope_parameters" if config.mapping.get("rope_parameters") else "rope_scaling"
+    return key, config.inner(key)
+
+
+def _rope_kind(parameters: ConfigReader) -> str:
+    return parameters.text("rope_type" if parameters.has("rope_type") else "type", "default")
+
+
+def _positions(config: ConfigReader, inner: ConfigReader, theta: float) -> tuple[float, RopeScaling | None]:
     """Base (where it is absent, ``theta``), and how positions are stretched."""
-    inner = ConfigReader(parameters)
     theta = inner.number("rope_theta", theta)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind in (None, "default"):
+    kind = _rope_kind(inner)
+    if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RopeScaling(kind="linear", factor=inner.number("factor"))
@@ -593,7 +650,7 @@ def _positions(config: ConfigReader, parameters: Mapping[str, Any], theta: float
     if kind == "longrope":
         return theta, _longrope(config, inner)
     raise UnsupportedArchitecture(
-        f"rope type {kind!r} is not one of default, linear, llama3, yarn, longrope: {kind} positions are missing"
+        f"rope type {shown(kind)} is not one of default, linear, llama3, yarn, longrope: {kind} positions are missing"
     )
 
 
@@ -602,18 +659,22 @@ def _longrope(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
     key, longest = "original_max_position_embeddings", config.integer("max_position_embeddings", 32768)
     # transformers prefers the key that lies outside of the positions' own.
     original = config.integer(key, parameters.integer(key, longest))
-    factors = {name: parameters.mapping.get(name) for name in ("short_factor", "long_factor")}
+    factors = {name: parameters.items(name) for name in ("short_factor", "long_factor")}
     for name, values in factors.items():
-        if not isinstance(values, list) or not all(isinstance(each, (int, float)) and each > 0 for each in values):
-            raise UnsupportedArchitecture(f"{name}={values!r} of longrope positions is no list of positive numbers")
+        if not values or not all(type(each) in (int, float) and 0 < each <= _LARGEST for each in values):
+            raise UnsupportedArchitecture(
+                f"{name}={shown(values)} of longrope positions is no list of positive numbers"
+            )
     factor = parameters.number("factor", longest / original)
+    if original == 1:
+        raise UnsupportedArchitecture(f"{key}=1: longrope positions are stretched from more than one")
     found = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeScaling(
         kind="longrope",
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=parameters.number("attention_factor", found),
-        short_factors=tuple(float(each) for each in factors["short_factor"] or ()),
+        short_factors=tuple(float(each) for each in factors["short_factor"]),
     )
 
 
@@ -637,8 +698,9 @@ def _yarn(parameters: ConfigReader) -> RopeScaling:
     def magnitude(share: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
-    share, other = parameters.mapping.get("mscale"), parameters.mapping.get("mscale_all_dim")
-    found = magnitude(share) / magnitude(other) if share and other else magnitude(1.0)
+    found = magnitude(1.0)
+    if parameters.mapping.get("mscale") and parameters.mapping.get("mscale_all_dim"):
+        found = magnitude(parameters.number("mscale")) / magnitude(parameters.number("mscale_all_dim"))
     return RopeScaling(
         kind="yarn",
         factor=factor,

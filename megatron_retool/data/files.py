@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from megatron_retool.data.folders import DataError as DataError
 from megatron_retool.data.folders import data_files as data_files
-from megatron_retool.parquet_files import UnreadableFile, damage_named, read_parquet
+from megatron_retool.parquet_files import UnreadableFile, check_expansion, damage_named, read_parquet
 from megatron_retool.runs.files import atomic_write
 from megatron_retool.untrusted import MOST_LEVELS, load_json
 
@@ -41,6 +41,11 @@ def read_table(path: str | Path) -> pa.Table:
     if table.num_rows == 0:
         raise DataError(f"{path}: no rows")
     return table
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    check_expansion(path)
+    return read_parquet(path)
 
 
 def _read_json_lines(path: Path) -> pa.Table:
@@ -116,7 +121,7 @@ def _place_of_value(rows: list[dict[str, Any]]) -> str:
 
 
 _READERS: dict[str, Callable[[Path], pa.Table]] = {
-    ".parquet": read_parquet,
+    ".parquet": _read_parquet,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,

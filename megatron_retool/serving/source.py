@@ -109,7 +109,7 @@ def context_length(config: Config) -> int:
         known.append(engine.context_length)
     else:
         model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        held.append(model.get("max_position_embeddings"))
+        held.append(model.get("max_position_embeddings") if isinstance(model, dict) else None)
     free = RESERVED_TOKENS if engine.backend == "sglang" else 0
     known += [limit - free for limit in held if isinstance(limit, int)]
     if not known:

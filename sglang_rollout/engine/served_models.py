@@ -5,7 +5,6 @@ A run on such a model would look healthy and learn from another policy's samples
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.untrusted import load_json
 from sglang_rollout.engine.process import resolve_device
 
 OWN_OUTPUT_LAYER = frozenset(
@@ -93,10 +93,13 @@ def check_served_model(config: Config) -> None:
     if config.rollout.engine.backend != "sglang" or not config.model.path or not file.is_file():
         return
     try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
-        served = hf_config.get("architectures") or []
-    except (ValueError, AttributeError, RecursionError):
+        hf_config = load_json(file.read_bytes(), finite=False)
+    except (OSError, ValueError):
         return
+    if not isinstance(hf_config, dict):
+        return
+    named = hf_config.get("architectures")
+    served = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if reason := unfilled_output_layer(hf_config, served):
         raise ConfigError(
             f"model.path={config.model.path}: {reason}. Save the model with an output layer of its own, and name that "
@@ -235,7 +238,8 @@ def misread_positions(hf_config: Mapping[str, Any]) -> str:
     if not isinstance(parameters, Mapping) or "yarn" not in (parameters.get("rope_type"), parameters.get("type")):
         return ""
     given, factor = parameters.get("attention_factor"), parameters.get("factor")
-    if given and factor and not math.isclose(given, 0.1 * math.log(max(factor, 1.0)) + 1.0, rel_tol=1e-6):
+    numbers = all(isinstance(each, int | float) for each in (given, factor))
+    if numbers and given and factor and not math.isclose(given, 0.1 * math.log(max(factor, 1.0)) + 1.0, rel_tol=1e-6):
         return (
             f"SGLang does not read attention_factor={given} of yarn's positions, and takes what follows from "
             f"factor={factor}: remove it from config.json, and both take that"

@@ -239,3 +239,20 @@ def test_a_data_position_that_is_none(tmp_path, tokenizer, change):
 def test_one_file_needs_no_brackets():
     config = load_config(None, ["data.train_files=a.parquet", "data.val_files=[b.parquet,c.parquet]"])
     assert (config.data.train_files, config.data.val_files) == (["a.parquet"], ["b.parquet", "c.parquet"])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [["z" * 5000] * 5000, [[{"role": "user", "content": "x" * 2000}] * 10] * 500, [None] * 20_000_000],
+    ids=["text", "messages", "nulls"],
+)
+def test_a_small_file_of_gigabytes_is_not_read(
+    rows: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    column = pa.nulls(len(rows), pa.int8()) if rows[0] is None else rows
+    pq.write_table(pa.table({"prompt": column}), path)
+    read_table(path)
+    monkeypatch.setattr("megatron_retool.parquet_files._FREE_BYTES", 2**20)
+    with pytest.raises(DataError, match=r"bomb\.parquet: its rows would take more than .* of memory"):
+        read_table(path)

@@ -19,7 +19,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
         head_dim=256,
     )
     config.refuse("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-    activation = config.mapping.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = config.text("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
         raise UnsupportedArchitecture(f"hidden_activation={activation!r} is not supported: only gelu_pytorch_tanh is")
     return {

@@ -24,7 +24,7 @@ def read(config: ConfigReader) -> dict[str, Any]:
     config.refuse("router_jitter_noise", "shared_intermediate_size")
     # transformers computes these alone, whatever config.json says.
     config.require(use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True)
-    if any(kind != 1 for kind in config.mapping.get("attn_type_list") or ()):
+    if any(kind != 1 for kind in config.items("attn_type_list")):
         raise UnsupportedArchitecture("attn_type_list has other kinds of layers than 1: linear attention is missing")
     # use_mtp and num_mtp_modules announce layers that published checkpoints lack; files.hf_checkpoint looks for them.
     fields = unbiased_decoder(config)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_retool.data.files import DataError, check_values, json_lines_table, read_table
-from megatron_retool.parquet_files import UnreadableFile, damage_named
+from megatron_retool.parquet_files import UnreadableFile, check_expansion, damage_named
 
 BATCH_ROWS = 4096
 _READ_BYTES = 1 << 20
@@ -101,6 +101,7 @@ class RowFile:
 
 def _parquet_head(path: Path, name: str) -> tuple[pa.Schema, int]:
     try:
+        check_expansion(path)
         with damage_named(name), pq.ParquetFile(path) as file:
             return file.schema_arrow, file.metadata.num_rows
     except UnreadableFile as error:

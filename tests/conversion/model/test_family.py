@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import pickle
 import random
 import re
@@ -25,7 +26,7 @@ from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.planning.models import MODELS
+from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.registry import ExtensionError
 from tests.conversion.conftest import assert_same_bits, read_all, save_tokenizer
 
@@ -230,7 +231,7 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({"hidden_size": 1.5}, "hidden_size=1.5 is not a positive integer"),
         ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
         ({"mlp_bias": True}, "mlp_bias=true is not supported for llama"),
         ({"attention_bias": True}, "attention_bias=true is not supported for llama"),
         (
@@ -239,9 +240,12 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic"}},
-            "rope type 'dynamic' is not one of default, linear, llama3, yarn, longrope",
+            'rope type "dynamic" is not one of default, linear, llama3, yarn, longrope',
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings is missing"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.original_max_position_embeddings is missing",
+        ),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             r"rope_parameters.sliding_attention=.*: stretched positions under a window are missing",
@@ -250,11 +254,11 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
             {"model_type": "olmo3", "sliding_window": None},
             "layers are to have sliding_attention, but sliding_window is no",
         ),
-        ({"rope_parameters": "linear"}, "rope_parameters='linear' is no mapping"),
+        ({"rope_parameters": "linear"}, 'rope_parameters="linear" is no mapping'),
         ({"layer_types": ["full_attention"]}, "layer_types is no list of num_hidden_layers=2 kinds"),
         (
             {"layer_types": ["full_attention", "chunked_attention"]},
-            r"layer_types\[1\]='chunked_attention' is not one of",
+            r"layer_types\[1\]=.chunked_attention. is not one of",
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
@@ -278,7 +282,7 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ),
         (
             {**PHI, "rope_scaling": {**LONGROPE, "long_factor": None}},
-            "long_factor=None of longrope positions is no list of positive numbers",
+            "long_factor=.* of longrope positions is no list of positive numbers",
         ),
         (
             {**PHI, "rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}},
@@ -326,7 +330,7 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({**LATENT, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: transformers normalises latents with 1e-06 whatever"),
         (
             {**LATENT, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
-            "mscale=None with mscale_all_dim=None: a factor on rotated features alone is missing",
+            "mscale=null with mscale_all_dim=null: a factor on rotated features alone is missing",
         ),
         (
             {**GLM, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
@@ -495,3 +499,31 @@ def test_a_reader_that_fails_is_named(tmp_path: Path, returned: str) -> None:
     file.write_text(SEED_OSS.replace('{**decoder(config), "attention_bias": True}', returned))
     with pytest.raises(ExtensionError, match=r"model\.families=.*reader\.py:FAMILY: its read\(config\) must return"):
         Architecture.from_hf_config({**LLAMA, "model_type": "seed_oss"}, [f"{file}:FAMILY"])
+
+
+ODD: list[Any] = [
+    True, 0, -1, 3, 10**400, 1.5, math.inf, math.nan, "", "1", [], [None], ["x"], {}, {"a": 1},
+    {"rope_type": "yarn", "factor": "x"}, {"rope_type": []}, {"rope_theta": "x"}, {"full_attention": 3},
+    {"rope_type": "longrope", "short_factor": [math.nan]},
+]  # fmt: skip
+READ_WITHOUT_A_VALUE = ("layer_types", "mlp_only_layers", "max_window_layers", "attn_type_list", "rope_parameters")
+
+
+@pytest.mark.parametrize(("family", "name"), model_of_each_family().items())
+def test_a_value_of_another_type_is_an_architecture_or_one_error(family: str, name: str) -> None:
+    published = MODELS[name]
+    changes = [{key: odd} for key in (*published, *READ_WITHOUT_A_VALUE) for odd in ODD]
+    changes += [
+        {key: {**within, inner: odd}}
+        for key, within in published.items()
+        if isinstance(within, dict)
+        for inner in (*within, "factor", "mscale", "attention_factor")
+        for odd in ODD
+    ]
+    for change in changes:
+        try:
+            found = Architecture.from_hf_config({**published, **change})
+        except UnsupportedArchitecture as error:
+            assert len(str(error)) < 1000, change
+        else:
+            assert len(found.windows) == found.num_layers, change
