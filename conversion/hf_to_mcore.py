@@ -50,8 +50,10 @@ from conversion.files.hf_checkpoint import (
     HFCheckpointError,
     Mxfp4Stack,
     StoredTensor,
+    check_finite,
     check_tokenizer,
     copy_companions,
+    is_finite,
 )
 from conversion.files.workers import (
     counted,
@@ -63,6 +65,7 @@ from conversion.files.workers import (
 from conversion.model.architecture import Architecture
 from conversion.model.layout import check_virtual_pipeline, cuts
 from conversion.model.rules import Arrangement
+from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
@@ -149,7 +152,8 @@ def convert(
         What was done: family, tensors, bytes, seconds and, with ``verify``, the largest difference.
 
     Raises:
-        HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit; nothing is written.
+        HFCheckpointError, WeightMapError, UnsupportedArchitecture: the source does not fit, or has NaN or infinite
+            weights; nothing is left behind.
         DamagedError: a file of ``hf_dir`` is not what it was when it was written.
         ExtensionError: one of ``families`` cannot be used.
         FileExistsError: ``mcore_dir`` overlaps ``hf_dir`` or may not be replaced, see ``check_target``.
@@ -187,17 +191,21 @@ def convert(
         with new_directory(
             mcore_dir, sources=[hf_dir], overwrite=overwrite, needed_bytes=needed, records=records
         ) as temporary:
-            chunks = []
+            chunks, broken = [], set[str]()
             count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()))
 
             def report_bytes(part: int) -> None:
                 check_source(False)
                 count(part)
 
-            for written, files in _write(checkpoint, weight_map, layout, dtype, temporary, workers, report_bytes):
+            for written, files, names in _write(
+                checkpoint, weight_map, layout, dtype, temporary, workers, report_bytes
+            ):
                 chunks += written
                 records |= files
+                broken |= names
             check_source(True)
+            check_finite(broken, hf_dir, dtype)
             write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
             (temporary / COMPANIONS).mkdir()
             copy_companions(hf_dir, temporary / COMPANIONS)
@@ -283,7 +291,7 @@ def _bytes_of(checkpoint: HFCheckpoint, mapping: Mapping) -> int:
     return sum(checkpoint.entry(name).nbytes for name in mapping.hf_names)
 
 
-_Written = tuple[list[Chunk], dict[str, FileRecord]]
+_Written = tuple[list[Chunk], dict[str, FileRecord], set[str]]
 
 
 @dataclass(frozen=True)
@@ -300,8 +308,9 @@ class _Job:
 
 
 def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
-    """What was written: chunks, and the files that they lie in."""
+    """What was written: chunks, the files that they lie in, and the tensors with NaN or infinite values."""
     writers: dict[int, ChunkWriter] = {}
+    broken: set[str] = set()
     with ExitStack() as files:
 
         def writer_of(rank: int) -> ChunkWriter:
@@ -320,14 +329,30 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
                     offsets = (start, columns[0] if columns else 0, *(0,) * len(shape[2:]))[: len(shape)]
                     writer.begin(place, shape, offsets, (stop - start, *rest), dtype)
                     cut.append((writer, columns))
+                position = start
                 for rows in job.checkpoint.row_blocks(mapping, start, stop):
+                    converted = rows.to(dtype)
+                    if not is_finite(converted):
+                        broken |= _not_finite(mapping, position, converted)
+                    position += len(rows)
                     for writer, columns in cut:
-                        writer.add((rows if columns is None else rows[:, columns[0] : columns[1]]).to(dtype))
+                        writer.add(converted if columns is None else converted[:, columns[0] : columns[1]])
                     report(rows.nbytes)
                 for writer, _ in cut:
                     writer.end()
     chunks = [chunk for writer in writers.values() for chunk in writer.chunks]
-    return chunks, {writer.file: writer.record for writer in writers.values()}
+    return chunks, {writer.file: writer.record for writer in writers.values()}, broken
+
+
+def _not_finite(mapping: Mapping, start: int, rows: torch.Tensor) -> set[str]:
+    """The Hugging Face tensors with NaN or infinite values among a parameter's rows from row ``start`` on."""
+    found, position = set(), 0
+    for segment in mapping.row_segments(start, start + len(rows)):
+        size = segment.stop - segment.start
+        if segment.source is not None and not is_finite(rows[position : position + size]):
+            found.add(tensor_of(mapping.hf_names[segment.source]))
+        position += size
+    return found
 
 
 def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int, tuple[int, int] | None]]]]:

@@ -44,8 +44,10 @@ from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
     FileWriter,
     TensorSpec,
+    check_finite,
     check_tokenizer,
     copy_companions,
+    is_finite,
     plan_files,
     write_index,
 )
@@ -142,17 +144,29 @@ def export(
             count(part)
 
         records: dict[str, FileRecord] = {}
+        broken: set[str] = set()
         with new_directory(
             hf_dir, sources=sources, overwrite=overwrite, needed_bytes=sum(sizes), records=records
         ) as temporary:
             parameters = _placed(mappings, groups, files)
             ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
             jobs = [
-                _Job(checkpoint, architecture, parameters[start:stop], files, dtype, form, power_of_two, temporary)
+                _Job(
+                    checkpoint,
+                    architecture,
+                    parameters[start:stop],
+                    files,
+                    dtype,
+                    form,
+                    power_of_two,
+                    temporary,
+                    broken,
+                )
                 for start, stop in ranges
             ]
             records |= _joined(run_jobs(_run_job, jobs, report_bytes))
             check_source(True)
+            check_finite(broken, mcore_dir, dtype)
             write_index(temporary, files)
             copy_companions(companions, temporary)
             _write_config(companions, temporary, weight_map, dtype, fp8)
@@ -261,6 +275,7 @@ class _Job:
 
     Attributes:
         form: of block-quantised weights; None: they are not quantised.
+        broken: gets the names of tensors with NaN or infinite values.
     """
 
     checkpoint: DistCheckpoint
@@ -271,6 +286,7 @@ class _Job:
     form: Form | None
     power_of_two: bool
     directory: Path
+    broken: set[str]
 
 
 def _run_job(job: _Job, report: Callable[[int], None]) -> list[tuple[str, Part]]:
@@ -282,9 +298,16 @@ def _run_job(job: _Job, report: Callable[[int], None]) -> list[tuple[str, Part]]
         with FileWriter(job.directory / file, specs, parameters[0].start, parameters[-1].stop) as writer:
             for parameter in parameters:
                 for name, blocks in _contents(parameter.group, job):
-                    writer.write(name, _reported(blocks, report))
+                    writer.write(name, _looked_at(name, _reported(blocks, report), job.broken))
             parts.append((file, writer.part))
     return parts
+
+
+def _looked_at(name: str, blocks: Iterable[Tensor], broken: set[str]) -> Iterator[Tensor]:
+    for block in blocks:
+        if not is_finite(block):
+            broken.add(name)
+        yield block
 
 
 def _reported(blocks: Iterable[Tensor], report: Callable[[int], None]) -> Iterator[Tensor]:

@@ -35,7 +35,14 @@ from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.hf_config import ConfigReader
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
-from conversion.model.weight_map import IGNORED_HF_NAMES, Mapping, WeightMap, WeightMapError, check_tensors
+from conversion.model.weight_map import (
+    FULL_PRECISION_DTYPES,
+    IGNORED_HF_NAMES,
+    Mapping,
+    WeightMap,
+    WeightMapError,
+    check_tensors,
+)
 from megatron_retool.runs.files import write_text
 
 WEIGHT_SUFFIXES = (
@@ -50,6 +57,8 @@ WEIGHT_SUFFIXES = (
     ".msgpack",
     ".onnx",
 )
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps a tokenizer's chat templates beside the first one."""
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """A directory has a tokenizer when it has every file of one of these."""
 
@@ -468,6 +477,32 @@ def write_index(directory: Path, files: Sequence[tuple[str, Sequence[TensorSpec]
     write_text(directory / INDEX_NAME, text + "\n")
 
 
+def is_finite(block: Tensor) -> bool:
+    """Whether none of its values is NaN or infinite; of a dtype that weights are trained in, every other one passes."""
+    if not block.numel() or str(block.dtype).removeprefix("torch.") not in FULL_PRECISION_DTYPES:
+        return True
+    return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(block))
+
+
+def check_finite(broken: Iterable[str], source: Path, dtype: torch.dtype | None) -> None:
+    """Refuse to write tensors with NaN or infinite values, which no model computes with.
+
+    Args:
+        broken: their names.
+        source: where they were read.
+        dtype: that they were cast to.
+
+    Raises:
+        HFCheckpointError: there are some.
+    """
+    if names := sorted(broken):
+        cast = "" if dtype is None else f" as {str(dtype).removeprefix('torch.')}"
+        raise HFCheckpointError(
+            f"{source} holds NaN or infinite values{cast} in {_some(names)}: fetch the model again, convert an earlier "
+            "checkpoint, or choose a --dtype with more range"
+        )
+
+
 def check_tokenizer(directory: Path) -> None:
     """Make sure that a tokenizer lies beside the weights.
 
@@ -482,7 +517,7 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def copy_companions(source: Path, target: Path, keep: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Copy config, generation config, tokenizer, chat template and the like: every plain file that holds no weights.
+    """Copy config, generation config, tokenizer, chat templates and the like: every plain file that holds no weights.
 
     Returns:
         The names that were copied.
@@ -496,6 +531,10 @@ def copy_companions(source: Path, target: Path, keep: Callable[[str], bool] = la
         if keep(path.name):
             shutil.copyfile(path, target / path.name)
             copied.append(path.name)
+    for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
+        (target / CHAT_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(path, target / CHAT_TEMPLATES / path.name)
+        copied.append(f"{CHAT_TEMPLATES}/{path.name}")
     return copied
 
 

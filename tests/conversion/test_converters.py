@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -177,6 +178,60 @@ def test_layers_for_multi_token_prediction_are_refused_by_name(model_directory, 
     save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, source / "model.safetensors")
     with pytest.raises(HFCheckpointError, match=r"layers\.2\.eh_proj\.weight, of layers for multi-.*python -c"):
         convert(source, tmp_path / "mcore", workers=1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(model_directory, value: float, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    copy_companions(model_directory("llama"), source)
+    tensors = read_all(model_directory("llama"))
+    names = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    for name in names:
+        tensors[name] = tensors[name].clone()
+        tensors[name][-1] = value
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(HFCheckpointError, match=f"NaN or infinite values in tensors {names[0]}, {names[1]}:"):
+        convert(source, tmp_path / "mcore")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_export_of_weights_that_are_no_numbers_is_refused(model_directory, tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("conversion.hf_to_mcore.is_finite", lambda block: True)
+        source = tmp_path / "source"
+        source.mkdir()
+        copy_companions(model_directory("llama"), source)
+        tensors = read_all(model_directory("llama"))
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * math.nan
+        save_file(tensors, source / "model.safetensors")
+        convert(source, tmp_path / "mcore")
+    with pytest.raises(HFCheckpointError, match="NaN or infinite values in tensor model.norm.weight:"):
+        export(tmp_path / "mcore", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_cast_beyond_its_range_is_refused(model_directory, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    copy_companions(model_directory("llama"), source)
+    tensors = read_all(model_directory("llama"))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1e6
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(HFCheckpointError, match="infinite values as float16 in tensor model.norm.weight: .*--dtype"):
+        convert(source, tmp_path / "mcore", dtype=torch.float16)
+
+
+def test_all_chat_templates_are_carried(model_directory, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(model_directory("llama"), source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates" / "code.py").write_text("1 / 0")
+    convert(source, tmp_path / "mcore")
+    export(tmp_path / "mcore", tmp_path / "hf")
+    carried = tmp_path / "hf" / "additional_chat_templates"
+    assert [(path.name, path.read_text()) for path in carried.iterdir()] == [("rag.jinja", "{{ messages }}")]
 
 
 def test_an_existing_directory_is_kept_unless_told(model_directory, tmp_path: Path) -> None:
