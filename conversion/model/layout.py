@@ -43,11 +43,13 @@ class ParallelLayout:
         expert: int = 1,
         expert_tensor: int | None = None,
         sequence_parallel: bool = False,
+        architecture: Architecture | None = None,
     ) -> ParallelLayout:
         """The layout of ``world_size`` ranks; data parallelism takes what the others leave.
 
         Args:
             expert_tensor: None: as ``tensor``.
+            architecture: of a model whose sizes an error names too, where they do not divide either.
 
         Raises:
             LayoutError: the sizes do not fit one another.
@@ -63,12 +65,18 @@ class ParallelLayout:
         ):
             if size < 1:
                 raise LayoutError(f"learner.{key}={size} must be at least 1")
-        for name, ranks in (
-            ("TP x PP x CP", tensor * pipeline * context),
-            ("ETP x EP x PP", expert_tensor * expert * pipeline),
-        ):
-            if world_size % ranks:
-                raise LayoutError(f"learner.world_size={world_size} is not divisible by {name} = {ranks}")
+        wrong = [
+            f"learner.world_size={world_size} is not divisible by {name} = {ranks}"
+            for name, ranks in (
+                ("TP x PP x CP", tensor * pipeline * context),
+                ("ETP x EP x PP", expert_tensor * expert * pipeline),
+            )
+            if world_size % ranks
+        ]
+        if wrong:
+            if architecture is not None:
+                wrong += _misfits(architecture, tensor, context, pipeline, virtual_pipeline, expert, expert_tensor)
+            raise LayoutError("; ".join(wrong))
         if sequence_parallel and tensor == 1:
             raise LayoutError("learner.sequence_parallel=true needs learner.tensor_model_parallel_size > 1")
         if virtual_pipeline is not None:
@@ -92,17 +100,17 @@ class ParallelLayout:
                 f"{self.expert_tensor} need a mixture-of-experts model, which {architecture.family} is not"
             )
         layout = self if architecture.is_moe else replace(self, expert_tensor=self.tensor)
-        for cut in cuts(
+        wrong = _misfits(
             architecture,
-            tensor=layout.tensor,
-            context=layout.context,
-            pipeline=layout.pipeline,
-            virtual_pipeline=layout.virtual_pipeline or 1,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-        ):
-            if not cut.fits:
-                raise LayoutError(layout._misfit(cut))
+            layout.tensor,
+            layout.context,
+            layout.pipeline,
+            layout.virtual_pipeline,
+            layout.expert,
+            layout.expert_tensor,
+        )
+        if wrong:
+            raise LayoutError("; ".join(wrong))
         if architecture.is_moe and self.tensor > 1 and not self.sequence_parallel:
             raise LayoutError(
                 "a mixture-of-experts model with tensor_model_parallel_size > 1 needs learner.sequence_parallel=true"
@@ -119,25 +127,6 @@ class ParallelLayout:
                 f"unit, {unit}"
             )
         return layout
-
-    @staticmethod
-    def _misfit(cut: Cut) -> str:
-        if cut.dimension in ("pipeline", "virtual_pipeline"):
-            return (
-                f"the model's {cut.what}={cut.size} is not divisible by PP x VPP = {cut.parts}: change "
-                "learner.pipeline_model_parallel_size or learner.virtual_pipeline_model_parallel_size"
-            )
-        if cut.dimension == "context":
-            return (
-                f"the model's {cut.what}={cut.size} is not divisible by TP x CP = {cut.parts}, and context-parallel "
-                "ranks share out the key heads of gated delta nets: change learner.context_parallel_size or "
-                "learner.tensor_model_parallel_size"
-            )
-        kind = cut.dimension if cut.dimension == "expert_tensor" else f"{cut.dimension}_model"
-        setting, size = f"learner.{kind}_parallel_size={cut.parts}", f"the model's {cut.what}={cut.size}"
-        if cut.may_repeat:
-            return f"{setting} neither divides {size} nor is a multiple of it"
-        return f"{setting} does not divide {size}"
 
     def layers(self, architecture: Architecture, stage: int, chunk: int = 0) -> range:
         """Global numbers of the layers in a model chunk of a pipeline stage; ``chunk``: its virtual stage."""
@@ -217,7 +206,8 @@ def cuts(
         yield Cut("tensor", tensor, "shared_expert_intermediate_size", width)
     if architecture.delta_net is not None:
         yield Cut("tensor", tensor, "linear_num_key_heads", architecture.delta_net.key_heads)
-        yield Cut("context", tensor * context, "linear_num_key_heads", architecture.delta_net.key_heads)
+        if context > 1:
+            yield Cut("context", tensor * context, "linear_num_key_heads", architecture.delta_net.key_heads)
     yield Cut("tensor", tensor, "hidden_size", architecture.hidden_size)
     yield Cut("pipeline", pipeline, "num_hidden_layers", architecture.num_layers)
     yield Cut("virtual_pipeline", pipeline * virtual_pipeline, "num_hidden_layers", architecture.num_layers)
@@ -234,3 +224,44 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     """
     multiple = 8 * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def _misfits(
+    architecture: Architecture,
+    tensor: int,
+    context: int,
+    pipeline: int,
+    virtual_pipeline: int | None,
+    expert: int,
+    expert_tensor: int,
+) -> list[str]:
+    """Everything of the model that the sizes do not divide, each with its key."""
+    parts = cuts(
+        architecture,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline or 1,
+        expert=expert,
+        expert_tensor=expert_tensor if architecture.is_moe else tensor,
+    )
+    return list(dict.fromkeys(_misfit(cut) for cut in parts if not cut.fits))
+
+
+def _misfit(cut: Cut) -> str:
+    if cut.dimension in ("pipeline", "virtual_pipeline"):
+        return (
+            f"the model's {cut.what}={cut.size} is not divisible by PP x VPP = {cut.parts}: change "
+            "learner.pipeline_model_parallel_size or learner.virtual_pipeline_model_parallel_size"
+        )
+    if cut.dimension == "context":
+        return (
+            f"the model's {cut.what}={cut.size} is not divisible by TP x CP = {cut.parts}, and context-parallel ranks "
+            "share out the key heads of gated delta nets: change learner.context_parallel_size or "
+            "learner.tensor_model_parallel_size"
+        )
+    kind = cut.dimension if cut.dimension == "expert_tensor" else f"{cut.dimension}_model"
+    setting, size = f"learner.{kind}_parallel_size={cut.parts}", f"the model's {cut.what}={cut.size}"
+    if cut.may_repeat:
+        return f"{setting} neither divides {size} nor is a multiple of it"
+    return f"{setting} does not divide {size}"

@@ -247,6 +247,7 @@ class LearnerConfig:
                 expert=self.expert_model_parallel_size,
                 expert_tensor=self.expert_tensor_parallel_size,
                 sequence_parallel=self.sequence_parallel,
+                architecture=architecture,
             )
             if architecture is None:
                 return layout

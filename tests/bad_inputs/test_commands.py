@@ -46,6 +46,7 @@ COMMANDS = [
     ("plan --gpus H100x8 --sizes 8,x", "--sizes"),
     ("plan --gpus H100x8 --suggestions many", "--suggestions"),
     ("plan", "model"),
+    ("plan --gpus H100x8 --model gpt-oss-20b learner.context_parallel_size=2", "context_parallel_size=2", "gpt-oss"),
     ("sft trainer.runs_dir=here sft.stages=[]", "sft.stages is empty"),
     ("sft --config configuration.yaml", "model.path is not set"),
     ("sft --config configuration.yaml model.path=m sft.stages=[{train_files: gone.parquet}]", "gone.parquet"),

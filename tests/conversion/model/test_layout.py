@@ -132,3 +132,17 @@ def test_layout_of_products() -> None:
 def test_vocabulary_padding_is_the_same_for_common_layouts() -> None:
     assert [padded_vocab_size(151936, tp) for tp in (1, 2, 4, 8)] == [151936] * 4
     assert [padded_vocab_size(101, tp) for tp in (1, 2, 4)] == [104, 112, 128]
+
+
+def test_everything_that_does_not_divide_is_said_at_once() -> None:
+    sizes = {TP: 3, "pipeline_model_parallel_size": 3, EP: 3}
+    words = ["world_size=8 is not divisible by TP x PP x CP = 9", "ETP x EP x PP = 27", "num_attention_heads=8",
+             "num_hidden_layers", "num_experts=8"]  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        LearnerConfig(world_size=8, **sizes).layout(EXPERTS)
+    for word in words:
+        assert str(error.value).count(word) == 1
+    with pytest.raises(ConfigError) as error:
+        LearnerConfig(world_size=27, **{**sizes, "expert_tensor_parallel_size": 1}).layout(EXPERTS)
+    for word in words[2:]:
+        assert word in str(error.value)
