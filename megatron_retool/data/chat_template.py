@@ -1,8 +1,9 @@
 """From conversations to token ids, and which of those ids an assistant has to learn.
 
-Two rules hold throughout:
+Three rules hold throughout:
 
 * the text comes from the tokenizer's own chat template, never from a format written down here;
+* what a message says never becomes a control token: only the template writes those (``_without_control_tokens``);
 * the text is cut where the policy starts and stops to speak, and the pieces are tokenised one by one. That is how
   the ids arise in a rollout (the prompt's and the tool results' ids are appended to sampled ids), so no token ever
   spans the border between what is trained and what is not.
@@ -10,7 +11,9 @@ Two rules hold throughout:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +63,10 @@ def render(
 ) -> list[str]:
     """The chat template's text for each conversation.
 
+    Where a message that is not the assistant's spells a control token (<|im_end|>), a blank behind its first character
+    keeps it text: a user, a data set or a tool would else end its own turn and write the next one. An assistant's
+    message keeps its control tokens, which a policy may have sampled and a data set may teach.
+
     Args:
         arguments: of the template, such as enable_thinking.
 
@@ -76,8 +83,8 @@ def render(
     template_limits.install()
     try:
         return tokenizer.apply_chat_template(
-            [list(conversation) for conversation in conversations],
-            tools=list(tools) if tools else None,
+            [_without_control_tokens(tokenizer, conversation) for conversation in conversations],
+            tools=_without_control_tokens(tokenizer, tools) if tools else None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **arguments,
@@ -86,6 +93,39 @@ def render(
         raise ChatTemplateError(f"{tokenizer.name_or_path}: {error}") from error
     except Exception as error:  # Jinja raises many kinds, and templates raise their own.
         raise ChatTemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
+
+
+def _without_control_tokens(tokenizer: Any, conversation: Sequence[Message]) -> list[Message]:
+    pattern = _control_tokens(tokenizer)
+    if pattern is None:
+        return list(conversation)
+    return [
+        message if message.get("role") == "assistant" else _with_texts_split(message, pattern)
+        for message in conversation
+    ]
+
+
+def _with_texts_split(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", value)
+    if isinstance(value, Mapping):
+        return {key: _with_texts_split(each, pattern) for key, each in value.items()}
+    return [_with_texts_split(each, pattern) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+_PATTERNS: weakref.WeakKeyDictionary[Any, re.Pattern[str] | None] = weakref.WeakKeyDictionary()
+
+
+def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """What finds the tokenizer's special tokens in a text; not other added tokens (<think>), which prompts explain."""
+    if tokenizer not in _PATTERNS:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {token.content for token in added if token.special} | set(
+            getattr(tokenizer, "all_special_tokens", ())
+        )
+        longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
+        _PATTERNS[tokenizer] = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    return _PATTERNS[tokenizer]
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
