@@ -98,7 +98,7 @@ def _run_modelopt(job: _ModeloptJob) -> None:
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job.hf_dir, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(job.hf_dir, dtype="auto", trust_remote_code=False).eval()
     if torch.cuda.is_available():
         model = model.cuda()
 
@@ -123,7 +123,7 @@ def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512
         lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"calibration file {path} cannot be read: {error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(hf_dir)
+    tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)
     samples = [ids[:max_tokens] for line in lines if (ids := tokenizer(line)["input_ids"])]
     if not samples:
         raise ValueError(f"calibration file {path} has no text: one sample a line is expected")

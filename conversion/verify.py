@@ -135,7 +135,9 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
             tensors = {name: source.read(name) for name in WeightMap(architecture).hf_names}
         model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32).eval()
     else:
-        model = AutoModelForCausalLM.from_pretrained(comparison.hf_dir, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            comparison.hf_dir, dtype=torch.float32, trust_remote_code=False
+        ).eval()
     if comparison.dtype is not None:
         for parameter in model.parameters():  # a router's bias stays in float32
             parameter.copy_(parameter.to(comparison.dtype))

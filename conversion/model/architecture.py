@@ -20,6 +20,7 @@ from conversion.model.hf_config import (
     RopeScaling,
     UnsupportedArchitecture,
     check_layer_types,
+    check_quantised_beside,
     check_short_factors,
 )
 from megatron_retool.registry import ExtensionError
@@ -256,6 +257,8 @@ class Architecture:
             raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
         except (ValueError, OSError) as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
+        if isinstance(loaded, dict):
+            check_quantised_beside(directory, loaded)
         if dequantized and isinstance(loaded, dict):
             loaded.pop("quantization_config", None)
         try:

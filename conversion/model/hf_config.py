@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_retool.untrusted import BriefError
@@ -198,6 +199,19 @@ def shown(value: Any) -> str:
     """A value as config.json has it, cut off where it is long."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def check_quantised_beside(directory: str | Path, hf_config: Mapping[str, Any]) -> None:
+    """Refuse weights that ModelOpt has quantised, where config.json itself does not say so.
+
+    Raises:
+        UnsupportedArchitecture: hf_quant_config.json lies beside a config.json without quantization_config.
+    """
+    file = Path(directory) / "hf_quant_config.json"
+    if file.is_file() and not hf_config.get("quantization_config"):
+        raise UnsupportedArchitecture(
+            f"{file}: ModelOpt has quantised the weights, which are not read: start from the full-precision ones"
+        )
 
 
 def decoder(config: ConfigReader) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import full_precision
-from conversion.model.family import known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.family import find_family, known_to_transformers
+from conversion.model.hf_config import UnsupportedArchitecture, check_quantised_beside
 from megatron_retool.admission import parity, single_checks
 from megatron_retool.admission.engine_checks import engine_checks
 from megatron_retool.admission.layouts import FEW, NAMED, Case, cases, process_groups
@@ -20,7 +21,7 @@ from megatron_retool.admission.missing_parts import known_parts, missing_parts
 from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model, stored_weights
+from megatron_retool.admission.tiny_model import random_model, save_model, stored_weights, without_memory
 from megatron_retool.planning.models import MODELS, model_of_each_family
 
 _WHOLE = ("qwen3", "qwen3_moe")
@@ -132,18 +133,23 @@ def _architecture(request: Request) -> Architecture:
 
 
 def _advice(request: Request) -> str:
-    """What the model has that no family of ours has, as a sentence to append."""
+    """What the model has that no family of ours has, as a sentence to append; empty where its family refuses a key."""
+    with contextlib.suppress(UnsupportedArchitecture):
+        find_family(str(request.hf_config.get("model_type")), request.families)
+        return ""
     names = _tensor_names(request)
     missing = missing_parts(request.hf_config, names)
     if missing:
         return f". Missing parts: {'; '.join(missing)}"
+    if not names:
+        return ". transformers builds no model of this config.json, so its parts are not known: see docs/extending.md"
     parts = ", ".join(f"*{part}" for part in known_parts(names))
     return f". Every part that its tensors show is there ({parts}): declare the family, see docs/extending.md"
 
 
 def _tensor_names(request: Request) -> list[str]:
     try:
-        return list(stored_weights(random_model(_shrunk(request))))
+        return list(stored_weights(without_memory(_shrunk(request))))
     except Exception:  # transformers has not this model type either, or builds it from other keys
         return []
 
@@ -300,4 +306,9 @@ def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:
         raise NotAdmissible(f"{file} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise NotAdmissible(f"{file} holds a {type(found).__name__}, where a mapping with model_type, … is expected")
-    return found, path if path.is_dir() else path.parent
+    directory = path if path.is_dir() else path.parent
+    try:
+        check_quantised_beside(directory, found)
+    except UnsupportedArchitecture as error:
+        raise NotAdmissible(str(error)) from None
+    return found, directory

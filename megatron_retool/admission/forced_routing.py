@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conversion.files.dist_metadata import load_arrays
 from conversion.model.architecture import Architecture
 from megatron_retool.admission.tiny_model import Copies, hf_log_probs, stored_gradients
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs, policy_loss
@@ -200,7 +201,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def compare(learner: Any, batch: TrajectoryBatch, file: Path, temperature: float) -> dict[str, float]:
     """How far replay of all rows, of rows with gaps, and of the learner's own rows is from transformers'."""
-    expected = torch.load(file, weights_only=False)
+    expected = load_arrays(file)
     found: dict[str, float] = {}
     replay = learner.routing_replay
     plan: dict[str, tuple[str | None, ...]] = {"all_rows": ("moe",), "gaps": (None, "full"), "own": (None,)}

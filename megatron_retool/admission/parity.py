@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from conversion.files.dist_metadata import load_arrays
 from conversion.model.architecture import Architecture
 from megatron_retool.admission import forced_routing
 from megatron_retool.admission.layouts import Case, learner_config
@@ -142,7 +143,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
     """
     from megatron_retool.learner.weights import gradients_by_hf_name
 
-    expected = torch.load(hf_dir / "reference.pt", weights_only=False)
+    expected = load_arrays(hf_dir / "reference.pt")
     learner = build(case, hf_dir, families, replay=True)
     batch = mini_batch()
     found: Found = {}
@@ -194,7 +195,7 @@ def compare_engine(log_probs: list[list[float]], hf_dir: Path) -> Found:
     Args:
         log_probs: of ``engine_sequences``, of all their tokens but the first, at temperature 1.
     """
-    expected = torch.load(hf_dir / "reference.pt", weights_only=False)[ENGINE]
+    expected = load_arrays(hf_dir / "reference.pt")[ENGINE]
     off, first = [0.0], 0
     for (prompt, response), row in zip(sequences(mini_batch()), log_probs, strict=True):
         own = np.array(row[len(prompt) - 1 :])
@@ -240,7 +241,7 @@ def load_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) ->
 
     learner = build(case, hf_dir, families)
     before = _exported(learner)
-    saved, after = torch.load(hf_dir / _WEIGHTS) if before else ({}, {})  # one rank has the weights
+    saved, after = load_arrays(hf_dir / _WEIGHTS) if before else ({}, {})  # one rank has the weights
     with torch.no_grad():
         for _, tensor in global_tensors(learner.model_chunks):
             tensor.zero_()

@@ -81,7 +81,7 @@ def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     types = hf_config.get("layer_types")
     if isinstance(types, Sequence) and not isinstance(types, str) and types:
         small["layer_types"] = _every_kind(types, layers)
-    if hf_config.get("sliding_window_pattern"):
+    if isinstance(hf_config.get("sliding_window_pattern"), int):  # EXAONE's "LLLG" is a pattern of any number of layers
         small["sliding_window_pattern"] = min(hf_config["sliding_window_pattern"], layers // 2)
     full = hf_config.get("max_window_layers")
     if full is not None:

@@ -108,7 +108,7 @@ def chat_template(directory: Path | None) -> list[Check]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         plain = tokenizer.apply_chat_template(_ASKED, tokenize=False, add_generation_prompt=True)
     except Exception as error:
         return [Check("chat", "chat template", Verdict.FAIL, f"{type(error).__name__}: {error}")]

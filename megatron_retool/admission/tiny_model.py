@@ -17,6 +17,8 @@ from megatron_retool.doctor import model as doctor_model
 from megatron_retool.doctor.model import sequences
 from megatron_retool.trajectory import TrajectoryBatch
 
+MOST_PARAMETERS = 20_000_000
+"""Of a model with small sizes."""
 Copies = Sequence[tuple[int, int, int]]
 """(row, other, tokens), see ``with_copies``."""
 
@@ -26,16 +28,20 @@ def random_model(config: Any) -> Any:
     too.
 
     Raises:
-        ValueError: transformers does not know the model type.
+        ValueError: transformers does not know the model type, or the model is large.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if isinstance(config, Mapping):
-        fields = {key: value for key, value in config.items() if key not in ("model_type", "dtype")}
-        config = AutoConfig.for_model(config["model_type"], **fields)
+    config = _transformers_config(config)
     config._attn_implementation = config._experts_implementation = "eager"  # whose FLOPs torch can count
+    count = sum(parameter.numel() for parameter in without_memory(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(
+            f"the copy of this {config.model_type} model with small sizes still has {count:,} parameters: a size has "
+            "another name than those that are made small"
+        )
     torch.manual_seed(20)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).float().eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("bias", "sinks")):
@@ -45,6 +51,28 @@ def random_model(config: Any) -> Any:
             elif name.endswith("A_log"):  # of decays: memories of many tokens, where transformers' begin with a few
                 tensor.sub_(3.0)
     return model
+
+
+def without_memory(config: Any) -> Any:
+    """The model of ``random_model`` with shapes alone, whatever its size.
+
+    Raises:
+        ValueError: transformers does not know the model type.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_transformers_config(config), trust_remote_code=False)
+
+
+def _transformers_config(config: Any) -> Any:
+    from transformers import AutoConfig
+
+    if not isinstance(config, Mapping):
+        return config
+    # Of auto_map's code nothing is run, and nobody is asked whether to.
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "auto_map")}
+    return AutoConfig.for_model(config["model_type"], **fields)
 
 
 def stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

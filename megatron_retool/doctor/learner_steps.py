@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from conversion.files.dist_metadata import load_arrays
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.doctor import model
@@ -108,7 +108,7 @@ def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds
 
 
 def read_reference(session: Session, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(model.reference_file(session, kind), weights_only=False)
+    found: dict[str, Any] = load_arrays(model.reference_file(session, kind))
     return found
 
 

@@ -304,7 +304,9 @@ class BatchedModel:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.config.model.tokenizer_path or self.path)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.config.model.tokenizer_path or self.path, trust_remote_code=False
+            )
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
@@ -318,7 +320,12 @@ def _load(path: Path, dtype: str, attention: str) -> tuple[Any, dict[str, Any]]:
     logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     finally:
         if shows_progress:

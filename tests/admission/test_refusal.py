@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
+from conversion.model.architecture import Architecture
+from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.admission.admit import NotAdmissible, Request, examine, read_config
 from megatron_retool.admission.missing_parts import known_parts, missing_parts
+from megatron_retool.admission.tiny_model import random_model
 from megatron_retool.commands.command_line import parse
 from megatron_retool.planning.models import MODELS
 
@@ -86,3 +90,42 @@ def test_the_command_needs_a_model() -> None:
     run, options = parse(["admit"])
     with pytest.raises(ValueError, match="nothing to examine"):
         run(options, Console())
+
+
+def test_a_switch_of_a_known_family_is_named_alone(tmp_path: Path) -> None:
+    name = next(name for name, config in MODELS.items() if config["model_type"] == "deepseek_v3")
+    said = refusal({**MODELS[name], "attention_bias": True}, tmp_path)
+    assert said == "mine: attention_bias=true is not supported for deepseek_v3"
+
+
+def test_a_pattern_of_windows_as_text(tmp_path: Path) -> None:
+    """EXAONE 4 as it is published: one letter a layer, over and over."""
+    exaone = {**GLM4, "model_type": "exaone4", "sliding_window_pattern": "LLLG", "sliding_window": 4096}
+    exaone["layer_types"] = [*["sliding_attention"] * 3, "full_attention"]
+    said = refusal(exaone, tmp_path)
+    assert "mine: model_type='exaone4' is not one of" in said
+    assert "Every part that its tensors show is there (*" in said or "Missing parts: " in said
+
+
+def test_a_model_with_sizes_of_other_names_takes_no_memory(tmp_path: Path) -> None:
+    jamba = {"model_type": "gpt_neo", "hidden_size": 16384, "num_layers": 200, "attention_types": [[["global"], 200]]}
+    before = psutil.Process().memory_info().rss
+    assert "model_type='gpt_neo' is not one of" in refusal(jamba, tmp_path)
+    assert psutil.Process().memory_info().rss - before < 2**30
+    with pytest.raises(ValueError, match="still has .* parameters"):
+        random_model({**jamba, "num_layers": 12, "attention_types": [[["global"], 12]]})
+
+
+def test_nobody_is_asked_whether_to_run_a_models_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asked"))
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    assert "model_type='mimi' is not one of" in refusal({"model_type": "mimi", "auto_map": code}, tmp_path)
+
+
+def test_weights_that_modelopt_has_quantised_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(NotAdmissible, match=r"hf_quant_config\.json: ModelOpt has quantised"):
+        read_config(str(tmp_path))
+    with pytest.raises(UnsupportedArchitecture, match=r"hf_quant_config\.json: ModelOpt has quantised"):
+        Architecture.from_pretrained(tmp_path, dequantized=True)

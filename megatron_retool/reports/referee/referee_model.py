@@ -96,7 +96,7 @@ def load_model(step: StoredStep, architecture: Architecture, number_format: Numb
     from transformers.utils import logging
 
     architecture.declaration  # noqa: B018  (a family's file may make its classes known to transformers)
-    config = AutoConfig.from_pretrained(step.model_dir)
+    config = AutoConfig.from_pretrained(step.model_dir, trust_remote_code=False)
     tensors: dict[str, Tensor] = {}
     for name, tensor in step.weights.tensors(architecture):
         learners = tensor.to(DTYPES[step.config.learner.dtype])
