@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from megatron_retool.loop.rollout_files import step_path, stored_steps
@@ -220,13 +221,17 @@ def print_comparison(a: Path, b: Path, console: Console) -> None:
     found = comparison(a, b)
     names = set(first_shown([metric["name"] for metric in found["metrics"]]))
     table = Table(title=f"curves of {b} and of {a}", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("metric", "last", "last of the first", "apart from step", "largest distance", "at step"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("metric", "last", "last of\nthe first", "apart\nfrom step", "largest\ndistance", "at\nstep"):
+        table.add_column(heading, no_wrap=True)
     keys = ("b", "a", "first_step_apart", "largest_distance", "largest_distance_step")
     for metric in found["metrics"]:
         if metric["name"] in names and not metric["clock"]:
             table.add_row(metric["name"], *(_shown(metric[key]) for key in keys))
+    # Where the terminal is too narrow it wraps whole lines: half a name could not be searched for or copied.
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    width, console.width = console.width, max(console.width, needed)
     console.print(table)
+    console.width = width
     first = found["first_difference"]
     console.print(
         "first difference: " + ("none: all that both have stored is equal" if first is None else first["text"]),

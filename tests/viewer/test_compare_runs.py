@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
+from rich.console import Console
 
 from megatron_retool.__main__ import main
-from megatron_retool.viewer.compare_runs import comparison, first_difference
+from megatron_retool.viewer.compare_runs import comparison, first_difference, print_comparison
+from megatron_retool.viewer.curves import first_shown
 from tests.viewer.two_runs import ROWS, make_run, read_step, write_rows, write_step
 
 
@@ -84,4 +88,13 @@ def test_the_command_says_all_of_it(runs, capsys):
     assert main(["diff", *map(str, runs)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "first difference: step 1, group 7, response 1, token 2: response_ids is 6 and 99" in said
-    assert "apart from" in said and "settings that differ" in said
+    assert "from step" in said and "settings that differ" in said
+
+
+def test_no_name_is_broken_on_a_narrow_terminal(runs):
+    console = Console(width=30, file=io.StringIO())
+    print_comparison(*runs, console)
+    said = console.file.getvalue()
+    names = first_shown([metric["name"] for metric in comparison(*runs)["metrics"] if not metric["clock"]])
+    assert names and all(name in said for name in names)
+    assert console.width == 30
