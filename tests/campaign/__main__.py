@@ -1,4 +1,4 @@
-"""Random kills and stops on the small demo: python -m tests.campaign --kills 50 --seed 1
+"""Random kills, requests to end and stops on the small demo: python -m tests.campaign --kills 50 --seed 1
 
 Victims come from the whole process tree, at random moments. A run that ends is started again by the same command. Each
 must reach its last step, with every row, trajectory and checkpoint there, with the training values of a run that nobody
@@ -29,6 +29,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=10, help="strikes in all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stops", type=float, default=0.2, help="share of SIGSTOP among them (%(default)s)")
+    parser.add_argument("--terms", type=float, default=0.2, help="share of SIGTERM among them (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
+        help="a setting of the runs, such as tools.code_interpreter.isolation=rlimits; may be repeated. Values are no "
+        "longer compared with those of the run that nobody struck",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=6, help="training steps of a run (%(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds without a step that are too many")
     parser.add_argument(
@@ -52,8 +58,8 @@ def main() -> int:
             highlight=False,
         )
 
-    plan = Plan(options.seed, stops=options.stops, only=options.only)
-    campaign = Campaign(prepared, plan, options.kills, limit=options.limit, report=report)
+    plan = Plan(options.seed, stops=options.stops, terms=options.terms, only=options.only)
+    campaign = Campaign(prepared, plan, options.kills, limit=options.limit, report=report, settings=options.settings)
     campaign.run()
     console.print(table_of(campaign.blows))
     for blow in campaign.blows:

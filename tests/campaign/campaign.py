@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,6 +56,7 @@ class Campaign:
         longest_waits: seconds to a run's first strike at most, so that it may meet the start or any step, and from a
             recovery to the next strike.
         report: called with each blow, when it is known what came of it.
+        settings: of all runs, beside those of the demo. Such runs are not compared with the one that nobody struck.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Campaign:
         limit: float = 300.0,
         longest_waits: tuple[float, float] = (75.0, 25.0),
         report: Callable[[Blow], None] = lambda blow: None,
+        settings: Sequence[str] = (),
     ) -> None:
         self.prepared = prepared
         self.plan = plan
@@ -75,6 +77,7 @@ class Campaign:
         self.hang_seconds = HANG_SHARE * limit
         self.longest_waits = longest_waits
         self.report = report
+        self.settings = tuple(settings)
         self.blows: list[Blow] = []
         self.run_violations: dict[str, list[str]] = {}
 
@@ -86,12 +89,12 @@ class Campaign:
         number = 0
         while len(self.blows) < self.kills:
             number += 1
-            self._one_run(f"run_{number:03d}", replay=number % 2 == 1)
+            self._one_run(f"run_{number:03d}", replay=number % 2 == 1 and not self.settings)
 
     def _one_run(self, name: str, replay: bool) -> None:
         run_dir = self.prepared.runs_dir / name
         shutil.rmtree(run_dir, ignore_errors=True)
-        command = self.prepared.command(name, self.hang_seconds, replay)
+        command = [*self.prepared.command(name, self.hang_seconds, replay), *self.settings]
         with _temporary_directory() as temporary:
             run = WatchedRun(command, temporary, self.prepared.runs_dir / f"{name}.log")
             run.log.unlink(missing_ok=True)

@@ -43,8 +43,8 @@ class Strike:
     continues_after: float | None = None
 
     def __str__(self) -> str:
-        if self.signal is signal.SIGKILL:
-            return "SIGKILL"
+        if self.signal is not signal.SIGSTOP:
+            return self.signal.name
         return "SIGSTOP" if self.continues_after is None else f"SIGSTOP, {self.continues_after:.0f} s"
 
 
@@ -75,12 +75,13 @@ class Plan:
 
     Args:
         stops: the share of strikes that stop a process instead of killing it.
+        terms: the share that asks it to end (SIGTERM), as a scheduler or an operator would.
         only: kinds to choose from; all where it is empty.
     """
 
-    def __init__(self, seed: int, *, stops: float = 0.2, only: Iterable[str] = ()) -> None:
+    def __init__(self, seed: int, *, stops: float = 0.2, terms: float = 0.0, only: Iterable[str] = ()) -> None:
         self._random = random.Random(seed)
-        self._stops = stops
+        self._stops, self._terms = stops, terms
         self._only = frozenset(only)
         self._struck: dict[str, int] = {}
 
@@ -97,8 +98,10 @@ class Plan:
         kind = self._random.choice([kind for kind in kinds if self._struck.get(kind, 0) == fewest])
         self._struck[kind] = fewest + 1
         process = self._random.choice(list(found[kind]))
-        if self._random.random() >= self._stops:
-            return Strike(kind, process, signal.SIGKILL)
+        drawn = self._random.random()
+        if drawn >= self._stops:
+            asked = drawn < self._stops + self._terms
+            return Strike(kind, process, signal.SIGTERM if asked else signal.SIGKILL)
         # Nobody is left who could see that the driver stands still.
         forever = kind != DRIVER and self._random.random() < 0.5
         return Strike(kind, process, signal.SIGSTOP, None if forever else self._random.uniform(1.0, 15.0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.campaign.plan import DRIVER, KINDS, Plan, by_kind, kind_of
 
 COMMANDS = {
@@ -49,6 +51,14 @@ def test_a_seed_is_a_campaign():
     stops = [strike for strike in drawn if strike.signal is signal.SIGSTOP]
     assert 5 < len(stops) < 35
     assert {strike.continues_after is None for strike in stops} == {True, False}
+
+
+def test_a_share_of_the_strikes_asks_to_end():
+    plan = Plan(5, stops=0.2, terms=0.4)
+    signals = [plan.strike({"sandbox": [2]}).signal for _ in range(300)]
+    shares = {each: signals.count(each) / 300 for each in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL)}
+    assert shares == pytest.approx({signal.SIGTERM: 0.4, signal.SIGSTOP: 0.2, signal.SIGKILL: 0.4}, abs=0.08)
+    assert {str(plan.strike({DRIVER: [1]})) for _ in range(50)} >= {"SIGTERM", "SIGKILL"}
 
 
 def test_a_stopped_driver_always_goes_on():
