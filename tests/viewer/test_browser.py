@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_retool.viewer.compare_runs import comparison
 from megatron_retool.viewer.export import export
 from megatron_retool.viewer.server import serve
 from tests.viewer.synthetic_run import make_run
@@ -220,13 +221,32 @@ def test_calls_unfold_and_two_responses_stand_side_by_side(tab, address: str) ->
     assert tab.locator("[data-response]").count() == 1
 
 
-def test_runs_curves_and_comparison_lead_to_each_other(tab, address: str) -> None:
+def test_runs_curves_and_comparison_lead_to_each_other(tab, address: str, runs: Path) -> None:
     visit(tab, address)
     assert tab.locator("tbody tr").count() == 2
     tab.click("a[href='#/run/a']")
     tab.wait_for_selector(".js-plotly-plot .scatterlayer, .js-plotly-plot canvas")
     visit(tab, address, "#/compare?a=a&b=b")
     assert "trainer.seed" in tab.inner_text("main")
+    rows = tab.locator("table[aria-label=metrics] tbody tr")
+    differing = rows.count()
+    equal = [metric["name"] for metric in comparison(runs / "a", runs / "b")["metrics"]
+             if not metric["clock"] and metric["first_step_apart"] is None]  # fmt: skip
+    assert equal and not set(equal) & set(rows.locator("td:first-child").all_inner_texts())
+    tab.click("text=all metrics")
+    tab.wait_for_selector("text=only what differs")
+    assert rows.count() >= differing + len(equal)
+
+
+def test_changed_settings_and_figures_stand_before_times_by_short_names(tab, address: str) -> None:
+    tab.set_viewport_size({"width": 1440, "height": 900})
+    visit(tab, address)
+    headings = tab.locator("table[aria-label=runs] th").all_inner_texts()
+    assert headings.index("seed") < headings.index("in steps") < headings.index("started")
+    assert tab.get_attribute("th span:text-is('seed')", "title") == "trainer.seed"
+    assert tab.evaluate(
+        "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
+    )
 
 
 def test_one_run_is_shown_alone(tab, runs: Path) -> None:

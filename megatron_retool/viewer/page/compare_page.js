@@ -6,13 +6,16 @@ import { element, href, problemList, row, shown, table } from "./elements.js";
 
 const text = (value) => (value === null || value === undefined ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
 
-export async function render(root, { a, b, clocks }) {
+export async function render(root, { a, b, clocks, all }) {
   if (!a || !b) return choose(root, a, b);
   const query = new URLSearchParams({ a, b });
   const found = await get("compare?" + query);
   const charts = new Charts();
   const withClocks = clocks === "1";
-  const metrics = found.metrics.filter((metric) => withClocks || !metric.clock);
+  const withAll = all === "1";
+  const comparable = found.metrics.filter((metric) => withClocks || !metric.clock);
+  const metrics = comparable.filter((metric) => withAll || differs(metric));
+  const other = (change) => href(["compare"], { a, b, clocks: withClocks ? "1" : "", all: withAll ? "1" : "", ...change });
   root.append(
     element("h1", {}, `${a} and ${b}`),
     problemList(found.problems) ?? "",
@@ -22,13 +25,17 @@ export async function render(root, { a, b, clocks }) {
     table(["setting", a, b], found.settings.map((setting) => row(setting.name, text(setting.a), text(setting.b))), { "aria-label": "settings" }),
     element("h2", {}, "curves"),
     await curves(charts, a, b),
-    element("h2", {}, "metrics"),
-    element("p", {}, element("a", { href: href(["compare"], { a, b, clocks: withClocks ? "" : "1" }) }, withClocks ? "without what the clock measures" : "also what the clock measures")),
+    element("h2", {}, `metrics: ${comparable.filter(differs).length} of ${comparable.length} differ`),
+    element("p", { class: "controls" },
+      element("a", { href: other({ all: withAll ? "" : "1" }) }, withAll ? "only what differs" : "all metrics"),
+      element("a", { href: other({ clocks: withClocks ? "" : "1" }) }, withClocks ? "without what the clock measures" : "also what the clock measures")),
     table(["metric", `${a}, last`, `${b}, last`, "apart from step", "largest distance", "at step"],
       metrics.map((metric) => row(metric.name, shown(metric.a), shown(metric.b), shown(metric.first_step_apart), shown(metric.largest_distance), shown(metric.largest_distance_step))), { "aria-label": "metrics" }),
   );
   return { ready: () => charts.ready(), leave: () => charts.leave() };
 }
+
+const differs = (metric) => metric.first_step_apart !== null || metric.a !== metric.b;
 
 function firstDifference(first, a, b) {
   if (first === null) return element("p", {}, "All that both runs have stored is equal.");

@@ -165,7 +165,7 @@ function groupDetail(run, step, group) {
     shown(each.reward), each.prediction ?? "none was found",
     Object.entries(each.why).map(([name, value]) => `${name} ${shown(value)}`).join(", "),
     each.tokens, each.turns, each.tool_statuses.join(", ") || "no call", each.finish_reason,
-    each.masked_share === null ? "not trained on" : shown(each.masked_share), shown(each.largest_difference)));
+    each.masked_share === null ? element("span", { class: "nowrap" }, "not trained on") : shown(each.masked_share), shown(each.largest_difference)));
   return element("div", {},
     element("h2", {}, `Group ${group.group_id}`, element("span", { class: "faint" }, group.trained ? " kept" : " dropped")),
     element("p", {}, element("b", {}, "question "), group.question),
