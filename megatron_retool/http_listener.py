@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from megatron_retool.untrusted import clipped, quoted
+from megatron_retool.untrusted import MOST_QUOTED, clipped, quoted
 
 IDLE_SECONDS = 30.0
 """Longest wait for a request's headers, from the connection's beginning or the last answer on."""
@@ -147,7 +147,7 @@ class _Protocol(web.RequestHandler):
     ) -> web.StreamResponse:
         """As ``web.RequestHandler.handle_error``."""
         if isinstance(exc, HttpProcessingError):
-            message = f"no HTTP request: {clipped(message or '')}"
+            message = f"no HTTP request: {clipped(message or '', MOST_QUOTED)}"
         return super().handle_error(request, status, exc, message)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:

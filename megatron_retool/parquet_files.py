@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron_retool.untrusted import BriefError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
 
 
@@ -91,6 +90,8 @@ def list_groups(
     Raises:
         UnreadableFile: naming file, row and column.
     """
+    import numpy as np
+
     for table in read_row_groups(path, names):
         check_lists(path, table, names)
         found = {}

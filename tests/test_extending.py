@@ -172,6 +172,7 @@ def test_a_model_of_the_family_goes_there_and_back(outside: Path, monkeypatch: p
 def test_a_wrong_target_ends_the_command_with_one_message(
     outside: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
+    runpy.run_path(str(outside / "my_data.py"))
     load(outside, "data", "loss", "advantage", "reward", "tool")
     assert command_line.main(["train", "--config", "all.yaml", "model.path=not/fetched", override]) == 1
     printed = " ".join(capsys.readouterr().out.split())
