@@ -38,8 +38,7 @@ def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     admission = admissions[name]
     assert [(check.name, check.reason) for check in admission.failures] == []
     passed = {check.name for check in admission.checks if check.verdict is Verdict.PASS}
-    assert {"round trip", "one process", "tp2 sp", "pp2"} <= passed
-    assert ("cp2" in passed) == ("linear_num_key_heads" not in admission.config)
+    assert {"round trip", "one process", "tp2 sp", "pp2", "cp2"} <= passed
     assert "unpacked, recompute" in passed or {"unpacked", "recompute"} <= passed
     assert {"parameters", "FLOPs", "names and shapes"} <= passed
     assert ("ep2 tp2" in passed) == ("routing replay" in passed)
