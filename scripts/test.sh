@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--all | pytest arguments]
 #
 #   bash scripts/test.sh                             everything but slow tests and those with published weights
-#   bash scripts/test.sh --all                       these too (under 50 minutes)
+#   bash scripts/test.sh --all                       these too (about an hour)
 #   bash scripts/test.sh -m slow                     tests that take minutes
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #
