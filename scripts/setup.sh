@@ -50,8 +50,11 @@ fi
 
 # Ubuntu 24.04 and NVIDIA's and SGLang's images have 3.12; where PATH has none, pyenv or uv may.
 find_python() {
-  local candidate pyenv="${PYENV_ROOT:-${HOME:-}/.pyenv}/versions"
-  for candidate in python3.12 python3.13 python3 python "$pyenv"/3.12.*/bin/python3 "$pyenv"/3.13.*/bin/python3 "$@"; do
+  local candidate pyenv="${PYENV_ROOT:-${HOME:-}/.pyenv}" program
+  program="$(command -v pyenv || true)" # whose place tells where another user's HOME does not
+  for candidate in python3.12 python3.13 python3 python \
+    "$pyenv"/versions/3.12.*/bin/python3 "$pyenv"/versions/3.13.*/bin/python3 \
+    "${program%/bin/pyenv}"/versions/3.12.*/bin/python3 "${program%/bin/pyenv}"/versions/3.13.*/bin/python3 "$@"; do
     if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$usable" 2>/dev/null; then
       echo "$candidate"
       return

@@ -154,6 +154,7 @@ esac"""
         ("bin/python3.13", None),
         ("bin/python3", None),
         ("pyenv/versions/3.13.1/bin/python3", None),
+        ("elsewhere/versions/3.13.1/bin/python3", None),
         ("uv/python", "find"),
         ("uv/python", "install"),
     ],
@@ -169,7 +170,9 @@ def test_an_interpreter_is_found_where_there_is_one(tmp_path: Path, place: str, 
     checkout.program("bin/uv", f"{found} || {{ {installs}; }}")
     if said_by_uv == "find":
         (tmp_path / "installed").touch()
-    assert checkout.setup(PYENV_ROOT=f"{tmp_path}/pyenv") == CPU
+    checkout.program("elsewhere/bin/pyenv", "exit 1")
+    path = f"{tmp_path}/bin:{tmp_path}/elsewhere/bin:{os.defpath}"
+    assert checkout.setup(PYENV_ROOT=f"{tmp_path}/pyenv", PATH=path) == CPU
     assert (tmp_path / "installed").exists() == (said_by_uv is not None), "uv is asked last"
 
 

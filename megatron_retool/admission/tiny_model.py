@@ -70,7 +70,7 @@ def _transformers_config(config: Any) -> Any:
 
     if not isinstance(config, Mapping):
         return config
-    # Of auto_map's code nothing is run, and nobody is asked whether to.
+    # The code that auto_map names is not run, and there is no question whether to.
     fields = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "auto_map")}
     return AutoConfig.for_model(config["model_type"], **fields)
 

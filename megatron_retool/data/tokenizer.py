@@ -33,7 +33,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # and nobody is asked whether to
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # without asking whether to
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{key}={path}: the tokenizer cannot be loaded: {reason}") from error
