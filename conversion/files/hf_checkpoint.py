@@ -132,8 +132,11 @@ class HFCheckpoint:
         self.directory = Path(directory)
         self.on_disk: dict[str, StoredTensor] = {}
         files, index = weight_files(self.directory)
+        names: dict[str, set[str]] = {}
         for file in files:
-            for entry in read_header(self.directory / file):
+            entries = read_header(self.directory / file)
+            names[file] = {entry.name for entry in entries}
+            for entry in entries:
                 if entry.name in self.on_disk:
                     raise HFCheckpointError(
                         f"{self.directory}: tensor {entry.name} is in {self.on_disk[entry.name].file} and in {file}"
@@ -145,14 +148,11 @@ class HFCheckpoint:
                 self.on_disk[entry.name] = StoredTensor(
                     entry.name, file, entry.shape, _DTYPES[entry.dtype], entry.offset
                 )
-        check_index(self.directory, index, {file: self._names_in(file) for file in files})
+        check_index(self.directory, index, names)
         self.tensors = dict(self.on_disk)
         for name in [name for name in self.tensors if name.endswith(BLOCKS_SUFFIX)]:
             self._join_mxfp4(name.removesuffix(BLOCKS_SUFFIX))
         self._last = threading.local()
-
-    def _names_in(self, file: str) -> set[str]:
-        return {name for name, stored in self.on_disk.items() if stored.file == file}
 
     def _join_mxfp4(self, name: str) -> None:
         blocks = self.tensors.pop(name + BLOCKS_SUFFIX)
