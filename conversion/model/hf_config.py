@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.untrusted import BriefError
+from megatron_retool.untrusted import BriefError, clipped
 
 
 class UnsupportedArchitecture(BriefError):
@@ -196,9 +196,8 @@ _SHOWN = 80
 
 
 def shown(value: Any) -> str:
-    """A value as config.json has it, cut off where it is long."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    """A value as config.json has it, without its middle where it is long."""
+    return clipped(json.dumps(value, default=str), _SHOWN)
 
 
 def check_quantised_beside(directory: str | Path, hf_config: Mapping[str, Any]) -> None:
