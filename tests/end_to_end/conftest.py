@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.campaign.demo import write_config
 
@@ -110,13 +111,24 @@ class FinishedRun:
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """The demo's whole pipeline with three small RL steps."""
-    directory = tmp_path_factory.mktemp("demo")
-    trainer = {"test_freq": 0, "quick_test_freq": 2, "save_freq": 1, "keep_checkpoints": 5, "deterministic": True}
-    config = write_config(directory, "short", 3, **trainer)
-    command_line = CommandLine(config)
-    more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
-            "trainer.profiler.steps=[2]")  # fmt: skip
-    code, output = command_line.run("pipeline", *more)
-    assert code == 0, output
-    return FinishedRun(command_line, directory / "short", output)
+    """The demo's whole pipeline with three small RL steps.
+
+    Workers of pytest-xdist share it: the first that needs it makes it, while the other waits.
+    """
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory /= "demo"
+    with FileLock(f"{directory}.lock"):
+        config, said = directory / "short.yaml", directory / "output.txt"
+        command_line = CommandLine(config)
+        if not said.exists():
+            directory.mkdir(exist_ok=True)
+            trainer = {"test_freq": 0, "quick_test_freq": 2, "save_freq": 1, "keep_checkpoints": 5}
+            assert write_config(directory, "short", 3, **trainer, deterministic=True) == config
+            more = ("trainer.save_weights_freq=2", "trainer.checkpoint_compression=zstd", "trainer.profiler.tool=torch",
+                    "trainer.profiler.steps=[2]")  # fmt: skip
+            code, output = command_line.run("pipeline", *more)
+            assert code == 0, output
+            said.write_text(output)
+    return FinishedRun(command_line, directory / "short", said.read_text())
