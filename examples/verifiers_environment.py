@@ -2,7 +2,7 @@
 
 rollout.agent: examples/verifiers_environment.py:run
 rollout.agent_kwargs: {environment: my_sums, arguments: {size: 100}}
-(pip install --no-deps -r requirements/environments.txt)
+(scripts/setup.sh installs the package.)
 
 A row of the data stands for an example of the environment, by its uid: the same one for a whole group, in every epoch.
 """

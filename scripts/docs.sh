@@ -8,7 +8,7 @@ source scripts/usage.sh
 bash scripts/setup.sh
 bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
 if [[ ! -x "$bin/zensical" ]]; then # the GPU environment does not have it
-  "$bin/python" -m pip install --quiet "$(grep '^zensical==' requirements/cpu.txt)"
+  "$bin/python" -m pip install --quiet "$(sed -n 's/^\(zensical==[^ ]*\).*/\1/p' requirements/cpu.txt)"
 fi
 if [[ "${1:-}" == build ]]; then
   exec "$bin/zensical" build --strict

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything pinned in requirements/. Does nothing when it is already there and up to date.
+# Makes .venv with everything pinned in requirements/ (by scripts/pins.sh). Does nothing when it is already there and up
+# to date.
 #
 #   bash scripts/setup.sh [--gpu]
 #
@@ -12,6 +13,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/usage.sh
+source scripts/package_index.sh
 
 venv="${MEGATRON_RETOOL_VENV:-.venv}"
 stamp="$venv/.installed"
@@ -84,22 +86,13 @@ pip_flags=(--quiet --disable-pip-version-check --no-input --no-compile)
 [[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv"
 pip="$venv/bin/python -m pip install ${pip_flags[*]}"
 
-# uv unpacks on all cores, and pip on one. It does not read pip's settings, so it is told of them.
+# uv unpacks on all cores, and pip on one.
 get_uv() {
-  local settings index more files certificate
   if ! $pip --no-deps -r requirements/installer.txt; then
     echo "setup: going on with pip alone, which takes longer" >&2
     return
   fi
-  settings="$("$venv/bin/python" -m pip config list | sed 's/\\n/ /g')"
-  setting() { sed -n "s/^[^']*\.$1='\(.*\)'$/\1/p;T;q" <<<"$settings"; }
-  index="$(setting index-url)" more="$(setting extra-index-url)"
-  files="$(setting find-links)" certificate="$(setting cert)"
-  [[ -z "$index" ]] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-  [[ -z "$more" ]] || export UV_INDEX="${UV_INDEX:-$more}"
-  [[ -z "$files" ]] || export UV_FIND_LINKS="${UV_FIND_LINKS:-${files// /,}}"
-  [[ -z "$certificate" ]] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificate}"
-  export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" # the best of all indexes, as pip takes it
+  set_package_index "$venv"
 }
 
 # What uv cannot install, pip tries: an index may want something that uv does not know.
@@ -121,13 +114,12 @@ if [[ "$flavour" == gpu ]]; then
   # Neither needs a GPU to be imported. torch first: it brings the CUDA libraries that the other looks for.
   "$venv/bin/python" -c 'import torch, transformer_engine.pytorch'
 else
-  # torchvision has no CPU wheel on the package index and breaks transformers' imports where it is visible:
-  # only SGLang's server process gets to see it.
+  # torchvision breaks transformers' imports where it lacks its operators: only SGLang's server process gets to see it.
   # Megatron-Core takes other ways wherever it can import Transformer Engine: only tests that ask for it get to see it.
   get_uv
   export NVTE_PROJECT_BUILDING=1
   install -r requirements/cpu-torch.txt
-  # The list is complete: --no-deps keeps SGLang's CUDA packages out, and its pin of another torch.
+  # The list is complete: --no-deps keeps SGLang's CUDA packages out.
   install --no-deps -r requirements/cpu.txt
   for name in sglang_only transformer_engine_only; do
     install --no-deps --upgrade --target "$venv/$name" -r "requirements/$name.txt"

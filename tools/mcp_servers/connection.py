@@ -70,7 +70,7 @@ class McpServer:
         except ImportError as error:
             raise ConfigError(
                 f"MCP servers need the package mcp, version 2 (here: {error}): pip install '{PACKAGE}', or "
-                "pip install --no-deps -r requirements/environments.txt"
+                "bash scripts/setup.sh again"
             ) from error
         _limit_lines()
         async with contextlib.AsyncExitStack() as stack:

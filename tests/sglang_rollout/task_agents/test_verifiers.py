@@ -8,9 +8,7 @@ import pytest
 
 from tests.sglang_rollout.task_agents.test_examples import call, played
 
-pytest.importorskip(
-    "verifiers", reason="needs the package verifiers: pip install --no-deps -r requirements/environments.txt"
-)
+pytest.importorskip("verifiers", reason="needs the package verifiers: bash scripts/setup.sh")
 
 ENVIRONMENT = '''
 import verifiers as vf

@@ -23,7 +23,7 @@ from tools.tool import TrajectoryInfo
 
 needs_mcp = pytest.mark.skipif(
     importlib.util.find_spec("mcp") is None,
-    reason="needs the package mcp: pip install --no-deps -r requirements/environments.txt",
+    reason="needs the package mcp: bash scripts/setup.sh",
 )
 SERVER = Path(__file__).with_name("server.py")
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path), "NOTES_OWNER": "alice"}
