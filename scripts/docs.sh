@@ -6,11 +6,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/usage.sh
 bash scripts/setup.sh
-bin="${MEGATRON_RETOOL_VENV:-.venv}/bin"
-if [[ ! -x "$bin/zensical" ]]; then # the GPU environment does not have it
-  "$bin/python" -m pip install --quiet "$(sed -n 's/^\(zensical==[^ ]*\).*/\1/p' requirements/cpu.txt)"
+venv="${MEGATRON_RETOOL_VENV:-.venv}"
+if [[ ! -d "$venv/docs_only" ]]; then # the GPU environment does not have it
+  "$venv/bin/python" -m pip install --quiet --target "$venv/docs_only" -r requirements/docs_only.txt
 fi
+export PYTHONPATH="$venv/docs_only"
 if [[ "${1:-}" == build ]]; then
-  exec "$bin/zensical" build --strict
+  exec "$venv/bin/python" -m zensical build --strict
 fi
-exec "$bin/zensical" serve
+exec "$venv/bin/python" -m zensical serve

@@ -25,9 +25,10 @@ compile() { # name of the list, arguments
 }
 tools=(--extra mcp --extra verifiers --extra test)
 compile gpu pyproject.toml --extra gpu "${tools[@]}"
-compile cpu pyproject.toml --extra cpu --extra docs "${tools[@]}" --constraint requirements/gpu.txt \
+compile cpu pyproject.toml --extra cpu "${tools[@]}" --constraint requirements/gpu.txt \
   --override requirements/left_out_on_cpu.txt
 compile gpu-torch --group gpu-torch --constraint requirements/gpu.txt
+compile docs_only --group docs_only --constraint requirements/gpu.txt
 for group in gpu-build sglang_only transformer_engine_only installer; do
   compile "$group" --group "$group" --no-deps
 done

@@ -36,7 +36,7 @@ lists=("requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirement
 if [[ "$flavour" == gpu ]]; then
   lists+=(requirements/gpu-build.txt)
 else
-  lists+=(requirements/installer.txt requirements/transformer_engine_only.txt)
+  lists+=(requirements/{installer,transformer_engine_only,docs_only}.txt)
 fi
 want="$flavour $(cat "${lists[@]}" pyproject.toml | sha256sum | cut -c1-16) $PWD"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
@@ -121,7 +121,7 @@ else
   install -r requirements/cpu-torch.txt
   # The list is complete: --no-deps keeps SGLang's CUDA packages out.
   install --no-deps -r requirements/cpu.txt
-  for name in sglang_only transformer_engine_only; do
+  for name in sglang_only transformer_engine_only docs_only; do
     install --no-deps --upgrade --target "$venv/$name" -r "requirements/$name.txt"
   done
 fi

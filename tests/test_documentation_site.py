@@ -1,6 +1,7 @@
 """docs/ as a site: complete, searchable, and served from local files alone."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,8 +16,9 @@ SITE = OmegaConf.load(ROOT / "mkdocs.yml")
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    zensical = Path(sys.executable).with_name("zensical")
-    built = subprocess.run([zensical, "build", "--strict"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "docs_only")}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stdout + built.stderr
     return ROOT / SITE.site_dir
 

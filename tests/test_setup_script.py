@@ -55,7 +55,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-CPU = sorted(["installer", "cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "."])
+CPU = sorted(["installer", "cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "docs_only", "."])
 GPU = sorted(["gpu-torch", "gpu-build", "gpu", "."])
 
 
