@@ -144,7 +144,6 @@ def export(
             count(part)
 
         records: dict[str, FileRecord] = {}
-        broken: set[str] = set()
         with new_directory(
             hf_dir, sources=sources, overwrite=overwrite, needed_bytes=sum(sizes), records=records
         ) as temporary:
@@ -160,13 +159,13 @@ def export(
                     form,
                     power_of_two,
                     temporary,
-                    broken,
                 )
                 for start, stop in ranges
             ]
-            records |= _joined(run_jobs(_run_job, jobs, report_bytes))
+            written = run_jobs(_run_job, jobs, report_bytes)
+            records |= _joined([parts for parts, _ in written])
             check_source(True)
-            check_finite(broken, mcore_dir, dtype)
+            check_finite(set().union(*(broken for _, broken in written)), mcore_dir, dtype)
             write_index(temporary, files)
             copy_companions(companions, temporary)
             _write_config(companions, temporary, weight_map, dtype, fp8)
@@ -275,7 +274,6 @@ class _Job:
 
     Attributes:
         form: of block-quantised weights; None: they are not quantised.
-        broken: gets the names of tensors with NaN or infinite values.
     """
 
     checkpoint: DistCheckpoint
@@ -286,21 +284,24 @@ class _Job:
     form: Form | None
     power_of_two: bool
     directory: Path
-    broken: set[str]
 
 
-def _run_job(job: _Job, report: Callable[[int], None]) -> list[tuple[str, Part]]:
-    """The files that were written, and which part of each this worker wrote."""
-    parts = []
+_Written = tuple[list[tuple[str, Part]], set[str]]
+
+
+def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
+    """The files that were written with the part of each that this worker wrote, and the tensors with NaN or infinite
+    values."""
+    parts, broken = list[tuple[str, Part]](), set[str]()
     for number, group in itertools.groupby(job.parameters, key=lambda parameter: parameter.file):
         file, specs = job.files[number]
         parameters = list(group)
         with FileWriter(job.directory / file, specs, parameters[0].start, parameters[-1].stop) as writer:
             for parameter in parameters:
                 for name, blocks in _contents(parameter.group, job):
-                    writer.write(name, _looked_at(name, _reported(blocks, report), job.broken))
+                    writer.write(name, _looked_at(name, _reported(blocks, report), broken))
             parts.append((file, writer.part))
-    return parts
+    return parts, broken
 
 
 def _looked_at(name: str, blocks: Iterable[Tensor], broken: set[str]) -> Iterator[Tensor]:
