@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conversion.model import rules
 from conversion.model.family import built_in_families
+from conversion.model.hf_config import ConfigReader, shown
 from conversion.model.stacked import tensor_of
+from megatron_retool.admission.modelling_code import ModellingCode, modelling_code
+from megatron_retool.admission.tiny_model import transformers_config
 
 _BY_KEY: tuple[tuple[str, str], ...] = (
     ("final_logit_softcapping", "soft-capped logits"),
@@ -27,6 +35,11 @@ _BY_KEY: tuple[tuple[str, str], ...] = (
     ("encoder_layers", "an encoder"),
     ("is_encoder_decoder", "an encoder"),
     ("no_rope_layers", "layers without positions"),
+    ("llama_4_scaling_beta", "queries scaled by their position"),
+    ("attn_temperature_tuning", "queries scaled by their position"),
+    ("attention_value_scale", "scaled values"),
+    ("index_topk", "an indexer, which chooses the tokens that attention sees"),
+    ("clip_qkv", "clipped queries, keys and values"),
     ("hidden_activation", "an activation other than silu"),
     ("activation_function", "an activation other than silu"),
 )
@@ -52,14 +65,33 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
 )
 
 
+_HARMLESS = frozenset(
+    (
+        "attention_dropout",
+        "embedding_dropout",
+        "resid_pdrop",
+        "residual_dropout",
+        "pad_token_id",
+        "router_aux_loss_coef",
+    )
+    + ("output_router_logits", "tie_word_embeddings", "dtype", "chunk_size_feed_forward", "mrope_section")
+)
+"""Keys that modelling code reads and that no text's log-probs depend on: dropout and noise of training, the loss of
+routers' balance, and sections of positions, which are the same for a text."""
+
+
 def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """The parts of a model that no family here has, each once.
+
+    Tensors show some of them, values of known keys some. Others show in transformers' code of the model alone, which is
+    compared with that of the families here: keys that no reader of theirs knows, and functions that none of them has.
 
     Args:
         hf_config: config.json.
         names: of the tensors of a checkpoint.
     """
-    missing = dict.fromkeys(part for key, part in _BY_KEY if hf_config.get(key) not in (None, False, 1.0, "silu"))
+    settings, code = _Settings(hf_config), modelling_code(str(hf_config.get("model_type")))
+    missing = dict.fromkeys(part for key, part in _BY_KEY if settings.asks(key))
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         missing[f"the activation {activation}"] = None
@@ -75,7 +107,95 @@ def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[st
     }
     for name in sorted({_numberless(name) for name in names} - known):
         missing[_part(name)] = None
-    return list(missing)
+    if code is not None:
+        named = {key for key, _ in _BY_KEY}
+        for key, value in unread_settings(hf_config).items():
+            if key not in named:
+                missing[f"{key}={shown(value)}, which no family here reads"] = None
+        missing |= dict.fromkeys(_parts_of_positions(code))
+    # Code differs wherever anything does, so it says something new where nothing else has been found.
+    return list(missing) or ([] if code is None else _strange_functions(code))
+
+
+def unread_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json, with their values, that ask for something, that transformers' code of the model reads,
+    and that no family here does."""
+    settings, code = _Settings(hf_config), modelling_code(str(hf_config.get("model_type")))
+    unread = set[str]() if code is None else code.keys - _keys_of_readers() - _HARMLESS
+    return {key: settings.value(key) for key in sorted(unread) if not key.startswith("_") and settings.asks(key)}
+
+
+@functools.cache
+def _keys_of_readers() -> frozenset[str]:
+    """The texts in the readers' sources, of which keys are a part; but for those that readers only ever refuse."""
+    texts, refused = set[str](), set[str]()
+    readers = {family.read.__module__ for family in built_in_families().values()}
+    for module in (ConfigReader.__module__, *readers):
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        arguments = {
+            argument
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refuse"
+            for argument in node.args
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                (refused if node in arguments else texts).add(node.value)
+            elif isinstance(node, ast.keyword) and node.arg:
+                texts.add(node.arg)
+    return frozenset(texts)
+
+
+class _Settings:
+    """Values of config.json, and transformers' own for keys that it lacks."""
+
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
+        self._given = hf_config
+        self._whole: Any = None
+        with contextlib.suppress(Exception):  # transformers has not this model type, or refuses a value of it
+            self._whole = transformers_config(hf_config)
+
+    def value(self, key: str) -> Any:
+        """None where neither has the key."""
+        rope = ("rope_parameters", "rope_scaling")
+        inner = (*(self._given.get(key) for key in rope), getattr(self._whole, rope[0], None))
+        for place in (self._given, *inner):
+            if isinstance(place, Mapping) and key in place:
+                return place[key]
+        found = getattr(self._whole, key, None)
+        return None if callable(found) else found
+
+    def asks(self, key: str) -> bool:
+        """Whether the key has a value that is not that of a part which is not there."""
+        value = self.value(key)
+        if isinstance(value, float):
+            return value not in (0.0, 1.0)
+        return bool(value) and value != "silu"
+
+
+def _parts_of_positions(code: ModellingCode) -> list[str]:
+    """What a model's functions do with positions and no function of a family here."""
+    families, parts = _codes_of_families(), []
+    if code.turns_pairs and not any(family.turns_pairs for family in families):
+        parts.append("positions that rotate features side by side (interleaved rotary)")
+    if code.turns_some_layers and not any(family.turns_some_layers for family in families):
+        parts.append("layers without positions")
+    return parts
+
+
+def _strange_functions(code: ModellingCode) -> list[str]:
+    """A part that names the functions of a model that no family here has."""
+    known = {(_method(name), text) for family in _codes_of_families() for name, text in family.functions.items()}
+    strange = sorted(name for name, text in code.functions.items() if (_method(name), text) not in known)
+    return [f"transformers' {', '.join(strange)}, unlike those of every family here"] if strange else []
+
+
+def _codes_of_families() -> list[ModellingCode]:
+    return [found for name in built_in_families() if (found := modelling_code(name)) is not None]
+
+
+def _method(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def known_parts(names: Iterable[str]) -> list[str]:

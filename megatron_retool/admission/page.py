@@ -123,7 +123,9 @@ _MISSING = """\
 ## What has no family yet
 
 A model is refused by the names of the parts that the learner lacks, such as soft-capped logits (Gemma 2), a vision
-tower or a state space. A family like Llama takes one file: [extending.md](extending.md).
+tower or a state space. Parts that show in no tensor are found in transformers' source of the model, which is read and
+not run: keys of config.json that it reads and no family here does, and functions that no family here has. A family like
+Llama takes one file: [extending.md](extending.md).
 """
 
 

@@ -32,7 +32,7 @@ def random_model(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = _transformers_config(config)
+    config = transformers_config(config)
     config._attn_implementation = config._experts_implementation = "eager"  # whose FLOPs torch can count
     count = sum(parameter.numel() for parameter in without_memory(config).parameters())
     if count > MOST_PARAMETERS:
@@ -62,10 +62,15 @@ def without_memory(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(_transformers_config(config), trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(transformers_config(config), trust_remote_code=False)
 
 
-def _transformers_config(config: Any) -> Any:
+def transformers_config(config: Any) -> Any:
+    """The configuration of config.json's mapping, with transformers' own values for what it lacks.
+
+    Raises:
+        ValueError: transformers does not know the model type.
+    """
     from transformers import AutoConfig
 
     if not isinstance(config, Mapping):

@@ -12,7 +12,8 @@ from rich.console import Console
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
 from megatron_retool.admission.admit import NotAdmissible, Request, examine, read_config
-from megatron_retool.admission.missing_parts import known_parts, missing_parts
+from megatron_retool.admission.missing_parts import known_parts, missing_parts, unread_settings
+from megatron_retool.admission.modelling_code import read_code
 from megatron_retool.admission.tiny_model import random_model
 from megatron_retool.commands.command_line import parse
 from megatron_retool.planning.models import MODELS
@@ -26,7 +27,7 @@ GLM4 = {
     "intermediate_size": 128,
     "vocab_size": 128,
 }
-HELIUM = {**GLM4, "model_type": "helium", "head_dim": 16, "num_key_value_heads": 2, "attention_bias": False}
+SOLAR = {**GLM4, "model_type": "solar_open", "head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 8}
 LAYER = "model.layers.7."
 
 
@@ -40,12 +41,73 @@ def refusal(hf_config: dict[str, object], tmp_path: Path) -> str:
 def test_an_unknown_family_by_its_missing_part(tmp_path: Path) -> None:
     said = refusal(GLM4, tmp_path)
     assert "model_type='glm4' is not one of" in said
-    assert said.endswith("Missing parts: norms after attention and MLP under other names")
+    assert "norms after attention and MLP under other names" in said.partition("Missing parts: ")[2]
 
 
 def test_a_newcomer_whose_parts_are_all_there(tmp_path: Path) -> None:
-    said = refusal(HELIUM, tmp_path)
-    assert "Every part that its tensors show is there (" in said and "*ATTENTION, *SWIGLU" in said
+    said = refusal(SOLAR, tmp_path)
+    assert "Every part that its tensors show is there (" in said and "*ATTENTION, *EXPERTS" in said
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "part"),
+    [
+        ("mimo_v2_flash", {}, "scaled values"),
+        ("deepseek_v32", {}, "an indexer, which chooses the tokens that attention sees"),
+        ("deepseek_v32", {}, "index_n_heads=64, which no family here reads"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "queries scaled by their position"),
+        ("hy_v3", {}, "router_scaling_factor=2.826, which no family here reads"),
+        ("exaone4", {}, "layers without positions"),
+        ("ernie4_5", {}, "positions that rotate features side by side (interleaved rotary)"),
+        ("granite", {"residual_multiplier": 0.22}, "scaled residuals"),
+        ("arcee", {}, "transformers' MLP.forward, unlike those of every family here"),
+    ],
+)
+def test_parts_that_show_in_no_tensor(model_type: str, more: dict[str, object], part: str) -> None:
+    assert part in missing_parts({**GLM4, "model_type": model_type, **more}, [])
+
+
+def test_a_key_with_the_value_of_an_absent_part_is_not_named() -> None:
+    assert "scaled residuals" not in missing_parts({**GLM4, "model_type": "granite", "residual_multiplier": 1.0}, [])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_of_an_admitted_model_is_read(name: str) -> None:
+    assert unread_settings(MODELS[name]) == {}
+
+
+OWN = """
+class OwnAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, config=None) -> Tensor:
+        'Documented.'
+        if self.config.turned and getattr(self.config, "scale", 1.0):
+            hidden_states = apply_rotary_pos_emb(hidden_states.float())
+        return hidden_states * self.config.rope_parameters["beta"]
+
+class OwnVision:
+    def forward(self): return self.config.patches
+
+class OwnPreTrainedModel:
+    def forward(self): return self.config.initializer_range
+
+def rotate_half(x): return x[..., 0::2]
+
+def apply_rotary_pos_emb(x): return rotate_half(x)
+
+class OwnForCausalLM(OwnPreTrainedModel):
+    def __init__(self): self.layer = OwnAttention(); self.size = self.config.size
+"""
+
+
+def test_code_is_read_as_far_as_the_model_refers_to_it() -> None:
+    code = read_code(OWN, "OwnForCausalLM")
+    assert code.keys == {"turned", "scale", "rope_parameters", "beta", "size"}
+    assert code.functions.keys() == {"Attention.forward", "rotate_half", "apply_rotary_pos_emb"}
+    assert code.turns_pairs and code.turns_some_layers
+    again = OWN.replace("Own", "Other").replace(".float()", "").replace("'Documented.'", "# not documented")
+    assert read_code(again, "OtherForCausalLM").functions == code.functions
+    plain = read_code(OWN.replace("0::2", ": 4").replace("if self.config.turned", "while True"), "OwnForCausalLM")
+    assert not plain.turns_pairs and not plain.turns_some_layers
 
 
 def test_a_known_family_with_a_part_that_is_missing(tmp_path: Path) -> None:
