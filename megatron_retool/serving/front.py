@@ -8,15 +8,17 @@ is older is then read from its text, once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from megatron_retool.config import Config
 from megatron_retool.serving.system_prompt import with_system
 from megatron_retool.serving.tool_turns import HiddenTurns, until_final
-from sglang_rollout.gateway.conversation import Answer, Call, Message
+from sglang_rollout.gateway.conversation import Answer, Call, Message, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
@@ -98,16 +100,27 @@ class OpenDoor:
 
     async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
         """The model's answers; where the server runs the tools, the final ones."""
-        # While the call's body was read, the session may have got a successor, and have been closed.
-        session = self._present or session
-        self._calls += 1
-        self._running[session] += 1
         call = replace(call, messages=with_system(call.messages, self._system))
-        try:
+        async with self._served(session) as session:
             if self._tools is None or call.tools is not None:
                 return await session.answer(call, with_tokens)
             finals = (self._final(session, self._tools, each, with_tokens) for each in _one_by_one(call))
             return list(await asyncio.gather(*finals))
+
+    async def complete(self, session: OpenSession, call: TextCall) -> list[TextAnswer]:
+        """How the model goes on with the prompts of ``call``, as they are."""
+        async with self._served(session) as session:
+            return await session.complete(call)
+
+    @contextlib.asynccontextmanager
+    async def _served(self, session: OpenSession) -> AsyncIterator[OpenSession]:
+        """The session that answers a call, which is not closed meanwhile."""
+        # While the call's body was read, the session may have got a successor, and have been closed.
+        session = self._present or session
+        self._calls += 1
+        self._running[session] += 1
+        try:
+            yield session
         finally:
             self._running[session] -= 1
             for retired in [each for each in self._running if each is not self._present and not self._running[each]]:

@@ -25,6 +25,7 @@ from sglang_rollout.engine.base import (
     GenerateRequest,
     GenerateResult,
     Memory,
+    RankedText,
     SyncReport,
 )
 from sglang_rollout.weight_sync.base import Bucket
@@ -166,6 +167,13 @@ class TransformersClient:
         """``ScoringClient.score``."""
         try:
             return await asyncio.to_thread(self._model.score, input_ids)
+        except Exception as error:
+            raise EngineFailed(self.base_url, f"{type(error).__name__}: {error}") from error
+
+    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """``RankingClient.rank``."""
+        try:
+            return await asyncio.to_thread(self._model.rank, input_ids, count)
         except Exception as error:
             raise EngineFailed(self.base_url, f"{type(error).__name__}: {error}") from error
 

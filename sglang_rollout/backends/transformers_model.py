@@ -17,7 +17,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.config import Config
 from megatron_retool.routed_experts import ExpertArray
 from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
-from sglang_rollout.engine.base import GenerateRequest, GenerateResult
+from sglang_rollout.engine.base import GenerateRequest, GenerateResult, RankedText
 from sglang_rollout.engine.process import resolve_device
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.weight_sync.disk import WeightDirectory
@@ -122,15 +122,20 @@ class BatchedModel:
             self._refresh()
             return self._version
 
-    @torch.inference_mode()
     def score(self, input_ids: Sequence[int]) -> list[float]:
         """log-prob of every token but the first; the batch and its cache stay as they are."""
+        return self.rank(input_ids, 1).log_probs
+
+    @torch.inference_mode()
+    def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """``RankingClient.rank``; the batch and its cache stay as they are."""
         with self._lock:
             self._refresh()
             ids = torch.tensor([list(input_ids)], device=self._model.device)
-            log_probs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            found: list[float] = log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-            return found
+            log_probs = self._model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+            values, tokens = log_probs.topk(min(count, log_probs.shape[-1]), -1)
+            likeliest = [list(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), values.tolist(), strict=True)]
+            return RankedText(log_probs[:-1].gather(-1, ids[0, 1:, None])[:, 0].tolist(), likeliest)
 
     async def _serve(self) -> None:
         while self._waiting or self._batch:

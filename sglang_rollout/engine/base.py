@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.registry import ExtensionError, Registry
@@ -129,6 +129,20 @@ class GenerateRequest:
         return self.filtered_log_probs and filtered and sampling.temperature > 0.0
 
 
+@dataclass(frozen=True)
+class RankedText:
+    """What the model holds of a given text, at temperature 1.
+
+    Attributes:
+        log_probs: [n - 1], of every token but the first, given those before it.
+        likeliest: [n] of (id, log-prob), the likeliest first: for each token but the first, and for the one that would
+            follow the text.
+    """
+
+    log_probs: list[float]
+    likeliest: list[list[tuple[int, float]]]
+
+
 class Memory(StrEnum):
     """What an engine holds on its GPUs, for ``EngineClient.sleep`` and ``wake``."""
 
@@ -204,6 +218,19 @@ class ScoringClient(Protocol):
 
     async def score(self, input_ids: Sequence[int]) -> list[float]:
         """log-prob of every token but the first, given those before it, at temperature 1; nothing is left in a cache.
+
+        Raises:
+            EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+
+@runtime_checkable
+class RankingClient(Protocol):
+    """An ``EngineClient`` that can also say which tokens it would rather have seen. An engine of your own may leave it
+    out: a served model then gives no log-probs of a prompt."""
+
+    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """The text's log-probs with the ``count`` (at least 1) likeliest tokens of each place.
 
         Raises:
             EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
@@ -365,6 +392,8 @@ def check_engine(config: Config) -> None:
         _check_parts(f"{label}: what its {name}(…) returned", part, protocol)
         if name == "client" and hasattr(part, "score"):
             _check_parts(f"{label}: what its {name}(…) returned", part, ScoringClient)
+        if name == "client" and hasattr(part, "rank"):
+            _check_parts(f"{label}: what its {name}(…) returned", part, RankingClient)
         if name == "client" and config.trainer.profiler.engines:
             _check_parts(f"trainer.profiler.engines=true with {label}", part, ProfilingClient)
 

@@ -30,6 +30,7 @@ from sglang_rollout.engine.base import (
     GenerateRequest,
     GenerateResult,
     Memory,
+    RankedText,
 )
 from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.routed_experts import RoutingShape
@@ -114,24 +115,42 @@ class SGLangClient:
         Raises:
             EngineFailed: also for the last id of the vocabulary, in whose place SGLang scores the first.
         """
+        return (await self._scored(input_ids))[0]
+
+    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """``RankingClient.rank``; raises as ``score``."""
+        log_probs, meta = await self._scored(input_ids, count)
+        try:
+            rows = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
+            likeliest = [[(int(entry[1]), float(entry[0])) for entry in row] for row in rows]
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineFailed(self.base_url, f"no likeliest tokens: {str(meta)[:300]}", "/generate") from error
+        if len(likeliest) != len(input_ids):
+            raise EngineFailed(self.base_url, "likeliest tokens of other places than the input's", "/generate")
+        return RankedText(log_probs, likeliest)
+
+    async def _scored(self, input_ids: Sequence[int], likeliest: int = 0) -> tuple[list[float], dict[str, Any]]:
+        """[n - 1] log-probs of the input, and all that the server said of it."""
         body = {
             "input_ids": list(input_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "top_logprobs_num": likeliest,
             # A later request that shares a prefix with the text is to be computed as if it had never been here.
             "extra_key": uuid.uuid4().hex,
         }
         answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
         try:
-            pairs = answer["meta_info"]["input_token_logprobs"][1:]
+            meta = dict(answer["meta_info"])
+            pairs = meta["input_token_logprobs"][1:]
             log_probs, ids = [float(pair[0]) for pair in pairs], [pair[1] for pair in pairs]
         except (KeyError, TypeError, IndexError) as error:
             reason = f"no log-probs of the input: {str(answer)[:300]}"
             raise EngineFailed(self.base_url, reason, "/generate") from error
         if ids != list(input_ids)[1:]:
             raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
-        return log_probs
+        return log_probs, meta
 
     async def abort(self, request_id: str) -> None:
         """End one request; its /generate call returns what it has, with finish_reason "abort"."""

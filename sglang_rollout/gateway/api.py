@@ -3,7 +3,9 @@
 | address, after the root or after /sessions/<id> | API |
 |---|---|
 | POST /v1/chat/completions | OpenAI's Chat Completions |
+| POST /v1/completions | OpenAI's Completions, of a served model |
 | POST /v1/responses | OpenAI's Responses |
+| POST /v1/responses/input_tokens | the tokens of such a request |
 | POST /v1/messages | Anthropic's Messages |
 | POST /v1/messages/count_tokens | the tokens of such a request |
 | GET /v1/models, /v1/models/<name> | the one model, by any name |
@@ -30,8 +32,9 @@ from typing import Any, Protocol
 
 from megatron_retool.tracebacks import drop_tracebacks
 from megatron_retool.untrusted import load_json, without_surrogates
-from sglang_rollout.gateway import anthropic_messages, chat_completions, responses
-from sglang_rollout.gateway.conversation import Answer, Call
+from sglang_rollout.agent.long_texts import in_thread
+from sglang_rollout.gateway import anthropic_messages, chat_completions, completions, responses
+from sglang_rollout.gateway.conversation import Answer, Call, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import OVERFLOW, ApiError, invalid, unsupported
 from sglang_rollout.gateway.interface import GatewayStatistics
 from sglang_rollout.gateway.sessions import OpenSession
@@ -40,6 +43,8 @@ from sglang_rollout.gateway.text_size import MOST_JSON_VALUES, too_many_values
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+MAX_PROMPTS_BYTES = 8 << 20
+"""A body of several prompts may have in any case."""
 _ONE_MODEL = "/v1/models/"
 _ADDRESS = re.compile(r"(?:/sessions/([^/]+))?(/v1/.+)")
 
@@ -89,6 +94,10 @@ class Sessions(Protocol):
         """As ``OpenSession.answer``."""
         ...
 
+    async def complete(self, session: OpenSession, call: TextCall) -> list[TextAnswer]:
+        """As ``OpenSession.complete``."""
+        ...
+
 
 _Methods = dict[str, Callable[[OpenSession, ApiRequest], Awaitable[Reply]]]
 
@@ -112,7 +121,9 @@ class Api:
         self._stop_strings = stop_strings
         self._calls: dict[str, _Methods] = {
             "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
             "/v1/responses": {"POST": self._responses},
+            "/v1/responses/input_tokens": {"POST": self._count_input_tokens},
             "/v1/messages": {"POST": self._messages},
             "/v1/messages/count_tokens": {"POST": self._count_tokens},
             "/v1/tool_calls": {"POST": self._tool_calls},
@@ -171,6 +182,15 @@ class Api:
         chunks = (f"data: {_dumps(chunk)}\n\n" for chunk in chat_completions.chunks(request, answers, self._model))
         return _stream([*chunks, "data: [DONE]\n\n"])
 
+    async def _completions(self, session: OpenSession, http: ApiRequest) -> Reply:
+        request = completions.read(await _body(http, session, MAX_PROMPTS_BYTES))
+        self._check_stop("stop", request.call.stop)
+        answers = await self._sessions.complete(session, request.call)
+        if not request.stream:
+            return await in_thread(_json, completions.completion(request, answers, self._model))
+        chunks = (f"data: {_dumps(chunk)}\n\n" for chunk in completions.chunks(request, answers, self._model))
+        return await in_thread(_stream, [*chunks, "data: [DONE]\n\n"])
+
     async def _responses(self, session: OpenSession, http: ApiRequest) -> Reply:
         body: dict[str, Any] = {}
         try:
@@ -201,6 +221,10 @@ class Api:
         request = anthropic_messages.read(await _body(http, session), to_count=True)
         return _json({"input_tokens": await session.count_tokens(request.call)})
 
+    async def _count_input_tokens(self, session: OpenSession, http: ApiRequest) -> Reply:
+        call = responses.read(await _body(http, session), session.responses).call
+        return _json({"object": "response.input_tokens", "input_tokens": await session.count_tokens(call)})
+
     async def _tool_calls(self, session: OpenSession, http: ApiRequest) -> Reply:
         return _json(await session.run_tool(chat_completions.read_call(await _body(http, session))))
 
@@ -228,12 +252,14 @@ def body_too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", code="request_too_large")
 
 
-async def _body(request: ApiRequest, session: OpenSession) -> dict[str, Any]:
+async def _body(request: ApiRequest, session: OpenSession, least: int = 0) -> dict[str, Any]:
+    """The object in a body, which may have ``least`` bytes in any case, and otherwise as many as a context holds."""
+    most = max(session.max_body_bytes, least)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
-        _check_length(int(announced), session)
+        _check_length(int(announced), session, most)
     read = await request.read()
-    _check_length(len(read), session)
+    _check_length(len(read), session, most)
     if too_many_values(read):
         raise invalid("body", f"it has more than {MOST_JSON_VALUES} values")
     try:
@@ -245,10 +271,10 @@ async def _body(request: ApiRequest, session: OpenSession) -> dict[str, Any]:
     return body
 
 
-def _check_length(size: int, session: OpenSession) -> None:
+def _check_length(size: int, session: OpenSession, most: int) -> None:
     if size > MAX_BODY_BYTES:
         raise body_too_large()
-    if size > session.max_body_bytes:
+    if size > most:
         raise session.too_long(size)
 
 

@@ -45,6 +45,62 @@ class Call:
 
 
 @dataclass(frozen=True)
+class TextCall:
+    """A request to go on with texts, without a chat template.
+
+    Attributes:
+        prompts: texts, or token ids.
+        max_tokens: most tokens that follow a prompt; 0: none.
+        choices: answers to each prompt.
+        echo: an answer begins with its prompt.
+        log_probs: likeliest tokens to show at each place; None: no log-probs.
+        stop, seed, model, sampling: as of ``Call``.
+    """
+
+    prompts: list[str | list[int]]
+    max_tokens: int
+    choices: int = 1
+    echo: bool = False
+    log_probs: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    model: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextToken:
+    """A token of a ``TextAnswer``.
+
+    Attributes:
+        log_prob: at temperature 1; None: of a prompt's first token.
+        likeliest: (text, log-prob) of the likeliest tokens at its place; empty where none were asked for.
+    """
+
+    text: str
+    log_prob: float | None
+    likeliest: list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """How a text goes on.
+
+    Attributes:
+        text: with the prompt where the call says echo.
+        finish_reason: stop or length.
+        tokens: of the text and the end, where the call asks for log-probs.
+    """
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    tokens: list[TextToken] | None = None
+
+
+@dataclass(frozen=True)
 class SpokenCall:
     """A tool call that the model wrote.
 

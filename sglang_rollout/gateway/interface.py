@@ -9,8 +9,9 @@ async with Gateway(sampler, tokenizer, config.rollout.multi_turn, model="policy"
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.base import GenerateResult, StopConditions
+from sglang_rollout.engine.base import GenerateResult, RankedText, StopConditions
 
 IntArray = npt.NDArray[np.int32]
 
@@ -135,6 +136,18 @@ class Sampler(Protocol):
 
         The seconds of that waiting are taken from ``state.seconds``, which is 0 before; ``state.timing`` gets what the
         call took, and has the number of the engine that sampled the session's turn before (or None).
+
+        Raises:
+            RolloutError, NoEngineAvailable: no engine can answer.
+        """
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """A ``Sampler`` that can also say what the model holds of a given text."""
+
+    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """As ``RankingClient.rank``.
 
         Raises:
             RolloutError, NoEngineAvailable: no engine can answer.

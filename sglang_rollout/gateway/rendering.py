@@ -19,6 +19,7 @@ from megatron_retool.data.chat_template import render
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.call_positions import call_positions
+from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import stop_conditions
 from sglang_rollout.agent.tool_call_formats import ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
@@ -26,7 +27,7 @@ from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
-from sglang_rollout.gateway.text_size import LARGE, characters, message_sizes
+from sglang_rollout.gateway.text_size import characters, message_sizes
 from tools.arguments import typed_arguments
 
 PROMPTS_KEPT = 128
@@ -43,6 +44,7 @@ class ContextRenderer:
         end_of_turn_id: the token that ends a turn.
         stop: where every turn ends.
         longest_token: characters of the vocabulary's longest token: n tokens hold at most n times as many.
+        vocabulary_size: one more than the highest id of a token.
 
     Raises:
         ExtensionError: rollout.multi_turn.format cannot be used, or writes results outside the chat template.
@@ -60,7 +62,9 @@ class ContextRenderer:
         self._glue = TurnGlue(tokenizer, self._format, config.max_tool_response_tokens)
         self.end_of_turn_id = self._glue.end_of_turn_id
         self.stop = stop_conditions(self._format, tokenizer, self.end_of_turn_id)
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        vocabulary = tokenizer.get_vocab()
+        self.longest_token = max(map(len, vocabulary), default=1)
+        self.vocabulary_size = 1 + max(vocabulary.values(), default=0)
         self._max_result_tokens = config.max_tool_response_tokens
         self._thinking_switches = thinking_switches(getattr(tokenizer, "chat_template", None))
         self._glues: dict[bool | None, TurnGlue] = {}
@@ -181,10 +185,7 @@ class ContextRenderer:
         parsed = parsed_calls(self._format, text, lambda: _names(tools or ())) if ended else []
         matched = None
         if not ended and result.finish_reason == "stop":
-            found = [(text.find(each), each) for each in stop if each in text]
-            if found:
-                place, matched = min(found)
-                text = text[:place]
+            text, matched = _until(text, stop)
         calls = tuple(_spoken(call, tools or ()) for call in parsed)
         reason = "tool_calls" if calls else "length" if result.finish_reason != "stop" else "stop"
         return Answer(
@@ -202,6 +203,19 @@ class ContextRenderer:
             if with_tokens
             else [],
         )
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Token ids of a text without a chat template, as the tokenizer begins a text."""
+        return self._tokenizer.encode(without_surrogates(text), add_special_tokens=True)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+    def continuation(self, result: GenerateResult, stop: Sequence[str]) -> str:
+        """What follows a text, without the token or the text of ``stop`` that ended it."""
+        ids = result.output_ids
+        return _until(self.text_of(ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids), stop)[0]
 
     def _ended(self, sampled: Sequence[int]) -> list[int]:
         """``sampled`` with the end of turn, which is missing where the turn ended otherwise."""
@@ -268,6 +282,15 @@ def _spoken(call: ParsedCall, tools: Sequence[Mapping[str, Any]]) -> SpokenCall:
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:
     return {(tool.get("function") or {}).get("name") for tool in tools}
+
+
+def _until(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """``text`` before the first of the texts in ``stop``, and that one."""
+    found = [(text.find(each), each) for each in stop if each in text]
+    if not found:
+        return text, None
+    place, matched = min(found)
+    return text[:place], matched
 
 
 def _before_calls(text: str, calls: Sequence[ParsedCall]) -> str:

@@ -109,6 +109,24 @@ CHAT: dict[str, Field] = {
     "continue_final_message": Field("refused", "a turn that is begun is not continued"),
     "add_generation_prompt": Field("refused", "an answer is always a new turn", (True,)),
 }
+COMPLETIONS: dict[str, Field] = {
+    "model": Field("served", "any name"),
+    "prompt": Field("served", "a text, token ids, or a list of either"),
+    "max_tokens": Field("served", "0: the prompt's log-probs alone"),
+    "echo": _SERVED,
+    "logprobs": Field("served", "the number of likeliest tokens, at most 20; at temperature 1"),
+    "n": _SERVED,
+    "stop": _SERVED,
+    "seed": _SERVED,
+    "stream": _SERVED,
+    "stream_options": Field("served", "include_usage"),
+    "temperature": _SERVED,
+    "top_p": _SERVED,
+    "user": _HARMLESS,
+    "best_of": Field("refused", "every answer that is sampled is given: use n", (1,)),
+    "suffix": Field("refused", "the model goes on with a text, it fills no gap"),
+    **{name: CHAT[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias")},
+}
 RESPONSES: dict[str, Field] = {
     **_OPENAI,
     "input": _SERVED,

@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.base import EngineClientError, GenerateResult
+from sglang_rollout.engine.base import (
+    EngineClientError,
+    EngineFailed,
+    EngineRejected,
+    GenerateResult,
+    RankedText,
+    RankingClient,
+)
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.gateway.interface import TurnRequest
 from sglang_rollout.gateway.session_tree import joined
@@ -15,6 +23,7 @@ from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import (
     ABORT_REPEAT_SECONDS,
     MAX_EMPTY_ANSWERS,
+    MAX_ENGINE_FAILURES,
     InFlight,
     RequestSettings,
     RolloutError,
@@ -105,6 +114,26 @@ class PoolSampler:
         finally:
             # Also of a call that is given up: time in which it was held is not its agent's.
             state.seconds, state.timing = work.seconds, work.timing
+
+    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
+        """See ``interface.Ranker``."""
+        await self._open.wait()
+        router, failures, avoid = self._engines.router, 0, None
+        while True:
+            lease = await router.acquire(0, len(input_ids), avoid)
+            avoid = lease.engine
+            try:
+                if not isinstance(avoid.client, RankingClient):
+                    raise RolloutError("rollout.engine.backend gives no log-probs of a text (RankingClient)")
+                return await avoid.client.rank(input_ids, count)
+            except (EngineRejected, EngineFailed) as error:
+                raise RolloutError(f"a text of {len(input_ids)} tokens: {error}") from error
+            except EngineClientError as error:
+                failures += await self._engines.still_alive(avoid, error)
+                if failures > MAX_ENGINE_FAILURES:
+                    raise RolloutError(f"{failures} requests failed on engines that are healthy: {error}") from error
+            finally:
+                router.release(lease)
 
     async def _opened(self, work: TrajectoryState) -> None:
         """Wait until calls may go on, which takes nothing of the time of ``work``."""

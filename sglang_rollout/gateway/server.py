@@ -29,7 +29,7 @@ from megatron_retool.http_listener import (
 )
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, body_too_large, shown_key
-from sglang_rollout.gateway.conversation import Answer, Call
+from sglang_rollout.gateway.conversation import Answer, Call, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import ApiError, session_not_found
 from sglang_rollout.gateway.in_process import GatewayTransport
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionLimits
@@ -58,6 +58,10 @@ class Door(Protocol):
 
     async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
         """As ``OpenSession.answer``."""
+        ...
+
+    async def complete(self, session: OpenSession, call: TextCall) -> list[TextAnswer]:
+        """As ``OpenSession.complete``."""
         ...
 
     def knows(self, key: str) -> bool:
@@ -194,6 +198,12 @@ class Gateway:
         if self._door is not None:
             return await self._door.answer(session, call, with_tokens)
         return await session.answer(call, with_tokens)
+
+    async def complete(self, session: OpenSession, call: TextCall) -> list[TextAnswer]:
+        """See ``api.Sessions``."""
+        if self._door is not None:
+            return await self._door.complete(session, call)
+        return await session.complete(call)
 
     def _forget(self, session: OpenSession) -> None:
         self._by_id.pop(session.id, None)

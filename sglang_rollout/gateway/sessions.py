@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
+from sglang_rollout.agent.long_texts import LARGE, at_once, in_thread
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.engine.router import NoEngineAvailable
-from sglang_rollout.gateway.conversation import Answer, Call, Message, history_digests
+from sglang_rollout.gateway.continuation import continued
+from sglang_rollout.gateway.conversation import Answer, Call, Message, TextAnswer, TextCall, history_digests
 from sglang_rollout.gateway.errors import (
     ApiError,
     context_overflow,
@@ -29,16 +29,13 @@ from sglang_rollout.gateway.errors import (
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Segment, SessionLimits, TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer
 from sglang_rollout.gateway.session_tree import Context, SessionTree, Turn, seed_of
-from sglang_rollout.gateway.text_size import BYTES_A_CHARACTER, LARGE, SMALLEST_BODY_LIMIT, characters
+from sglang_rollout.gateway.text_size import BYTES_A_CHARACTER, SMALLEST_BODY_LIMIT, characters
 from sglang_rollout.gateway.tool_desk import ToolDesk
 from sglang_rollout.session import RolloutError
 from tools.tool import ToolSession
 
 CHARACTERS_OF_MOST_TOKENS = 4
 """An estimate, for messages that are too long to be tokenised."""
-RENDERING_THREADS = 2
-"""For large requests of all sessions; what is tokenised there does not hold up the event loop."""
-_RENDERING = ThreadPoolExecutor(RENDERING_THREADS, thread_name_prefix="render")
 Tools = Sequence[Mapping[str, Any]] | None
 
 
@@ -199,6 +196,25 @@ class OpenSession:
             raise limit_reached("max_wall_seconds", limits.max_wall_seconds)
         return answers
 
+    async def complete(self, call: TextCall) -> list[TextAnswer]:
+        """How the prompts of ``call`` go on; nothing of it is kept, so a session that is trained on refuses it.
+
+        Raises:
+            ApiError: as ``answer``; or what is sampled here is trained on.
+        """
+        if not self.settings.calls_choose_sampling:
+            raise ApiError(
+                400,
+                "completions are for a served model (megatron-retool serve): what a run samples is turns of a "
+                "conversation, under the chat template: use chat/completions",
+                code="unsupported_endpoint",
+            )
+        if self._closed is not None:
+            raise session_closed()
+        answers = await continued(call, self._sampling(call), self.settings.limits, self._renderer, self._sampler)
+        self._statistics.calls += 1
+        return answers
+
     @property
     def max_body_bytes(self) -> int:
         """The largest body, in bytes, whose messages may fit into the context."""
@@ -228,7 +244,7 @@ class OpenSession:
                 shown += size
                 if shown > most:
                     before = messages[:place]
-                    digests = await _in_thread(history_digests, before, tools)
+                    digests = await in_thread(history_digests, before, tools)
                     self._tree.overflowed(self._tree.longest_known(before, digests)[0], [])
                     raise self.too_long(of_tools + characters(messages))
         return of_tools + characters(messages)
@@ -248,7 +264,7 @@ class OpenSession:
     async def _rendered(self, call: Call, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
         """The turn that a history goes on from, the ids that follow it, and the history's digest."""
         messages = call.messages
-        run = _at_once if await self.check_size(messages, tools) <= LARGE else _in_thread
+        run = at_once if await self.check_size(messages, tools) <= LARGE else in_thread
         most = self.settings.limits.context_length
         digests = await run(history_digests, messages, tools)
         parent, covered = self._tree.longest_known(messages, digests)
@@ -304,7 +320,7 @@ class OpenSession:
         stop = replace(stop, strings=(*stop.strings, *call.stop))
         return TurnRequest(room, self._sampling(call), stop, self._remaining_seconds())
 
-    def _sampling(self, call: Call) -> SamplingConfig:
+    def _sampling(self, call: Call | TextCall) -> SamplingConfig:
         sampling = self.settings.sampling
         if not self.settings.calls_choose_sampling:
             return sampling
@@ -361,15 +377,6 @@ class OpenSession:
 
     def _remaining_seconds(self) -> float:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
-
-
-async def _at_once[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return function(*args, **kwargs)
-
-
-async def _in_thread[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_RENDERING, functools.partial(function, *args, **kwargs))
 
 
 def session_settings(

@@ -7,8 +7,6 @@ from typing import Any
 
 from sglang_rollout.gateway.conversation import Message
 
-LARGE = 1 << 15
-"""Characters; a request with more is rendered and tokenised in a thread, for the event loop serves all sessions."""
 MOST_JSON_VALUES = 400_000
 """Values in a body. Python's decoder stops all threads for tens of milliseconds at this number."""
 BYTES_A_CHARACTER = 12

@@ -777,6 +777,18 @@ def test_the_first_sync_s_check_passes_and_leaves_no_trace(engine, tokenizer, mo
     assert after.cached_tokens == 0 and len(shortest) == 1
 
 
+def test_a_text_is_ranked_as_transformers_does(engine, tokenizer):
+    model = markov_policy.random_model(tokenizer, seed=1)
+    serve(engine, model)
+    text = fixed_text(tokenizer, markov_policy.VOCABULARY, 50)
+    ranked = on_client(engine, lambda client: client.rank(text, 3))
+    assert ranked.log_probs == pytest.approx(hf_log_probs(model, text[:1], text[1:]).tolist(), abs=2e-5)
+    with torch.no_grad():
+        expected = model(torch.tensor([text])).logits[0].float().log_softmax(-1).topk(3)
+    assert [[token for token, _ in place] for place in ranked.likeliest] == expected.indices.tolist()
+    assert np.allclose([[value for _, value in place] for place in ranked.likeliest], expected.values, atol=2e-5)
+
+
 def test_the_first_sync_s_check_finds_one_tensor_of_other_weights(engine, tokenizer, model_directory):
     config, model = probe_config(model_directory), markov_policy.random_model(tokenizer, seed=2)
     for name in ("layers.1.mlp.up_proj", "layers.0.self_attn.q_proj", "layers.1.input_layernorm"):

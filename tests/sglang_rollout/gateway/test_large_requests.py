@@ -11,7 +11,8 @@ import weakref
 import pytest
 
 from megatron_retool.untrusted import MOST_LEVELS
-from sglang_rollout.gateway import rendering, text_size
+from sglang_rollout.agent import long_texts
+from sglang_rollout.gateway import rendering
 from sglang_rollout.gateway.api import ApiRequest
 from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
 from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION, post, served, way
@@ -105,7 +106,7 @@ def test_large_requests_do_not_stop_the_event_loop():
         tokenizer, seconds = WatchedTokenizer(), 2.0
         async with served(tokenizer, [WORD + END], context_length=200_000) as at:
             tokenizer.seconds = seconds
-            text = "x" * (2 * text_size.LARGE)
+            text = "x" * (2 * long_texts.LARGE)
             done = asyncio.Event()
             watching = asyncio.create_task(largest_gap(done))
             for history in ([{"role": "user", "content": text}], [*QUESTION, {"role": "user", "content": text}]):
