@@ -23,6 +23,9 @@ class OptimizerConfig:
     """AdamW's decoupled weight decay."""
     clip_grad: float = not_negative(1.0)
     """Norm to which larger gradients are scaled down; 0: never."""
+    skip_grad_norm: float | None = positive(None)
+    """Norm before clipping above which an update is left out: weights, the optimizer's state and the learning rate's
+    schedule stay as they were, and the run goes on with the next mini-batch. null: never."""
     schedule: str = choice("constant", "linear", "cosine")
     """How the learning rate goes on after the warm-up."""
     warmup_steps: int = not_negative(0)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -170,6 +171,7 @@ class Learner:
         Raises:
             ConfigError: the warm-up is as long as the whole schedule, or min_lr exceeds lr.
         """
+        self._skip_grad_norm = optimizer.skip_grad_norm
         self.optimizer, self.scheduler = build_optimizer(
             self.config.learner, optimizer, total_optimizer_steps, self.model_chunks
         )
@@ -389,9 +391,16 @@ class Learner:
         if f"{room}/grad_norm" not in metrics:
             return routing_metrics
         metrics |= routing_metrics
-        if not applied:
+        norm, bound = metrics[f"{room}/grad_norm"], self._skip_grad_norm
+        if not applied and not math.isfinite(norm):
             metrics[f"{room}/nonfinite_grad"] = 1.0
-            logger.warning("the gradient norm is %s: this update was left out", metrics[f"{room}/grad_norm"])
+            logger.warning("the gradient norm is %s: this update was left out", norm)
+        elif bound is not None:
+            metrics[f"{room}/skipped_by_grad_norm"] = float(not applied)
+            if not applied:
+                logger.warning(
+                    "the gradient norm %.4g exceeds skip_grad_norm=%g: this update was left out", norm, bound
+                )
         if room != "sft":
             metrics |= self.packer.balance_metrics(batch, plan)
             metrics |= self._mfu(room, batch, plan, time.perf_counter() - start)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
@@ -56,12 +57,16 @@ def build_optimizer(
 def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
     """Returns whether the update was applied, and the gradient's norm before clipping.
 
-    Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it.
+    An update whose norm is above ``OptimizerConfig.skip_grad_norm`` changes no weight, no moment and no schedule.
+    Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it, and it lets each
+    rank compare its own rounding of the norm with the bound.
     """
     optimizers = [o for o in optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
     found_inf = optimizer.prepare_grads()
     norm = float("inf") if found_inf else float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
+        return False, norm
+    if exceeds_skip_norm(optimizer, norm):
         return False, norm
     for part in optimizers:
         parameters = part.get_parameters()
@@ -76,3 +81,18 @@ def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[
     if applied:
         scheduler.step(increment=1)
     return applied, norm
+
+
+def exceeds_skip_norm(optimizer: Any, norm: float) -> bool:
+    """Whether an update with this finite gradient norm is to be left out; the same on every rank, all of which call it.
+
+    Ranks sum the norm in groups of their own, whose results may differ in the last bit. Near the bound some would then
+    update and others would not, so the largest one decides for all.
+    """
+    bound = float(optimizer.config.grad_norm_skip_threshold)
+    if math.isinf(bound):
+        return False
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    largest = torch.tensor(norm, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return bool(largest.item() > bound)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +212,7 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
         "adam_beta2": optimizer.betas[1],
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad,
+        "grad_norm_skip_threshold": math.inf if optimizer.skip_grad_norm is None else optimizer.skip_grad_norm,
         "params_dtype": DTYPES[learner.dtype],
         "bf16": learner.dtype == "bfloat16",
         "fp16": learner.dtype == "float16",

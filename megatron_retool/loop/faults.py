@@ -242,6 +242,10 @@ class SkipReason(Enum):
         "before it began; the weights may be NaN already (go back to an older checkpoint with "
         "trainer.resume_mode=resume_path), or the step is too large (learner.optimizer.lr, clip_grad)"
     )
+    LARGE_GRADIENT = (
+        "every gradient's norm exceeds skip_grad_norm of learner.optimizer or learner.critic.optimizer: see "
+        "actor/grad_norm and critic/grad_norm; where they are as large as ever, the bound is too low for this model"
+    )
 
 
 class SkippedSteps:
@@ -278,10 +282,12 @@ class SkippedSteps:
         )
 
 
-def nonfinite_updates(rows: Sequence[Mapping[str, float]]) -> bool:
-    """Whether actor or critic left out every update of a step. ``rows``: metrics of each update."""
+def skipped_updates(rows: Sequence[Mapping[str, float]]) -> SkipReason | None:
+    """Why actor or critic left out every update of a step; None: both applied one. ``rows``: metrics of each update."""
     for model in ("actor", "critic"):
         own = [row for row in rows if f"{model}/grad_norm" in row]
-        if own and all(f"{model}/nonfinite_grad" in row for row in own):
-            return True
-    return False
+        nonfinite = [f"{model}/nonfinite_grad" in row for row in own]
+        large = [row.get(f"{model}/skipped_by_grad_norm", 0.0) > 0 for row in own]
+        if own and all(a or b for a, b in zip(nonfinite, large, strict=True)):
+            return SkipReason.NONFINITE if any(nonfinite) else SkipReason.LARGE_GRADIENT
+    return None

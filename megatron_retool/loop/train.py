@@ -27,7 +27,7 @@ from megatron_retool.loop.faults import (
     SkippedSteps,
     SkipReason,
     StragglerWatch,
-    nonfinite_updates,
+    skipped_updates,
 )
 from megatron_retool.loop.fused_update import learn_fused, source_of
 from megatron_retool.loop.profiling import StepProfiler
@@ -225,4 +225,4 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
             updates = [*actor, *critic]
     if not has_loss(batch):
         return Learned(batch, metrics, SkipReason.REJECTED)
-    return Learned(batch, metrics | mean_metrics(updates), SkipReason.NONFINITE if nonfinite_updates(updates) else None)
+    return Learned(batch, metrics | mean_metrics(updates), skipped_updates(updates))

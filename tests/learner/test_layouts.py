@@ -1,5 +1,7 @@
 """What tests/admission leaves out, critic and losses over whole sequences, is the same in every layout."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,7 +55,11 @@ def learn(world_size, name, hf_dir):
     columns = {"old_log_probs": old, "advantages": rng.normal(0, 1, count), "loss_weights": weights}
     actor_metrics = actor.update(batch.with_columns(**columns))
     metrics = {key: value for key, value in (critic_metrics | actor_metrics).items() if "seqlen" not in key}
-    return {**metrics, "values": values, "log_probs": actor.log_probs(batch)["log_probs"]}
+    log_probs = actor.log_probs(batch)["log_probs"]
+    actor.reset_optimizer(replace(OPTIMIZER, skip_grad_norm=metrics["actor/grad_norm"] / 1e3), 9)
+    skipped = actor.update(batch.with_columns(**columns))["actor/skipped_by_grad_norm"]
+    after = actor.log_probs(batch)["log_probs"]
+    return {**metrics, "values": values, "log_probs": log_probs, "skipped": skipped, "after the skip": after}
 
 
 def learn_in_all(world_size, hf_dir):
@@ -77,6 +83,7 @@ def found(tmp_path_factory):
 def test_critic_and_whole_sequence_losses_are_the_same(found, layout):
     one = found["one"]
     assert np.abs(one["values"]).max() > 1e-3 and 0 < abs(one["actor/ppo_kl"]) < 0.1  # two are rejected
-    assert found[layout].keys() == one.keys()
+    assert found[layout].keys() == one.keys() and one["skipped"] == 1.0
+    np.testing.assert_array_equal(found[layout]["after the skip"], found[layout]["log_probs"])
     for name, expected in one.items():
         np.testing.assert_allclose(found[layout][name], expected, rtol=2e-4, atol=2e-5, err_msg=name)

@@ -181,6 +181,26 @@ def test_an_update_that_is_no_number_is_left_out(model_dir: Path) -> None:
     assert any(not torch.equal(before[name], tensor) for name, tensor in _weights(learner).items())
 
 
+def test_an_update_above_the_bound_is_left_out(model_dir: Path) -> None:
+    """Weights, moments and schedule go on as if the mini-batch had not been there."""
+    optimizer = OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=1)
+    batch = random_batch(LENGTHS)
+    usual, spike = _mini_batch(batch), _mini_batch(batch, advantages=50.0)
+    without = _learner(model_dir, optimizer, steps=8)
+    expected = [without.update(usual) for _ in range(3)]
+    assert "actor/skipped_by_grad_norm" not in expected[0]
+    bound = 2 * max(metrics["actor/grad_norm"] for metrics in expected)
+    bounded = _learner(model_dir, dataclasses.replace(optimizer, skip_grad_norm=bound), steps=8)
+    found = [bounded.update(mini_batch) for mini_batch in (usual, spike, usual, spike, usual)]
+    assert [metrics["actor/skipped_by_grad_norm"] for metrics in found] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert found[1]["actor/grad_norm"] > bound and "actor/nonfinite_grad" not in found[1]
+    for ours, theirs in zip(found[::2], expected, strict=True):
+        assert (ours["actor/lr"], ours["actor/grad_norm"]) == (theirs["actor/lr"], theirs["actor/grad_norm"])
+    assert all(torch.equal(tensor, _weights(bounded)[name]) for name, tensor in _weights(without).items())
+    nonfinite = bounded.update(_mini_batch(batch, advantages=float("inf")))
+    assert nonfinite["actor/nonfinite_grad"] == 1.0 and "actor/skipped_by_grad_norm" not in nonfinite
+
+
 def test_rejected_tokens_do_not_count(model_dir: Path) -> None:
     """Weight 0 over a whole sequence is as if it were not there."""
     batch = random_batch(LENGTHS)

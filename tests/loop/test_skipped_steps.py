@@ -19,7 +19,7 @@ from megatron_retool.loop.faults import (
     SkippedSteps,
     SkipReason,
     no_signal_cause,
-    nonfinite_updates,
+    skipped_updates,
 )
 from megatron_retool.loop.rollout_files import read_estimates, write_estimates
 from megatron_retool.loop.state import TrainerState
@@ -113,16 +113,25 @@ def test_zero_never_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([], False),
-        ([{"actor/grad_norm": 1.0}, {"actor/grad_norm": float("nan"), "actor/nonfinite_grad": 1.0}], False),
-        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}] * 2, True),
-        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}, {"critic/grad_norm": 1.0}], True),
-        ([{"critic/grad_norm": 1.0}], False),
+        ([], None),
+        ([{"actor/grad_norm": 1.0}, {"actor/grad_norm": float("nan"), "actor/nonfinite_grad": 1.0}], None),
+        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}] * 2, SkipReason.NONFINITE),
+        ([{"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}, {"critic/grad_norm": 1.0}],
+         SkipReason.NONFINITE),
+        ([{"critic/grad_norm": 1.0}], None),
+        ([{"actor/grad_norm": 9.0, "actor/skipped_by_grad_norm": 1.0},
+          {"actor/grad_norm": 1.0, "actor/skipped_by_grad_norm": 0.0}], None),
+        ([{"actor/grad_norm": 9.0, "actor/skipped_by_grad_norm": 1.0}] * 2, SkipReason.LARGE_GRADIENT),
+        ([{"actor/grad_norm": 1.0}, {"critic/grad_norm": 9.0, "critic/skipped_by_grad_norm": 1.0}],
+         SkipReason.LARGE_GRADIENT),
+        ([{"actor/grad_norm": 9.0, "actor/skipped_by_grad_norm": 1.0},
+          {"actor/grad_norm": float("inf"), "actor/nonfinite_grad": 1.0}], SkipReason.NONFINITE),
     ],
-    ids=["no_update", "one_of_two", "all", "critic_learns_on", "warm_up_of_the_critic"],
-)
-def test_only_steps_without_any_applied_update_count(rows: list[dict[str, float]], expected: bool) -> None:
-    assert nonfinite_updates(rows) is expected
+    ids=["no_update", "one_of_two", "all", "critic_learns_on", "warm_up_of_the_critic", "one_of_two_large",
+         "all_large", "large_for_the_critic", "large_and_nonfinite"],
+)  # fmt: skip
+def test_only_steps_without_any_applied_update_count(rows: list[dict[str, float]], expected: SkipReason | None) -> None:
+    assert skipped_updates(rows) is expected
 
 
 def trajectory(index: int) -> Trajectory:
