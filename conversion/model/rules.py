@@ -417,6 +417,13 @@ MCORE_BUFFER_SUFFIXES = (".router.expert_bias",)
 """How Megatron-Core's names of the same buffers end."""
 
 
+def updated_by_muon(mcore_name: str, dimensions: int) -> bool:
+    """Whether Muon, where it is the optimizer, updates a parameter of this name and so many dimensions: the matrices
+    inside of layers, but for routers, whose rows are one for each expert, and gates with a single row."""
+    in_layers = mcore_name.startswith(("decoder.layers.", "mtp.layers."))
+    return in_layers and dimensions == 2 and not mcore_name.endswith((".router.weight", ".gate_weight"))
+
+
 def decoder_rules(*layer: Rule) -> Rules:
     """A whole table: embedding, these rules of every layer, final norm, output layer."""
     return (EMBEDDING, *layer, FINAL_NORM, OUTPUT)

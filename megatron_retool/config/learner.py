@@ -11,8 +11,13 @@ from megatron_retool.config.base import ConfigError, at_least_one, choice, not_n
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    name: str = choice("adamw", "muon")
+    """muon: matrices step by the orthogonalised mean of their gradients, and embeddings, output layer, norms, biases
+    and routers by AdamW. One moment a matrix in place of two. Needs use_distributed_optimizer=false."""
+    muon_momentum: float = number(0.95, minimum=0, below=1)
+    """Decay rate of Muon's mean."""
     lr: float = positive(1e-6, maximum=1)
-    """Learning rate of AdamW, after the warm-up."""
+    """Learning rate after the warm-up. Muon's step is scaled to the size of AdamW's, so that one rate does for both."""
     min_lr: float = not_negative(0.0, maximum=1)
     """Learning rate at the end of a linear or cosine schedule."""
     betas: list[float] = number([0.9, 0.95], minimum=0, below=1)
@@ -49,6 +54,10 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             raise ConfigError(f"{key}.min_lr={self.min_lr} exceeds {key}.lr={self.lr}, to which it belongs as its end")
         aware = f"{key}.use_precision_aware_optimizer"
+        if self.name == "muon":
+            for name in ("cpu_offload", "use_precision_aware_optimizer"):
+                if getattr(self, name):
+                    raise ConfigError(f"{key}.{name}=true is for AdamW alone: set it to false, or {key}.name=adamw")
         if self.use_precision_aware_optimizer and self.cpu_offload:
             raise ConfigError(f"{aware}=true is for state on the GPU: set {key}.cpu_offload=false")
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -183,6 +192,7 @@ class LearnerConfig:
             )
         for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
             optimizer.check(f"learner.{key}")
+            self.check_optimizer(f"learner.{key}", optimizer)
             if optimizer.use_precision_aware_optimizer:
                 self._check_precision_aware(f"learner.{key}.use_precision_aware_optimizer")
         self._check_overlap()
@@ -192,6 +202,18 @@ class LearnerConfig:
                 "learner.share_prefixes=true needs learner.context_parallel_size=1: context parallelism cuts each "
                 "sequence over ranks, and a shared prefix belongs to many; set one of the two"
             )
+
+    def check_optimizer(self, key: str, optimizer: OptimizerConfig) -> None:
+        """Raise ConfigError where the optimizer that ``key`` names needs other settings of this section."""
+        if optimizer.name != "muon":
+            return
+        if self.use_distributed_optimizer:
+            raise ConfigError(
+                f"{key}.name=muon needs learner.use_distributed_optimizer=false: that optimizer cuts matrices into "
+                "pieces of any rows, and Muon orthogonalises whole ones"
+            )
+        if self.dtype == "float16":
+            raise ConfigError(f"{key}.name=muon needs learner.dtype=bfloat16 or float32, not float16")
 
     def _check_overlap(self) -> None:
         if self.overlap_param_gather and not self.use_distributed_optimizer:

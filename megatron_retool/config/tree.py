@@ -78,6 +78,8 @@ def validate(config: Config) -> None:
         if hasattr(section, "check"):
             section.check()
     learner, algorithm, rollout = config.learner, config.algorithm, config.rollout
+    for index, stage in enumerate(config.sft.stages):
+        learner.check_optimizer(f"sft.stages[{index}].optimizer", stage.optimizer)
     if rollout.train.n < 2 and Need.GROUPS in algorithm.needs:
         raise ConfigError(
             f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"

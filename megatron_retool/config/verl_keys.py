@@ -168,7 +168,7 @@ def _optimizer(verl: str, ours: str) -> list[VerlKey]:
         *_rows(f"{verl}.override_optimizer_config", "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d *",
                "Megatron-Core's own settings of its optimizer stay as they are"),
         *_rows(verl, "total_training_steps", "the run's own length is taken"),
-        VerlKey(f"{verl}.*", (), "the optimizer is Adam with a constant, linear or cosine schedule"),
+        VerlKey(f"{verl}.*", (), "of optimizers there are AdamW and Muon (learner.optimizer.name)"),
     ]  # fmt: skip
 
 

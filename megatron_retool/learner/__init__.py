@@ -24,5 +24,9 @@ warnings.filterwarnings("ignore", message="invalid escape sequence", category=Sy
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")
 warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
 
+# Muon's package logs by absl, which gives a root logger without a handler one of its own format.
+if not logging.root.handlers and logging.lastResort is not None:
+    logging.root.addHandler(logging.lastResort)
+
 # Before any module of the room imports megatron.core.
 cpu.install()

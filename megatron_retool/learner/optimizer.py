@@ -12,9 +12,11 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from conversion.model.rules import updated_by_muon
 from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.learner.performance import optimizer_state_options
-from megatron_retool.learner.precision import optimizer_options
+from megatron_retool.learner.precision import muon_options, optimizer_options
+from megatron_retool.learner.weights import global_parameters
 
 
 def build_optimizer(
@@ -36,6 +38,9 @@ def build_optimizer(
     if settings.min_lr > settings.lr:
         raise ConfigError(f"optimizer.min_lr={settings.min_lr} exceeds optimizer.lr={settings.lr}")
     options = optimizer_options(learner, settings) | optimizer_state_options(settings)
+    if settings.name == "muon":
+        options |= muon_options(learner, settings)
+        _leave_to_adamw(model_chunks)
     optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**options), list(model_chunks))
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -52,6 +57,13 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:
+    """Mark what Muon does not update. Megatron alone would give it routers and heads of critics too."""
+    for name, parameter in global_parameters(model_chunks):
+        if not updated_by_muon(name, parameter.dim()):
+            parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
 
 def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:

@@ -231,6 +231,28 @@ def optimizer_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dic
     return options
 
 
+def muon_options(learner: LearnerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Keyword arguments of Megatron's OptimizerConfig: Muon beside the AdamW of ``optimizer_options``.
+
+    The update of a matrix M is 0.2 sqrt(max(rows, columns)) O(M), as Moonshot AI scales it (arXiv:2502.16982, section
+    2.2): its root mean square is that of AdamW's updates. O takes five steps of Newton-Schulz with Keller Jordan's
+    coefficients (https://kellerjordan.github.io/posts/muon/), in float32 where weights are, else in bfloat16. Ranks
+    that share a matrix gather it and compute the same.
+    """
+    return {
+        "optimizer": "muon",
+        "muon_momentum": optimizer.muon_momentum,
+        "muon_nesterov": True,
+        "muon_coefficient_type": "simple",
+        "muon_num_ns_steps": 5,
+        "muon_scale_mode": "spectral",
+        "muon_extra_scale_factor": 0.2,
+        "muon_split_qkv": True,
+        "muon_tp_mode": "duplicated",
+        "muon_fp32_matmul_prec": "highest" if learner.dtype == "float32" else "medium",
+    }
+
+
 def token_multiple(learner: LearnerConfig) -> int:
     """Tokens of a micro-batch are padded to a multiple of this on every rank."""
     return FP8_RECIPES[learner.fp8.recipe].token_multiple if learner.fp8.recipe else 1

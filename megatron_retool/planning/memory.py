@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
+from conversion.model.rules import updated_by_muon
 from conversion.model.weight_map import WeightMap, shard_shape
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES, activation_bytes, logit_bytes
@@ -43,13 +44,16 @@ class _Shard:
     dense: Tensors = ()
     expert: Tensors = ()
     shared: Tensors = ()
+    matrices: int = 0
+    """Elements of them that Muon updates, where it is the optimizer."""
 
     def __add__(self, other: _Shard) -> _Shard:
-        return _Shard(self.dense + other.dense, self.expert + other.expert, self.shared + other.shared)
+        tensors = (self.dense + other.dense, self.expert + other.expert, self.shared + other.shared)
+        return _Shard(*tensors, self.matrices + other.matrices)
 
     def times(self, count: int) -> _Shard:
         dense, expert = (tuple((size, number * count) for size, number in t) for t in (self.dense, self.expert))
-        return _Shard(dense, expert, self.shared)
+        return _Shard(dense, expert, self.shared, self.matrices * count)
 
     @property
     def elements(self) -> int:
@@ -72,7 +76,7 @@ def _shards(
         dense_layers=tuple(number for number, (dense, _) in enumerate(kinds) if dense),
         linear_layers=tuple(number for number, (_, linear) in enumerate(kinds) if linear),
     )
-    parts: dict[_Part, list[tuple[int, bool]]] = {
+    parts: dict[_Part, list[tuple[int, bool, bool]]] = {
         "embedding": [],
         **{kind: [] for kind in kinds},
         "norm": [],
@@ -92,13 +96,20 @@ def _shards(
         else:
             part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
         # Experts have gradient buffers of their own only where other ranks hold them than dense layers.
-        parts[part].append((elements, routed and (expert > 1 or expert_tensor != tensor)))
+        is_matrix = updated_by_muon(mapping.mcore_name, len(mapping.mcore_shape))
+        parts[part].append((elements, routed and (expert > 1 or expert_tensor != tensor), is_matrix))
     return {
         part: _Shard(
-            *(tuple(Counter(size for size, spread in found if spread is kind).items()) for kind in (False, True))
+            dense=_counted(size for size, spread, _ in found if not spread),
+            expert=_counted(size for size, spread, _ in found if spread),
+            matrices=sum(size for size, _, is_matrix in found if is_matrix),
         )
         for part, found in parts.items()
     }
+
+
+def _counted(sizes: Iterable[int]) -> Tensors:
+    return tuple(Counter(sizes).items())
 
 
 def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int) -> list[_Shard]:
@@ -191,8 +202,9 @@ def state_bytes(
     dtype: str = "bfloat16",
     distributed_optimizer: bool = True,
     per_element: float | None = None,
+    optimizer: str = "adamw",
 ) -> StateBytes:
-    """Parameters, fp32 main gradients and AdamW's states of a rank of pipeline stage ``stage``.
+    """Parameters, fp32 main gradients and the optimizer's states of a rank of pipeline stage ``stage``.
 
     Megatron's DDP lays all parameters of a chunk end to end in one buffer (experts that EP spreads in another).  With
     the distributed optimizer each tensor starts at a multiple of 64 elements and the buffer's length n is rounded up
@@ -204,14 +216,17 @@ def state_bytes(
     with s = ``per_element`` (None: of AdamW in fp32, ``optimizer_bytes_per_element``).  The optimizer's figure is the
     share of the rank with the most; padding aside all shares are equal.  Without the distributed optimizer nothing is
     padded or divided: n is the number of parameters and optimizer = s n.  The buckets of learner.overlap_grad_reduce
-    round up more often, by less than lcm(128, D) elements each, which is not counted.
+    round up more often, by less than lcm(128, D) elements each, which is not counted.  Muon has one moment less for
+    each element of a matrix: 4 bytes.
     """
     width = PARAMETER_BYTES[dtype]
     if per_element is None:
         per_element = optimizer_bytes_per_element(LearnerConfig(dtype=dtype), OptimizerConfig())
     dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
     elements = shares = 0.0
+    matrices = 0
     for chunk in _stage_chunks(architecture, layout, stage):
+        matrices += chunk.matrices
         for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.shared, dense_ranks), (chunk.expert, expert_ranks)):
             length = _buffer_elements(tensors, ranks, distributed_optimizer)
             elements += length
@@ -219,7 +234,7 @@ def state_bytes(
     return StateBytes(
         parameters=width * elements,
         gradients=4.0 * elements,
-        optimizer=per_element * shares,
+        optimizer=per_element * shares - (4.0 * matrices if optimizer == "muon" else 0.0),
     )
 
 
@@ -250,17 +265,30 @@ def _buffer_elements(tensors: Tensors, ranks: int, padded: bool) -> int:
     return -(-aligned // multiple) * multiple
 
 
-def checkpoint_bytes(architecture: Architecture, dtype: str = "bfloat16", with_optimizer: bool = True) -> int:
+def checkpoint_bytes(
+    architecture: Architecture, dtype: str = "bfloat16", with_optimizer: bool = True, optimizer: str = "adamw"
+) -> int:
     """Tensor bytes of a distributed checkpoint (learner/), whatever layout wrote it.
 
     Each parameter is stored once: b bytes of weight and, for AdamW, fp32 master copy and two moments (12 bytes; 12 in
     fp32 as well, where the master copy repeats the weight).  Vocabulary padding is stored, a tied output layer is not.
+    For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated.
     """
     width = PARAMETER_BYTES[dtype] + (12 if with_optimizer else 0)
     rows = padded_vocab_size(architecture.vocab_size, 1)
     tables = 1 if architecture.tie_word_embeddings else 2
     padding = (rows - architecture.vocab_size) * architecture.hidden_size * tables
-    return (parameter_count(architecture) + padding) * width
+    total = (parameter_count(architecture) + padding) * width
+    if with_optimizer and optimizer == "muon":
+        total -= 4 * _matrix_elements(architecture)
+        if dtype == "float32":
+            total -= 4 * (parameter_count(architecture) + padding)
+    return total
+
+
+def _matrix_elements(architecture: Architecture) -> int:
+    shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
+    return _layers(shards, architecture, range(architecture.num_layers)).matrices
 
 
 # --- the whole device -------------------------------------------------------------------------------------------------
@@ -326,6 +354,7 @@ def learner_memory(
             learner.dtype,
             learner.use_distributed_optimizer,
             optimizer_bytes_per_element(learner, learner.optimizer),
+            learner.optimizer.name,
         )
         last = stage == layout.pipeline - 1
         copies = 0.0

@@ -67,7 +67,9 @@ def print_header(
 ) -> None:
     engine = config.rollout.engine
     lengths = workload.lengths
-    checkpoint, unit = _scale(checkpoint_bytes(architecture, config.learner.dtype))
+    checkpoint, unit = _scale(
+        checkpoint_bytes(architecture, config.learner.dtype, optimizer=config.learner.optimizer.name)
+    )
     console.print(
         f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; "
         f"{config.cluster.placement}",

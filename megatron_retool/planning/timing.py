@@ -467,7 +467,7 @@ def predict_run(
         validations=validations,
         validation_seconds=validation_seconds,
         checkpoints=checkpoints,
-        checkpoint_seconds=checkpoint_bytes(architecture, dtype) / storage,
+        checkpoint_seconds=checkpoint_bytes(architecture, dtype, optimizer=config.learner.optimizer.name) / storage,
         quick_validations=quick,
         quick_validation_seconds=quick_seconds,
         weights_checkpoints=steps // trainer.save_weights_freq if trainer.save_weights_freq else 0,

@@ -58,7 +58,7 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     if learner.config.learner.use_distributed_optimizer:
         _load_distributed_optimizer(learner.optimizer, loaded["optimizer"], loaded["learner"])
     else:
-        learner.optimizer.load_state_dict(loaded["optimizer"])
+        _load_plain_optimizer(learner.optimizer, loaded.get("optimizer", {}), loaded["learner"])
     _load_schedule(learner.scheduler, loaded["scheduler"])
     if "random" in loaded:
         set_random_state(loaded["random"])
@@ -85,6 +85,14 @@ def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
         raise CheckpointError(
             f"{directory} was saved with learner.use_distributed_optimizer={distributed}: load it with the same"
         )
+    names = {"adam": "adamw"}
+    own, other = learner.optimizer.config.optimizer, stored.get("optimizer", "adam")
+    if own != other:
+        raise CheckpointError(
+            f"{directory} was saved with optimizer.name={names.get(other, other)}, whose state "
+            f"{names.get(own, own)} cannot go on from: load it with the same, or give it as model.mcore_path to start "
+            "from its weights"
+        )
 
 
 def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[str, Any]) -> None:
@@ -99,6 +107,32 @@ def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], stored:
             state["grad_scaler"] = stored["grad_scaler"]
         own = tensors if len(parts) == 1 else tensors[number]
         part.load_state_dict({**state, **own, "param_state_sharding_type": "fully_reshardable"})
+
+
+def _load_plain_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[str, Any]) -> None:
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        own = tensors if len(parts) == 1 else tensors.get(number, {})
+        state = part.state_dict()
+        inner, found = (state["optimizer"], own.get("optimizer", {})) if "optimizer" in state else (state, own)
+        inner["state"] = dict(found.get("state", {}))
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for tensors_of_one in inner["state"].values():
+                tensors_of_one["step"] = torch.tensor(float(stored["optimizer_step"]))
+        elif "betas" in part.optimizer.defaults:
+            for group in inner["param_groups"]:
+                group["step"] = stored["optimizer_step"]
+        if stored["grad_scaler"] is not None:
+            state["grad_scaler"] = stored["grad_scaler"]
+        if "fp32_from_fp16_params" in state:
+            main = own.get("fp32_from_fp16_params", {})
+            state["fp32_from_fp16_params"] = [
+                [main[group][position] for position in range(len(parameters))]
+                for group, parameters in enumerate(state["fp32_from_fp16_params"])
+            ]
+        part.load_state_dict(state)
 
 
 def _load_schedule(scheduler: Any, state: dict[str, Any]) -> None:

@@ -65,11 +65,12 @@ def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
     distributed = learner.config.learner.use_distributed_optimizer
     # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
-    state["optimizer"] = _tensors_alone(optimizer) if distributed else optimizer
+    state["optimizer"] = _tensors_alone(optimizer) if distributed else _sharded_alone(optimizer)
     state["scheduler"] = learner.scheduler.state_dict()
     state["random"] = _random_state_object(_random_state())
     state["learner"] = {
         "use_distributed_optimizer": distributed,
+        "optimizer": learner.optimizer.config.optimizer,
         "optimizer_step": _optimizer_step(learner.optimizer),
         "grad_scaler": _grad_scaler(learner.optimizer),
     }
@@ -87,6 +88,17 @@ def _tensors_alone(optimizer_state: dict[Any, Any]) -> dict[Any, Any]:
         return {number: _tensors_alone(part) for number, part in optimizer_state.items()}
     # Ranks that are not the one which gathered the state have none to save.
     return {} if optimizer_state["param_state"] is None else {"param_state": optimizer_state["param_state"]}
+
+
+def _sharded_alone(state: Any) -> Any:
+    """The sharded tensors of a state that is nested in mappings and lists; lists become mappings by position, since
+    those of two layouts may differ in length."""
+    if isinstance(state, ShardedBase):
+        return state
+    items = enumerate(state) if isinstance(state, (list, tuple)) else state.items()
+    kept = ((key, value) for key, value in items if isinstance(value, (ShardedBase, Mapping, list, tuple)))
+    inner = {key: _sharded_alone(value) for key, value in kept}
+    return {key: value for key, value in inner.items() if isinstance(value, ShardedBase) or value}
 
 
 def _optimizer_step(optimizer: Any) -> int:
