@@ -55,6 +55,7 @@ from conversion.files.hf_checkpoint import (
     copy_companions,
     is_finite,
 )
+from conversion.files.predictors import of_model
 from conversion.files.workers import (
     counted,
     default_workers,
@@ -144,7 +145,7 @@ def convert(
         workers: how many threads; None: one for each GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
         tolerance: largest logit difference that ``verify`` accepts; None: see ``verify.verify_logits``.
-        predictors: False: leave out layers for multi-token prediction, which are refused otherwise.
+        predictors: False: leave out layers for multi-token prediction, which are carried along otherwise.
         checksums: hold ``hf_dir`` against its own meanwhile, where it has some (``files.checksums``).
         on_progress: called with the source bytes that are converted, and all there are.
 
@@ -175,9 +176,11 @@ def convert(
                 f"{hf_dir} holds MXFP4, which --verify does not compare: verify what mcore_to_hf.py makes of the "
                 "checkpoint, with its --verify"
             )
-        counted_by = None if predictors else checkpoint.leave_out_predictors(architecture.num_layers)
+        counted_by = None if predictors else checkpoint.predictors_key
         weight_map = WeightMap(architecture)
         checkpoint.check(weight_map)
+        carried = of_model(checkpoint, architecture).mappings if predictors else ()
+        mappings = (*weight_map.exported(), *carried)
         for mapping in weight_map:
             list(
                 _parts(mapping, layout.parts_of(mapping, architecture))
@@ -187,19 +190,19 @@ def convert(
         if require_tokenizer:
             check_tokenizer(hf_dir)
 
-        needed, records = _output_bytes(checkpoint, weight_map, dtype), dict[str, FileRecord]()
+        needed, records = _output_bytes(checkpoint, mappings, dtype), dict[str, FileRecord]()
         with new_directory(
             mcore_dir, sources=[hf_dir], overwrite=overwrite, needed_bytes=needed, records=records
         ) as temporary:
             chunks, broken = [], set[str]()
-            count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()))
+            count = counted(on_progress, sum(_bytes_of(checkpoint, mapping) for mapping in mappings))
 
             def report_bytes(part: int) -> None:
                 check_source(False)
                 count(part)
 
             for written, files, names in _write(
-                checkpoint, weight_map, layout, dtype, temporary, workers, report_bytes
+                checkpoint, architecture, mappings, layout, dtype, temporary, workers, report_bytes
             ):
                 chunks += written
                 records |= files
@@ -216,7 +219,8 @@ def convert(
                 "dtype": "as stored" if dtype is None else str(dtype).removeprefix("torch."),
                 "dequantized": dequantized,
                 "tensors": len(weight_map.hf_names),
-                "bytes": sum(_bytes_of(checkpoint, mapping) for mapping in weight_map.exported()),
+                "predictors": len(carried),
+                "bytes": sum(_bytes_of(checkpoint, mapping) for mapping in mappings),
             }
             write_text(temporary / REPORT_NAME, json.dumps(report, indent=2) + "\n")
             if verify:
@@ -259,9 +263,9 @@ def _check_stacks(checkpoint: HFCheckpoint, weight_map: WeightMap) -> None:
             )
 
 
-def _output_bytes(checkpoint: HFCheckpoint, weight_map: WeightMap, dtype: torch.dtype | None) -> int:
+def _output_bytes(checkpoint: HFCheckpoint, mappings: Sequence[Mapping], dtype: torch.dtype | None) -> int:
     found = 0
-    for mapping in weight_map.exported():
+    for mapping in mappings:
         stored = checkpoint.entry(mapping.hf_names[0]).dtype
         width = (mapping.cast_to(dtype) or stored).itemsize
         found += _bytes_of(checkpoint, mapping) // stored.itemsize * width
@@ -270,18 +274,18 @@ def _output_bytes(checkpoint: HFCheckpoint, weight_map: WeightMap, dtype: torch.
 
 def _write(
     checkpoint: HFCheckpoint,
-    weight_map: WeightMap,
+    architecture: Architecture,
+    mappings: tuple[Mapping, ...],
     layout: TargetLayout,
     dtype: torch.dtype | None,
     directory: Path,
     workers: int | None,
     report: Callable[[int], None],
 ) -> list[_Written]:
-    mappings = tuple(weight_map.exported())
     sizes = [_bytes_of(checkpoint, mapping) for mapping in mappings]
     ranges = even_ranges(sizes, default_workers(sum(sizes)) if workers is None else workers)
     jobs = [
-        _Job(checkpoint, weight_map.architecture, mappings[start:stop], number, layout, dtype, directory)
+        _Job(checkpoint, architecture, mappings[start:stop], number, layout, dtype, directory)
         for number, (start, stop) in enumerate(ranges)
     ]
     return run_jobs(_run_job, jobs, report)
@@ -448,12 +452,14 @@ def add_checksums_option(parser: argparse.ArgumentParser) -> None:
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:
-    """One line of what was converted, and one of the verification where there was one."""
+    """A line of what was converted, and of predictors and the verification where there were any."""
     rate = report["bytes"] / 2**30 / max(report["seconds"], 1e-9)
     print(
         f"{target}: {report['family']}, {report['tensors']} tensors, {report['bytes'] / 2**30:.3f} GiB in "
         f"{report['seconds']:.1f} s ({rate:.2f} GiB/s)"
     )
+    if report["predictors"]:
+        print(f"{report['predictors']} tensors of layers for multi-token prediction were carried along as they are")
     if "largest_logit_difference" in report:
         print(f"largest logit difference to Hugging Face: {report['largest_logit_difference']:.3e}")
 

@@ -42,6 +42,7 @@ from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
+    PREDICTORS,
     FileWriter,
     TensorSpec,
     check_finite,
@@ -51,6 +52,7 @@ from conversion.files.hf_checkpoint import (
     plan_files,
     write_index,
 )
+from conversion.files.predictors import PREFIX, Predictors, of_checkpoint, of_directory
 from conversion.files.weights_alone import WEIGHTS_PART
 from conversion.files.workers import counted, default_workers, even_ranges, progress_bar, run_jobs
 from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, at_least_one, print_report
@@ -89,6 +91,8 @@ def export(
     tolerance: float | None = None,
     overwrite: bool = False,
     require_tokenizer: bool = True,
+    predictors: bool = True,
+    predictors_from: str | Path | None = None,
     checksums: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -104,6 +108,10 @@ def export(
         families: model families beside the built-in ones, see ``model.family``.
         verify: compare the logits of both models on random tokens before the directory appears.
         workers: as of ``hf_to_mcore.convert``; several may write one file at a time.
+        predictors: False, or with ``fp8``: without layers for multi-token prediction, and config.json says so.
+        predictors_from: model directory, or what ``hf_to_mcore.py`` made of one, whose layers for multi-token
+            prediction the export gets as they are; None: those that ``mcore_dir`` carries, which learner checkpoints
+            do not.
         checksums: hold ``mcore_dir`` against its own meanwhile, where it has some (``files.checksums``); of the files
             that hold optimizer state, existence and size alone.
 
@@ -133,8 +141,19 @@ def export(
             quantized_names(weight_map)  # raises where there is nothing to quantise
             power_of_two = takes_power_of_two(fp8_scales, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
             form = form_of(weight_map)
+        carried = of_checkpoint(checkpoint)
+        if predictors_from is not None:
+            carried = of_directory(predictors_from, architecture)
+            if not carried.mappings:
+                raise ValueError(
+                    f"--predictors-from {predictors_from} has no layers for multi-token prediction: leave it out"
+                )
+        if fp8 or not predictors:
+            carried = Predictors(checkpoint, ())
         mappings = [group for _, group in weight_map.exported_groups()]
         groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
+        mappings += [(mapping,) for mapping in carried.mappings]
+        groups += [_carried_specs(carried, mapping, dtype) for mapping in carried.mappings]
         files = plan_files(groups, max_file_bytes)
         sizes = [sum(spec.nbytes for spec in specs) for specs in groups]
         count = counted(on_progress, sum(sizes))
@@ -152,6 +171,7 @@ def export(
             jobs = [
                 _Job(
                     checkpoint,
+                    carried,
                     architecture,
                     parameters[start:stop],
                     files,
@@ -169,9 +189,12 @@ def export(
             write_index(temporary, files)
             copy_companions(companions, temporary)
             _write_config(companions, temporary, weight_map, dtype, fp8)
+            if fp8 or not predictors:
+                _announce_no_predictors(temporary)
             report: dict[str, Any] = {
                 "family": architecture.family,
-                "tensors": sum(len(specs) for _, specs in files),
+                "tensors": sum(len(specs) for _, specs in files) - len(carried.mappings),
+                "predictors": len(carried.mappings),
                 "bytes": sum(sizes),
             }
             if verify:
@@ -244,6 +267,19 @@ def _specs(
     return [quantized for spec in specs for quantized in fp8_export.quantized_specs(spec, form)]
 
 
+def _carried_specs(carried: Predictors, mapping: Mapping, dtype: torch.dtype | None) -> list[TensorSpec]:
+    stored = getattr(torch, carried.dtype(mapping))
+    return [TensorSpec(mapping.hf_names[0], mapping.mcore_shape, mapping.cast_to(dtype) or stored)]
+
+
+def _announce_no_predictors(directory: Path) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    announced = {key: 0 for key in PREDICTORS if config.get(key)}
+    if announced:
+        write_text(path, json.dumps({**config, **announced}, indent=2) + "\n")
+
+
 @dataclass(frozen=True)
 class _Placed:
     """A parameter, or several that lie in one tensor, as ``specs[start:stop]`` of file number ``file``."""
@@ -277,6 +313,7 @@ class _Job:
     """
 
     checkpoint: DistCheckpoint
+    predictors: Predictors
     architecture: Architecture
     parameters: Sequence[_Placed]
     files: _Files
@@ -328,6 +365,10 @@ def _joined(written: Sequence[Sequence[tuple[str, Part]]]) -> dict[str, FileReco
 def _contents(group: Sequence[Mapping], job: _Job) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """The tensors that a group becomes, each as blocks of its elements in order."""
     mapping = group[0]
+    if mapping.mcore_name.startswith(PREFIX):
+        cast, blocks = mapping.cast_to(job.dtype), job.predictors.blocks(mapping)
+        yield mapping.hf_names[0], (block if cast is None else block.to(cast) for block in blocks)
+        return
     if mapping.is_stacked:
         yield tensor_of(mapping.hf_names[0]), (_element(each, job) for each in group)
         return
@@ -389,6 +430,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
     parser.add_argument("--hf-dir", required=True, type=Path, help="directory to make")
     parser.add_argument("--hf-config-dir", help="where config.json and tokenizer are; default: MCORE_DIR/hf")
+    parser.add_argument(
+        "--predictors-from",
+        help="model directory, or what hf_to_mcore.py made of it, whose layers for multi-token prediction the export "
+        "gets as they are; default: those that MCORE_DIR carries",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
     add_family_option(parser)
     parser.add_argument(
@@ -418,6 +464,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_modelopt = options.fp8 in fp8_export.MODELOPT_SCHEMES
     if with_modelopt and (options.calibration is None or options.verify):
         parser.error(f"--fp8 {options.fp8} needs --calibration FILE, and does not go with --verify")
+    predictors_from = options.predictors_from
+    if options.fp8 is not None and predictors_from is not None:
+        parser.error("--predictors-from does not go with --fp8: layers for multi-token prediction are not quantised")
     if options.fp8_scales != "auto" and options.fp8 != "blockwise":
         parser.error(f"--fp8-scales {options.fp8_scales} belongs to --fp8 blockwise")
     try:
@@ -444,6 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     tolerance=options.tolerance,
                     overwrite=options.overwrite,
                     require_tokenizer=not options.allow_missing_tokenizer,
+                    predictors=not with_modelopt,
+                    predictors_from=None if predictors_from is None else local_directory(predictors_from),
                     checksums=not options.no_checksums,
                     on_progress=on_progress,
                 )

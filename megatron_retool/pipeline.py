@@ -92,7 +92,7 @@ def _finish(config: Config, stages: Stages) -> int:
     checkpoints = complete_checkpoints(run_dir)
     if "export" in wanted and checkpoints:
         export = run_dir / "export"
-        command = [*_mcore_to_hf(config, checkpoints[-1], export), "--overwrite"]
+        command = [*_mcore_to_hf(config, checkpoints[-1], export), *_predictors(config), "--overwrite"]
         stages.run("export", command, done=export, step=checkpoints[-1].step)
         left.append(f"model {export}")
     summary = summarise(run_dir, stages.seconds)
@@ -287,6 +287,22 @@ def _mcore_to_hf(config: Config, checkpoint: Checkpoint, hf_dir: Path) -> list[s
     script = ROOT / "conversion" / "mcore_to_hf.py"
     source = ["--mcore-dir", str(checkpoint.learner), "--hf-dir", str(hf_dir)]
     return [sys.executable, str(script), *source, *_families(config)]
+
+
+def _predictors(config: Config) -> list[str]:
+    """Layers for multi-token prediction, which the learner's checkpoint lacks, are those that the run began with."""
+    from conversion.files.directory import local_directory
+    from conversion.files.predictors import of_directory
+    from conversion.model.architecture import Architecture
+
+    model = local_directory(config.model.path)
+    if not (model / "config.json").is_file():
+        return []
+    architecture = Architecture.from_pretrained(model, config.model.families, dequantized=True)
+    sources = [Path(config.model.mcore_path)] if config.model.mcore_path else []
+    sources += [model] if any(model.glob("*.safetensors")) else []
+    found = next((source for source in sources if of_directory(source, architecture).mappings), None)
+    return [] if found is None else ["--predictors-from", str(found)]
 
 
 def _families(config: Config) -> list[str]:

@@ -79,14 +79,10 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-WITHOUT_PREDICTORS = (
-    "python -c \"from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', '{path}-decoder'; "
-    "m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); m.config.{key} = 0; "
-    'm.save_pretrained(b); AutoTokenizer.from_pretrained(a).save_pretrained(b)"'
-)
-"""Saves a copy of a model without its layers for multi-token prediction, which transformers leaves out."""
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Keys of config.json that count them (DeepSeek's and MiniMax's). A count alone says not that they are there."""
+PREDICTOR_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""How their tensors' names begin (Qwen3-Next's and MiMo's), where they are not those of layers behind the model's."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +200,8 @@ class HFCheckpoint:
         if weight_map.architecture.tie_word_embeddings and weight_map.output_name in extra:
             extra.remove(weight_map.output_name)
             self._check_tied_copy(weight_map.output_name, weight_map.embedding_name)
-        layers, (key, _) = weight_map.architecture.num_layers, self._predictors()
-        if predictors := self._of_predictors(extra, layers):
-            raise HFCheckpointError(
-                f"{self.directory} holds {_some(predictors)}, of layers for multi-token prediction behind the "
-                f"{layers} of the model: they are neither trained nor carried along. Convert it with "
-                "--without-predictors of conversion/hf_to_mcore.py, or save the model without them: "
-                f"{WITHOUT_PREDICTORS.format(path=self.directory, key=key)}"
-            )
+        predictors = set(self._of_predictors(extra, weight_map.architecture.num_layers))
+        extra = [name for name in extra if name not in predictors]
         if extra:
             raise HFCheckpointError(
                 f"{self.directory} holds {_some(extra)}, which {self._family(weight_map)} does not have"
@@ -229,20 +219,19 @@ class HFCheckpoint:
             entries = [self.entry(name) for name in mapping.hf_names]
             check_tensors(mapping, [t.shape for t in entries], [t.dtype for t in entries], str(self.directory))
 
-    def leave_out_predictors(self, layers: int) -> str | None:
-        """Forget the layers for multi-token prediction behind the model's ``layers``.
+    def predictors(self, layers: int) -> list[str]:
+        """Names of the tensors of layers for multi-token prediction behind the model's ``layers``; ascending."""
+        return sorted(self._of_predictors(list(self.tensors), layers))
 
-        Returns:
-            The key of config.json that counts them; None: it announces none.
-        """
-        for name in self._of_predictors(list(self.tensors), layers):
-            del self.tensors[name]
+    @property
+    def predictors_key(self) -> str | None:
+        """The key of config.json that counts layers for multi-token prediction; None: it announces none."""
         key, count = self._predictors()
         return key if count else None
 
     def _of_predictors(self, names: Sequence[str], layers: int) -> list[str]:
         behind = range(layers, layers + self._predictors()[1])
-        return [name for name in names if name.startswith("mtp.") or _layer(name) in behind]
+        return [name for name in names if name.startswith(PREDICTOR_PREFIXES) or _layer(name) in behind]
 
     def _predictors(self) -> tuple[str, int]:
         """Key and number of the layers for multi-token prediction that config.json speaks of."""

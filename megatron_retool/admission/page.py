@@ -75,9 +75,14 @@ only the latter has it, the run is refused.
 Mixtures of experts may have dense layers (`mlp_only_layers`, `decoder_sparse_step`). SGLang's classes of Qwen2-MoE and
 Qwen3-MoE have experts in every layer all the same: such a model is refused with them, and sampled from with
 `rollout.engine.backend=transformers`. Routers' biases for the choice of experts (GLM-4.5) stay as they are pretrained,
-in float32, unless `learner.moe_router_bias_update_rate` moves them. Layers for multi-token prediction, behind the
-model's own, are refused by name, or left out by the conversion (`--without-predictors`); that MiniMax-M2's
-configuration announces some (`num_mtp_modules`) does not matter, since its checkpoints hold none.
+in float32, unless `learner.moe_router_bias_update_rate` moves them.
+
+Layers for multi-token prediction, behind the model's own (DeepSeek-V3, GLM-4.5, Qwen3-Next), are not trained: neither
+learner nor weight sync knows them. They are carried along as they are: `conversion/hf_to_mcore.py` stores them beside
+the model's tensors (`--without-predictors` leaves them out), and `conversion/mcore_to_hf.py` writes them again. For a
+learner's checkpoint it needs `--predictors-from` with the model that training began with, which a run's own export
+passes. An export in FP8 has none, and its config.json says so. That MiniMax-M2's configuration announces some
+(`num_mtp_modules`) does not matter, since its checkpoints hold none.
 
 SGLang's class of MiniMax-M2 needs a GPU. It leaves out what config.json does not ask for (`use_qk_norm`,
 `use_routing_bias`) and reads `rotary_dim` alone: a configuration without them, as transformers writes its defaults, is
@@ -116,7 +121,7 @@ tiny model begins with slower decays than a new one of transformers, with which 
 
 Qwen3.5 is published with a tower for images (`qwen3_5`, `qwen3_5_moe`), which is not trained. Such a directory is
 refused with a command that saves its language model alone (`qwen3_5_text`, `qwen3_5_moe_text`), as which SGLang serves
-it too; layers for multi-token prediction stay behind.
+it too; that command leaves layers for multi-token prediction behind.
 """
 
 _MISSING = """\

@@ -168,18 +168,6 @@ def test_layers_of_different_dtypes_need_a_choice(model_directory, tmp_path: Pat
     convert(mixed, tmp_path / "mcore", workers=1, dtype=torch.float32)
 
 
-def test_layers_for_multi_token_prediction_are_refused_by_name(model_directory, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(model_directory("glm4_moe", num_hidden_layers=2), source)
-    (source / "model.safetensors.index.json").unlink()
-    tensors = read_all(source)
-    for file in source.glob("*.safetensors"):
-        file.unlink()
-    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, source / "model.safetensors")
-    with pytest.raises(HFCheckpointError, match=r"layers\.2\.eh_proj\.weight, of layers for multi-.*python -c"):
-        convert(source, tmp_path / "mcore", workers=1)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_no_numbers_are_refused_by_name(model_directory, value: float, tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -423,3 +411,76 @@ def test_even_ranges() -> None:
     assert even_ranges([100, 1, 1, 1], 2) == [(0, 1), (1, 4)]
     assert even_ranges([1, 1], 5) == [(0, 1), (1, 2)]
     assert even_ranges([1, 1, 100], 2) == [(0, 3)]
+
+
+def with_predictors(source: Path, directory: Path, layer: int, **others: torch.Tensor) -> Path:
+    """A copy of a model whose config.json announces a layer for multi-token prediction, with some of its tensors."""
+    directory.mkdir()
+    copy_companions(source, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = {
+        f"model.layers.{layer}.eh_proj.weight": torch.randn(32, 64).bfloat16(),
+        f"model.layers.{layer}.mlp.experts.7.down_proj.weight": torch.randn(32, 24).bfloat16(),
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.randn(8),
+        f"model.layers.{layer}.shared_head.norm.weight": torch.randn(32).bfloat16(),
+        "mtp.fc.weight": torch.randn(32, 64).bfloat16(),
+    }
+    save_file(read_all(source) | tensors | others, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("layout", [TargetLayout(), TargetLayout(tp=2, pp=2, ep=2)])
+def test_layers_for_multi_token_prediction_are_carried_along(
+    model_directory, layout: TargetLayout, tmp_path: Path
+) -> None:
+    source = with_predictors(model_directory("glm4_moe", num_hidden_layers=4), tmp_path / "source", 4)
+    stored = read_all(source)
+    report = convert(source, tmp_path / "mcore", layout=layout, workers=2)
+    assert report["predictors"] == 5 and report["tensors"] == len(stored) - 5
+    export(tmp_path / "mcore", tmp_path / "back", workers=2)
+    assert_same_bits(read_all(tmp_path / "back"), stored)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    export(tmp_path / "mcore", tmp_path / "half", workers=1, dtype=torch.float16)
+    dtypes = {name: tensor.dtype for name, tensor in read_all(tmp_path / "half").items()}
+    assert {name for name, dtype in dtypes.items() if dtype != torch.float16} == {
+        name for name in stored if name.endswith("e_score_correction_bias")
+    }
+    export(tmp_path / "mcore", tmp_path / "without", workers=1, predictors=False)
+    assert len(read_all(tmp_path / "without")) == len(stored) - 5
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_trained_checkpoint_gets_them_from_where_training_began(model_directory, tmp_path: Path, capsys) -> None:
+    """The learner reads a model with such layers and saves none of them."""
+    from megatron_retool.config import Config, LearnerConfig, ModelConfig, OptimizerConfig
+    from megatron_retool.learner.learner import Learner
+
+    plain = model_directory("glm4_moe", num_hidden_layers=4)
+    source = with_predictors(plain, tmp_path / "source", 4)
+    config = Config(model=ModelConfig(path=str(source)), learner=LearnerConfig())
+    learner = Learner(config, optimizer=OptimizerConfig(), total_optimizer_steps=1, hf_dir=source)
+    learner.save(tmp_path / "learner")
+    convert(source, tmp_path / "mcore", workers=1)
+    for place in (source, tmp_path / "mcore"):
+        target = tmp_path / f"from_{place.name}"
+        options = ["--mcore-dir", str(tmp_path / "learner"), "--hf-dir", str(target), "--predictors-from", str(place)]
+        assert mcore_to_hf.main(options) == 0
+        written, expected = read_all(target), read_all(source)
+        carried = expected.keys() - read_all(plain).keys()
+        assert written.keys() == expected.keys() and len(carried) == 5
+        assert_same_bits({name: written[name] for name in carried}, {name: expected[name] for name in carried})
+        assert "5 tensors of layers for multi-token prediction were carried along" in capsys.readouterr().out
+    options = ["--mcore-dir", str(tmp_path / "learner"), "--hf-dir", str(tmp_path / "none")]
+    assert mcore_to_hf.main([*options, "--predictors-from", str(plain)]) == 1
+    assert f"--predictors-from {plain} has no layers for multi-token prediction" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        mcore_to_hf.main([*options, "--predictors-from", str(source), "--fp8", "blockwise"])
+    assert "--predictors-from does not go with --fp8" in capsys.readouterr().err
+
+
+def test_what_is_no_tensor_of_rows_is_refused_by_name(model_directory, tmp_path: Path) -> None:
+    number = {"mtp.scale": torch.tensor(1.0)}
+    source = with_predictors(model_directory("glm4_moe", num_hidden_layers=4), tmp_path / "source", 4, **number)
+    with pytest.raises(HFCheckpointError, match=r"model\.safetensors: tensor mtp\.scale is a number"):
+        convert(source, tmp_path / "mcore", workers=1)

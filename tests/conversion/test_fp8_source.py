@@ -197,17 +197,21 @@ def test_what_does_not_belong_together_is_named(damaged, change, message: str, t
     assert not (tmp_path / "mcore").exists()
 
 
-def test_layers_for_multi_token_prediction_are_left_out_when_told(damaged, kimi: Path, tmp_path: Path) -> None:
-    name = "model.layers.2.eh_proj.weight"
-    source = damaged(
-        lambda t: t.update({name: torch.zeros(4, 4).to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(1, 1)})
-    )
-    with pytest.raises(HFCheckpointError, match=rf"{name}, of layers for multi-.*with --without-predictors"):
-        convert(source, tmp_path / "mcore", workers=1)
-    convert(source, tmp_path / "mcore", workers=1, predictors=False)
-    export(tmp_path / "mcore", tmp_path / "bf16", workers=1)
-    assert_same_bits(read_all(tmp_path / "bf16"), stood_for(read_all(kimi)))
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+@pytest.mark.parametrize("carried", [True, False])
+def test_layers_for_multi_token_prediction_are_carried_or_left_out(
+    damaged, kimi: Path, tmp_path: Path, carried: bool
+) -> None:
+    weight, norm = "model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight"
+    quantized, scales = quantize_blockwise(torch.randn(144, 200))
+    added = {weight: quantized, weight + "_scale_inv": scales, norm: torch.randn(144).bfloat16()}
+    source = damaged(lambda t: t.update(added))
+    convert(source, tmp_path / "mcore", layout=TargetLayout(tp=2), workers=2, predictors=carried)
+    report = export(tmp_path / "mcore", tmp_path / "bf16", workers=2)
+    expected = stood_for(read_all(kimi)) | (stood_for(added) if carried else {})
+    assert_same_bits(read_all(tmp_path / "bf16"), expected)
+    assert report["predictors"] == 2 * carried
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == int(carried)
 
 
 @pytest.mark.parametrize(

@@ -108,21 +108,25 @@ def test_missing_and_extra_tensors_are_named(broken, change, message: str) -> No
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_modules"])
-def test_layers_for_multi_token_prediction_are_refused_as_such(broken, key: str, tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_known_as_such(broken, key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({key: 1}))
     checkpoint, weight_map = broken(lambda t: None)
     checkpoint.check(weight_map)  # announced, as MiniMax-M2 does, and not there
-    checkpoint, weight_map = broken(lambda t: t.update({"model.layers.8.eh_proj.weight": torch.zeros(1)}))
-    with pytest.raises(
-        HFCheckpointError, match=rf"layers\.8\.eh_proj.*multi-token prediction behind the 8 .*save the .*\.{key} = 0"
-    ):
+    assert checkpoint.predictors(8) == [] and checkpoint.predictors_key == key
+    name = "model.layers.8.eh_proj.weight"
+    checkpoint, weight_map = broken(lambda t: t.update({name: torch.zeros(1)}))
+    checkpoint.check(weight_map)
+    assert checkpoint.predictors(8) == [name]
+    checkpoint, weight_map = broken(lambda t: t.update({"model.layers.9.eh_proj.weight": torch.zeros(1)}))
+    with pytest.raises(HFCheckpointError, match=r"holds tensor model\.layers\.9\.eh_proj\.weight, which a"):
         checkpoint.check(weight_map)
 
 
-def test_a_whole_model_for_multi_token_prediction_is_refused_as_such(broken) -> None:
-    checkpoint, weight_map = broken(lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.zeros(1)}))
-    with pytest.raises(HFCheckpointError, match=r"mtp\.layers\.0\.mlp.*multi-token prediction .*save the model"):
-        checkpoint.check(weight_map)
+@pytest.mark.parametrize("name", ["mtp.layers.0.mlp.gate.weight", "model.mtp_layers.0.input_proj.weight"])
+def test_a_whole_model_for_multi_token_prediction_is_known_as_such(broken, name: str) -> None:
+    checkpoint, weight_map = broken(lambda t: t.update({name: torch.zeros(1)}))
+    checkpoint.check(weight_map)
+    assert checkpoint.predictors(8) == [name] and checkpoint.predictors_key is None
 
 
 def test_shapes_and_dtypes_are_checked_without_reading(broken) -> None:

@@ -1,0 +1,93 @@
+"""Layers for multi-token prediction behind a model's own: DeepSeek-V3, GLM-4.5 and Qwen3-Next are published with some.
+
+The learner trains none of them. Conversions carry their tensors along as they are, so that an exported model can still
+draft for itself: ``hf_to_mcore.py`` stores each under its Hugging Face name behind ``PREFIX``, where no layout of the
+learner looks, and ``mcore_to_hf.py`` takes them from there, or from the model or checkpoint that it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from conversion.files.block_fp8_checkpoint import open_source
+from conversion.files.dist_checkpoint import DistCheckpoint
+from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError
+from conversion.model.architecture import Architecture
+from conversion.model.rules import BUFFER_SUFFIXES, Arrangement, Rule
+from conversion.model.weight_map import CheckpointPlace, Mapping
+
+PREFIX = "predictors."
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """Tensors of a model directory, or of a checkpoint that was converted from one.
+
+    Attributes:
+        mappings: of each tensor to itself.
+    """
+
+    source: HFCheckpoint | DistCheckpoint
+    mappings: tuple[Mapping, ...]
+
+    def blocks(self, mapping: Mapping) -> Iterator[Tensor]:
+        """The tensor in blocks of whole rows, as it is stored."""
+        rows = mapping.mcore_shape[0]
+        if isinstance(self.source, HFCheckpoint):
+            return self.source.row_blocks(mapping, 0, rows)
+        place = CheckpointPlace(mapping.mcore_name)
+        if self.source.lies_in_order(place):
+            return self.source.row_blocks(place, mapping.mcore_shape, 0, rows)
+        return iter([self.source.read(place, mapping.mcore_shape)])
+
+    def dtype(self, mapping: Mapping) -> str:
+        """The dtype that the tensor is stored in, such as "bfloat16"."""
+        if isinstance(self.source, HFCheckpoint):
+            stored = self.source.entry(mapping.hf_names[0]).dtype
+        else:
+            stored = self.source.dtype(CheckpointPlace(mapping.mcore_name))
+        return str(stored).removeprefix("torch.")
+
+
+def of_model(checkpoint: HFCheckpoint, architecture: Architecture) -> Predictors:
+    """Those of a model directory; none where it has none.
+
+    Raises:
+        HFCheckpointError: one of them is no tensor of rows.
+    """
+    names = checkpoint.predictors(architecture.num_layers)
+    return Predictors(checkpoint, tuple(_itself(checkpoint, name) for name in names))
+
+
+def of_checkpoint(checkpoint: DistCheckpoint) -> Predictors:
+    """Those that a converted checkpoint carries; none where it carries none."""
+    names = sorted(key.removeprefix(PREFIX) for key in checkpoint.tensors if key.startswith(PREFIX))
+    shapes = (tuple(checkpoint.tensors[PREFIX + name].size) for name in names)
+    return Predictors(checkpoint, tuple(_mapping(name, shape) for name, shape in zip(names, shapes, strict=True)))
+
+
+def of_directory(directory: str | Path, architecture: Architecture) -> Predictors:
+    """Those of a model directory, or of what ``hf_to_mcore.py`` made of one; none where it has none.
+
+    Raises:
+        HFCheckpointError, DistCheckpointError, UnsupportedArchitecture: the directory is neither, or is damaged.
+    """
+    if (Path(directory) / "metadata.json").is_file():
+        return of_checkpoint(DistCheckpoint(directory))
+    return of_model(open_source(directory), architecture)
+
+
+def _itself(checkpoint: HFCheckpoint, name: str) -> Mapping:
+    stored = checkpoint.entry(name)
+    if not stored.shape:
+        raise HFCheckpointError(f"{checkpoint.directory / stored.file}: tensor {name} is a number, not rows of them")
+    return _mapping(name, stored.shape)
+
+
+def _mapping(name: str, shape: tuple[int, ...]) -> Mapping:
+    rule = Rule(PREFIX + name, (name,), (), is_buffer=name.endswith(BUFFER_SUFFIXES))
+    return Mapping(rule.mcore, (name,), (shape,), Arrangement.COPY, None, rule)
