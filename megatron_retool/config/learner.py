@@ -203,8 +203,9 @@ class LearnerConfig:
                 "sequence over ranks, and a shared prefix belongs to many; set one of the two"
             )
 
-    def check_optimizer(self, key: str, optimizer: OptimizerConfig) -> None:
-        """Raise ConfigError where the optimizer that ``key`` names needs other settings of this section."""
+    def check_optimizer(self, key: str, optimizer: OptimizerConfig, architecture: Architecture | None = None) -> None:
+        """Raise ConfigError where the optimizer that ``key`` names needs other settings of this section, for a model of
+        ``architecture`` where it is given."""
         if optimizer.name != "muon":
             return
         if self.use_distributed_optimizer:
@@ -214,6 +215,13 @@ class LearnerConfig:
             )
         if self.dtype == "float16":
             raise ConfigError(f"{key}.name=muon needs learner.dtype=bfloat16 or float32, not float16")
+        tensor = self.tensor_model_parallel_size
+        if architecture is not None and architecture.latent is None and architecture.num_query_groups % tensor:
+            raise ConfigError(
+                f"{key}.name=muon does not go with learner.tensor_model_parallel_size={tensor}: Muon takes queries, "
+                f"keys and values apart, which this does not cut between the model's {architecture.num_query_groups} "
+                f"key-value heads. Lower it, or set {key}.name=adamw"
+            )
 
     def _check_overlap(self) -> None:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
@@ -276,6 +284,8 @@ class LearnerConfig:
             )
             if architecture is None:
                 return layout
+            for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
+                self.check_optimizer(f"learner.{key}", optimizer, architecture)
             return layout.for_model(architecture, self.max_tokens_per_micro_batch)
         except LayoutError as error:
             raise ConfigError(str(error)) from error

@@ -34,12 +34,7 @@ def check_performance(
     """
     _check_experts(learner, architecture, layout, acceleration)
     _check_offloading(learner, architecture, acceleration)
-    if optimizer.name == "muon" and architecture.latent is None and architecture.num_query_groups % layout.tensor:
-        raise ConfigError(
-            f"optimizer.name=muon does not go with learner.tensor_model_parallel_size={layout.tensor}: Muon takes "
-            f"queries, keys and values apart, which this does not cut between the model's "
-            f"{architecture.num_query_groups} key-value heads. Lower it, or set name=adamw"
-        )
+    learner.check_optimizer("optimizer", optimizer, architecture)
     if architecture.latent is not None and acceleration.transformer_engine:
         raise ConfigError(
             f"this {architecture.family} model has multi-head latent attention, which nobody has tried in Transformer "

@@ -308,3 +308,5 @@ def test_ranks_that_share_a_key_head_are_refused(models: dict[str, Path]) -> Non
     with pytest.raises(ConfigError, match=r"optimizer.name=muon does not go with learner.tensor_model_parallel_size=4"):
         check_performance(learner, OPTIMIZER, architecture, layout, Acceleration(cuda=False))
     check_performance(learner, ADAMW, architecture, layout, Acceleration(cuda=False))
+    with pytest.raises(ConfigError, match=r"^learner.optimizer.name=muon does not go with learner.tensor_model_para"):
+        replace(learner, optimizer=OPTIMIZER).layout(architecture)
