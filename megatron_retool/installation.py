@@ -1,4 +1,5 @@
-"""Whether this Python has the project's packages. Standard library only: it is asked before others are imported.
+"""Whether this Python has the project's packages, and where its files lie. Standard library only: it is asked before
+others are imported.
 
 An environment of an earlier version may be older than this code: Pythons back to 3.9 have to read this file.
 """
@@ -18,6 +19,21 @@ _MEGATRON_CORE = (0, 19)
 _NEEDED = ("rich", "omegaconf", "torch", "megatron", "transformers")
 
 
+def shipped(name: str) -> Path:
+    """Where a file of the repository is that commands read, such as "configs/demo_cpu.yaml": in the checkout, or where
+    the wheel put it."""
+    path = _ROOT / name
+    if not path.exists():
+        try:
+            files = importlib.metadata.files("megatron-retool") or []
+        except importlib.metadata.PackageNotFoundError:
+            files = []
+        for file in files:
+            if str(file).endswith(f"share/megatron-retool/{name}"):
+                return Path(str(file.locate())).resolve()
+    return path
+
+
 def require_packages(program: str) -> None:
     """Nothing where the packages are there, and of this version.
 
@@ -34,7 +50,11 @@ def require_packages(program: str) -> None:
     venv = Path(os.environ.get("MEGATRON_RETOOL_VENV", _ROOT / ".venv"))
     venv = venv if venv.is_absolute() else _ROOT / venv
     activate = f"source {_shown(venv / 'bin' / 'activate')}"
-    setup = f"`bash {_shown(_ROOT / 'scripts' / 'setup.sh')}`"
+    script = _ROOT / "scripts" / "setup.sh"
+    if not script.exists():
+        wrong = f"lacks the package {missing}" if missing else f"has {old}"
+        sys.exit(f"error: {sys.executable} {wrong}: install megatron-retool again, with the packages that it needs")
+    setup = f"`bash {_shown(script)}`"
     if old is not None:
         python = Path(sys.prefix)
         cure = f"{setup} makes a new one" if python == venv else f"`{activate}` first, then `{program}`"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_retool.admission.layouts import FEW, NAMED
 from megatron_retool.admission.outcome import Verdict
+from megatron_retool.installation import shipped
 
-FOUND = Path(__file__).parents[2] / "docs" / "models.json"
+FOUND = shipped("docs/models.json")
 _SIGNS = {Verdict.PASS: "✓", Verdict.FAIL: "✗", Verdict.NOT_APPLICABLE: "–"}
 
 _HEAD = """\

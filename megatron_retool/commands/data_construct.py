@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
+from megatron_retool.installation import shipped
 
 if TYPE_CHECKING:
     from megatron_retool.config import Config
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 SETTINGS = ("tools.code_interpreter",)
 EXIT_STATUS = {1: "an error, which the last line says, or traces without an answer: the same command asks them again"}
-PROMPT = Path(__file__).parents[2] / "configs" / "data_construct_prompt.txt"
+PROMPT = shipped("configs/data_construct_prompt.txt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

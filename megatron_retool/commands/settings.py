@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megatron_retool.config import Config, load_config
 from megatron_retool.config.tree import walk
+from megatron_retool.installation import shipped
 
-DEMO_CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+DEMO_CONFIG = shipped("configs/demo_cpu.yaml")
 _WIDTH = 80
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from megatron_retool.doctor.outcome import Figure, StepFailed
 from megatron_retool.doctor.session import Session
+from megatron_retool.installation import shipped
 from megatron_retool.runs.metrics_file import read_metrics
 
-CONFIG = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
+CONFIG = shipped("configs/demo_cpu.yaml")
 STEPS = 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import resource
 import shutil
@@ -51,7 +52,12 @@ def versions(session: Session) -> list[Figure]:
         StepFailed: naming packages that are missing or of another version than the pinned one.
     """
     files = [REQUIREMENTS / name for name in PINS[bool(session.gpus)]]
-    pins = dict(pin for file in files for pin in read_pins(file.read_text(encoding="utf-8")))
+    if files[0].is_file():
+        texts = [file.read_text(encoding="utf-8") for file in files]
+    else:  # installed from a wheel, which knows its own exact pins alone
+        required = importlib.metadata.requires("megatron-retool") or []
+        texts = [line for line in required if "extra ==" not in line or (session.gpus and '"gpu"' in line)]
+    pins = dict(pin for text in texts for pin in read_pins(text))
     wrong = differing(pins)
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 
 from megatron_retool.config.verl_keys import TABLE, VerlKey
+from megatron_retool.installation import shipped
 
-PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+PAGE = shipped("docs/verl.md")
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 

@@ -62,6 +62,8 @@ def still_runs(recorded: dict[str, Any]) -> bool | None:
 
 def _git(*words: str) -> str:
     root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # installed, maybe below another repository
+        return ""
     try:
         return subprocess.run(
             ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10

@@ -7,9 +7,10 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-GLOSSARY = Path(__file__).parents[2] / "docs" / "metrics.md"
+from megatron_retool.installation import shipped
+
+GLOSSARY = shipped("docs/metrics.md")
 _BORDER = re.compile(r"(?<!\\)\|")
 
 

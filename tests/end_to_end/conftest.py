@@ -65,16 +65,19 @@ def kill_driver(process: subprocess.Popen[str], marker: str) -> None:
 class CommandLine:
     """Runs commands of this project as a user would, marked so that their processes can be found afterwards."""
 
-    config: Path
+    config: Path | None
+    """None: the one that commands take by themselves."""
     directory: Path = ROOT
     """Where the commands are started."""
+    python: Path = Path(sys.executable)
 
     def start(self, command: str, *overrides: str) -> tuple[subprocess.Popen[str], str]:
         marker = uuid.uuid4().hex
+        config = [] if self.config is None else ["--config", str(self.config)]
         if command == "train":
             overrides = ("trainer.at_end=[]", *overrides)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_retool", command, "--config", str(self.config), *overrides],
+            [self.python, "-m", "megatron_retool", command, *config, *overrides],
             cwd=self.directory,
             env={**os.environ, MARKER: marker, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

@@ -37,5 +37,7 @@ def walk(tab, runs: Path, name: str) -> None:  # noqa: F811
 @pytest.mark.slow
 def test_every_page_of_the_demo(demo_run: FinishedRun, tab, tmp_path: Path) -> None:  # noqa: F811
     """A copy: other tests begin runs beside the demo, and those have problems to name."""
-    shutil.copytree(demo_run.run_dir, tmp_path / "runs" / "demo", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(
+        demo_run.run_dir, tmp_path / "runs" / "demo", ignore=shutil.ignore_patterns("checkpoints", "weight_sync")
+    )
     walk(tab, tmp_path / "runs", "demo")
