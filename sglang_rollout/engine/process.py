@@ -13,6 +13,7 @@ either.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -72,9 +73,13 @@ def resolve_device(device: str) -> str:
 
 
 def torchvision_directory() -> Path:
-    """Where the engine's private torchvision lies (it would break transformers in other processes of a CPU host)."""
+    """Where the engine's torchvision lies: apart (other processes of a CPU host would import it where torch is a CPU
+    build, and break), or in the environment, where pip has put it there for SGLang."""
     configured = os.environ.get(TORCHVISION_VARIABLE)
-    return Path(configured) if configured else Path(sys.prefix) / "sglang_only"
+    apart = Path(configured) if configured else Path(sys.prefix) / "sglang_only"
+    if not configured and not apart.is_dir() and (found := importlib.util.find_spec("torchvision")) and found.origin:
+        return Path(found.origin).parents[1]
+    return apart
 
 
 def cpu_environment(threads: int) -> dict[str, str]:
