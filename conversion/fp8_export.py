@@ -34,6 +34,7 @@ from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_alone
 from conversion.model.block_fp8 import BLOCK, Form
+from conversion.model.hf_config import normalise_latents
 from megatron_retool.interruption import run_interruptible
 
 
@@ -98,7 +99,8 @@ def _run_modelopt(job: _ModeloptJob) -> None:
     from modelopt.torch.export import export_hf_checkpoint
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job.hf_dir, dtype="auto", trust_remote_code=False).eval()
+    model = normalise_latents(AutoModelForCausalLM.from_pretrained(job.hf_dir, dtype="auto", trust_remote_code=False))
+    model = model.eval()
     if torch.cuda.is_available():
         model = model.cuda()
 

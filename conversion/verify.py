@@ -45,6 +45,7 @@ from conversion.model.block_fp8 import (
     is_quantized,
     round_to_blocks,
 )
+from conversion.model.hf_config import normalise_latents
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.untrusted import BriefError
@@ -138,6 +139,7 @@ def _hf_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(
             comparison.hf_dir, dtype=torch.float32, trust_remote_code=False
         ).eval()
+    normalise_latents(model)
     if comparison.dtype is not None:
         for parameter in model.parameters():  # a router's bias stays in float32
             parameter.copy_(parameter.to(comparison.dtype))
@@ -182,6 +184,7 @@ def _mcore_logits(comparison: _Comparison, ids: Tensor) -> Tensor:
     )
     load_model_weights(chunks, architecture, comparison.mcore_dir)
     (model,) = chunks
+    normalise_latents(model)
     if comparison.dtype is not None:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(comparison.dtype))

@@ -56,6 +56,12 @@ class Architecture:
     """RMSNorm over head_dim on queries and keys before the rotary embedding."""
     rotary_dim: int | None = None
     """How many of a head's features positions rotate, the first ones; None: all."""
+    rotary_pairs: bool = False
+    """Positions rotate features that lie side by side together, not half of the rotated ones apart."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers, by global number, whose attention has no positions; ascending."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)); None: they are not."""
     qk_norm_full_width: bool = False
     """With ``qk_norm``: over all heads together instead."""
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"

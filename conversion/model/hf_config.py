@@ -60,7 +60,7 @@ class LatentSizes:
     interleaved: bool = True
     """Features that are rotated together lie side by side, not half a head apart."""
     norm_eps: float = 1e-6
-    """Of the latents' RMSNorms."""
+    """Of the latents' RMSNorms: rms_norm_eps, as SGLang, vLLM and Megatron-Core have it, see ``normalise_latents``."""
 
 
 @dataclass(frozen=True)
@@ -370,17 +370,11 @@ def latent_attention(config: ConfigReader) -> dict[str, Any]:
     """Fields of multi-head latent attention, in place of those of ``decoder``'s attention.
 
     Raises:
-        UnsupportedArchitecture: as ``decoder``; there are fewer key heads than query heads, or norms of latents would
-            be computed in two ways.
+        UnsupportedArchitecture: as ``decoder``, or there are fewer key heads than query heads.
     """
     heads = config.integer("num_attention_heads")
     if config.integer("num_key_value_heads", heads) != heads:
         raise UnsupportedArchitecture("num_key_value_heads differs from num_attention_heads: latents are for all heads")
-    if (epsilon := config.number("rms_norm_eps", 1e-6)) != 1e-6:
-        raise UnsupportedArchitecture(
-            f"rms_norm_eps={epsilon}: transformers normalises latents with 1e-06 whatever it "
-            "says, and engines with rms_norm_eps: the two agree at 1e-06 alone"
-        )
     rotated = config.integer("qk_rope_head_dim")
     size = config.integer("qk_nope_head_dim") + rotated
     return {
@@ -391,9 +385,22 @@ def latent_attention(config: ConfigReader) -> dict[str, Any]:
             key_value_rank=config.integer("kv_lora_rank"),
             value_dim=config.integer("v_head_dim"),
             interleaved=config.flag("rope_interleave", True),
+            norm_eps=config.number("rms_norm_eps", 1e-6),
         ),
         "softmax_scale": _latent_softmax_scale(config, size),
     }
+
+
+def normalise_latents(model: Any) -> Any:
+    """``model``, of transformers, whose latents are normalised with rms_norm_eps as engines and the learner do it.
+
+    transformers takes 1e-6 whatever config.json says, which is another model where that is 1e-5 (Moonlight,
+    GLM-4.7-Flash). Without multi-head latent attention nothing changes.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")) and hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
 
 
 def _latent_softmax_scale(config: ConfigReader, size: int) -> float:
@@ -419,6 +426,12 @@ def first_dense_layers(config: ConfigReader) -> dict[str, Any]:
     first, layers = config.integer("first_k_dense_replace", 0, least=0), config.integer("num_hidden_layers")
     if first > layers:
         raise UnsupportedArchitecture(f"first_k_dense_replace={first} is no number of layers up to {layers}")
+    expected = ["dense"] * first + ["sparse"] * (layers - first)
+    if config.has("mlp_layer_types") and (types := config.items("mlp_layer_types")) != expected:
+        raise UnsupportedArchitecture(
+            f"mlp_layer_types={shown(types)} is not what first_k_dense_replace={first} says, which engines read: make "
+            "the two agree"
+        )
     return _dense_layers(config, list(range(first)))
 
 
@@ -507,6 +520,30 @@ def gated_delta_net(config: ConfigReader, full_every: int) -> dict[str, Any]:
         types = [_LINEAR if (number + 1) % interval else _FULL for number in layers]
     linear = tuple(number for number, kind in enumerate(types) if kind == _LINEAR)
     return {"delta_net": sizes, "linear_layers": linear} if linear else {}
+
+
+def layers_without_positions(config: ConfigReader) -> dict[str, Any]:
+    """``unrotated_layers``: where no_rope_layers has 0; without it, every no_rope_layer_interval-th.
+
+    Raises:
+        UnsupportedArchitecture: as ``decoder``, no_rope_layers is no list of 0 and 1 for each layer, or positions are
+            stretched with a factor on scores, which layers without positions would have too.
+    """
+    layers = config.integer("num_hidden_layers")
+    interval, listed = config.integer("no_rope_layer_interval", 4), config.items("no_rope_layers")
+    rotated = listed or [int((number + 1) % interval != 0) for number in range(layers)]
+    if len(rotated) != layers or any(each not in (0, 1) for each in rotated):
+        raise UnsupportedArchitecture(
+            f"no_rope_layers={shown(listed)} is no list of 0 or 1 for each of {layers} layers"
+        )
+    without = tuple(number for number, each in enumerate(rotated) if not each)
+    scaling = decoder(config)["rope_scaling"]
+    if without and scaling is not None and scaling.attention_factor != 1.0:
+        raise UnsupportedArchitecture(
+            f"{scaling.kind} positions with attention_factor={scaling.attention_factor}: a factor in layers with "
+            "positions alone is missing"
+        )
+    return {"unrotated_layers": without} if without else {}
 
 
 def set_sliding_window(config: ConfigReader) -> dict[str, Any]:

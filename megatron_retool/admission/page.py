@@ -91,9 +91,22 @@ refused with it.
 Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Core's local layers, and is refused where
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
 refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
-converted says `deepseek_v3`, which SGLang and transformers know without code from the hub. Kimi K2 Thinking is refused:
-its `rms_norm_eps` is not 1e-6, and its weights are INT4. Published weights in block FP8 are [made bfloat16
-first](cluster.md#2-models-and-data), by the conversion.
+converted says `deepseek_v3`, which SGLang and transformers know without code from the hub; so are Moonlight, and
+GLM-4.7-Flash (`glm4_moe_lite`). Kimi K2 Thinking is refused: its weights are INT4. Published weights in block FP8 are
+[made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
+
+Latents are normalised with `rms_norm_eps`. SGLang and vLLM do so, and so does Megatron-Core; transformers takes 1e-6
+whatever config.json says, as DeepSeek's own code does, whose models declare 1e-6. Moonlight and GLM-4.7-Flash declare
+1e-5. The policy is what the engine samples from, so the learner follows engines there, and wherever this project
+computes with transformers (admission, `--verify`, the referee, `rollout.engine.backend=transformers`) it sets the
+number in its modules. Who loads such a model with transformers alone gets 1e-6.
+
+ERNIE-4.5's dense models (`ernie4_5`) rotate features side by side. SmolLM3 (`smollm3`) has no positions in every
+fourth layer (`no_rope_layers`). SGLang has no class of its own for SmolLM3 and dots.llm1 (`dots1`), and runs
+transformers' code of them; so it does for ERNIE-4.5, unless `architectures` says `Ernie4_5_ForCausalLM`. Ministral 3
+(`ministral3`) multiplies queries by 1 + `llama_4_scaling_beta` log(1 + ⌊position /
+`original_max_position_embeddings`⌋). OLMoE (`olmoe`) is refused with other values of `rms_norm_eps` and
+`norm_topk_prob` than 1e-5 and false, which SGLang takes whatever config.json says.
 
 DeepSeek-V2's router (`deepseek_v2`: V2, V2-Lite, Coder-V2) gives each chosen expert its softmax score times
 `routed_scaling_factor`, and chooses groups of experts by their best one (`topk_method=group_limited_greedy`), or none

@@ -66,6 +66,8 @@ def shrunk(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         small["swiglu_limit"] = LIMIT
     for key in ("rope_parameters", "rope_scaling"):
         small |= {key: _small_rope(hf_config[key])} if isinstance(hf_config.get(key), Mapping) else {}
+        if isinstance(small.get(key), Mapping) and small[key].get("llama_4_scaling_beta"):  # engines read this one
+            small["original_max_position_embeddings"] = POSITIONS // 4
     small |= _small_longrope(hf_config, small)
     small |= _layers(hf_config, layers)
     for key in ("dtype", "torch_dtype"):
@@ -78,9 +80,10 @@ def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The keys that count or name layers."""
     before = int(hf_config.get("num_hidden_layers") or layers)
     small: dict[str, Any] = {"num_hidden_layers": layers}
-    types = hf_config.get("layer_types")
-    if isinstance(types, Sequence) and not isinstance(types, str) and types:
-        small["layer_types"] = _every_kind(types, layers)
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        kinds = hf_config.get(key)
+        if isinstance(kinds, Sequence) and not isinstance(kinds, str) and kinds:
+            small[key] = _every_kind(kinds, layers)
     if isinstance(hf_config.get("sliding_window_pattern"), int):  # EXAONE's "LLLG" is a pattern of any number of layers
         small["sliding_window_pattern"] = min(hf_config["sliding_window_pattern"], layers // 2)
     full = hf_config.get("max_window_layers")

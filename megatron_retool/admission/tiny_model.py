@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conversion.model.hf_config import normalise_latents
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.doctor import model as doctor_model
 from megatron_retool.doctor.model import sequences
@@ -50,7 +51,7 @@ def random_model(config: Any) -> Any:
                 tensor.add_(torch.empty_like(tensor).normal_(0.0, 0.2))
             elif name.endswith("A_log"):  # of decays: memories of many tokens, where transformers' begin with a few
                 tensor.sub_(3.0)
-    return model
+    return normalise_latents(model)
 
 
 def without_memory(config: Any) -> Any:

@@ -128,6 +128,7 @@ class LocalPackedSequences(PackedSeqParams):
         tree: see ``packing.MicroBatch``; instead of buckets.
         cos, sin: [t, 1, r] at each token's position, r <= head_dim; see ``RotaryTable``.
         local_cos, local_sin: the same for layers with a window; None: as in the others.
+        query_growth: see ``positions.query_growth``.
     """
 
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
@@ -136,6 +137,7 @@ class LocalPackedSequences(PackedSeqParams):
     sin: Tensor | None = None
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
+    query_growth: Tensor | None = None
 
 
 class RotaryTable:
@@ -182,6 +184,7 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed and config.window_size else None
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         group = getattr(pg_collection, "cp", None)
         self.context_group = group if group is not None else parallel_state.get_context_parallel_group()
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -223,9 +226,9 @@ class PackedAttention(MegatronModule):
         cos, sin = packed.cos, packed.sin
         if self.window is not None and packed.local_cos is not None:
             cos, sin = packed.local_cos, packed.local_sin
-        query = _Rotary.apply(query.squeeze(1), cos, sin)
-        key = _Rotary.apply(key.squeeze(1), cos, sin)
-        value = value.squeeze(1)
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.rotates:
+            query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
         if packed.tree is not None:
             out = tree_attention(query, key, value, packed.tree, self.scale)
         elif self.context_group.size() == 1:

@@ -52,7 +52,7 @@ from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_
 from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.performance import layer_options, pipeline_options
-from megatron_retool.learner.positions import inverse_frequencies, place_positions, softmax_scale
+from megatron_retool.learner.positions import inverse_frequencies, place_positions, query_growth, softmax_scale
 from megatron_retool.learner.precision import Acceleration, transformer_options
 from megatron_retool.learner.routing_replay import LayerReplay, RoutingPass
 from megatron_retool.learner.transformer_engine import choose_block_scales
@@ -119,6 +119,8 @@ def build_transformer_config(
     if architecture.sliding_window is not None:
         options["window_size"] = (architecture.sliding_window - 1, 0)
         options["window_attn_skip_freq"] = [int(window is not None) for window in architecture.windows]
+    if architecture.unrotated_layers:
+        options["no_rope_freq"] = [int(n in architecture.unrotated_layers) for n in range(architecture.num_layers)]
     if architecture.is_moe:
         options |= {
             "num_moe_experts": architecture.num_experts,
@@ -324,6 +326,7 @@ class PackedModel(GPTModel):
             "max_seqlen_q": micro_batch.max_seqlen,
             "max_seqlen_kv": micro_batch.max_seqlen,
         }
+        growth = query_growth(self.architecture, micro_batch.position_ids.squeeze(0))
         if self.uses_transformer_engine and micro_batch.tree is None:
             packed = PackedSeqParams(
                 qkv_format="thd",
@@ -331,6 +334,7 @@ class PackedModel(GPTModel):
                 cu_seqlens_kv_padded=micro_batch.cu_seqlens,
                 **lengths,
             )
+            packed.query_growth = growth
             angles = self.rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True)
             if self._local_rotary_table is not None:
                 local = self._local_rotary_pos_emb(micro_batch.max_seqlen, packed_seq=True)
@@ -339,6 +343,7 @@ class PackedModel(GPTModel):
         place = micro_batch.position_ids.squeeze(0), micro_batch.max_seqlen, self.config.params_dtype
         cos, sin = self._rotary_table.at(*place)
         packed = LocalPackedSequences(buckets=micro_batch.buckets, tree=micro_batch.tree, cos=cos, sin=sin, **lengths)
+        packed.query_growth = growth
         if self._local_rotary_table is not None:
             packed.local_cos, packed.local_sin = self._local_rotary_table.at(*place)
         return None, packed

@@ -88,17 +88,49 @@ def _squared_factor(architecture: Architecture) -> float:
     return 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor**2
 
 
-class ScaledQueries(SelfAttention):
-    """With queries whose first ``rotated`` features are multiplied by ``factor``, ahead of the rotation."""
+def query_growth(architecture: Architecture, positions: Tensor) -> Tensor | None:
+    """float32 [t, 1, 1, 1]: what queries at ``positions`` (int64 [t]) are multiplied by; None: by nothing."""
+    if architecture.query_growth is None:
+        return None
+    share, period = architecture.query_growth
+    return (1 + share * torch.log1p(torch.floor(positions / period))).float().view(-1, 1, 1, 1)
 
-    def __init__(self, *args: Any, rotated: int, factor: float, **kwargs: Any) -> None:
+
+class PreparedQueries(SelfAttention):
+    """With queries and keys that are prepared ahead of the rotation.
+
+    Args:
+        rotated: features of each head that positions rotate, the first ones.
+        factor: that those of queries are multiplied by.
+        pairs: those that are rotated together lie side by side. They are laid out half of them apart, as the rotation
+            wants it; queries and keys alike, so that scores stay.
+
+    Queries are multiplied by the micro-batch's ``query_growth`` too, where it has one.
+    """
+
+    def __init__(self, *args: Any, rotated: int, factor: float, pairs: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotated, self.factor = rotated, factor
+        self.rotated, self.factor, self.pairs = rotated, factor, pairs
+        self._growth: Tensor | None = None
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        self._growth = getattr(packed_seq_params, "query_growth", None)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        turned, plain = query.split([self.rotated, query.size(-1) - self.rotated], -1)
-        return torch.cat([turned * self.factor, plain], -1), key, value
+        if self.pairs:
+            query, key = self._in_halves(query), self._in_halves(key)
+        if self.factor != 1.0:
+            turned, plain = query.split([self.rotated, query.size(-1) - self.rotated], -1)
+            query = torch.cat([turned * self.factor, plain], -1)
+        if self._growth is not None:
+            query = query * self._growth.to(query.dtype)
+        return query, key, value
+
+    def _in_halves(self, x: Tensor) -> Tensor:
+        turned, plain = x.split([self.rotated, x.size(-1) - self.rotated], -1)
+        return torch.cat([turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), plain], -1)
 
 
 class MixedSelfAttention(SelfAttention):
@@ -133,7 +165,11 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
     Raises:
         ValueError: the part is missing for this layer.
     """
+    factor = query_factor(architecture)
+    prepared = factor != 1.0 or architecture.rotary_pairs or architecture.query_growth is not None
     if architecture.local_rope_theta is not None:
+        if prepared or architecture.unrotated_layers:
+            raise ValueError("positions that differ by layer are missing beside queries that are prepared for them")
         if architecture.linear_layers or architecture.attention_gate:
             raise ValueError("positions that differ by layer are missing beside gated delta nets and gated attention")
         layer.self_attention.module = MixedSelfAttention
@@ -141,12 +177,13 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
             **layer.self_attention.params,
             "local_scale": softmax_scale(architecture, local=True),
         }
-    elif (factor := query_factor(architecture)) != 1.0:
+    elif prepared:
         if architecture.linear_layers or architecture.attention_gate or architecture.latent is not None:
-            raise ValueError("a factor on rotated features alone is missing beside this kind of attention")
-        layer.self_attention.module = ScaledQueries
+            raise ValueError("queries that are prepared for positions are missing beside this kind of attention")
+        layer.self_attention.module = PreparedQueries
         layer.self_attention.params = {
             **layer.self_attention.params,
-            "rotated": architecture.rotary_dim,
+            "rotated": architecture.rotary_dim or architecture.head_dim,
             "factor": factor,
+            "pairs": architecture.rotary_pairs,
         }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from conversion.model.architecture import Architecture
+from conversion.model.hf_config import normalise_latents
 from megatron_retool.config import Config
 from megatron_retool.routed_experts import ExpertArray
 from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
@@ -336,4 +337,4 @@ def _load(path: Path, dtype: str, attention: str) -> tuple[Any, dict[str, Any]]:
         if shows_progress:
             logging.enable_progress_bar()
     model, info = loaded
-    return model, info
+    return normalise_latents(model), info

@@ -21,9 +21,11 @@ from sglang_rollout.engine.process import resolve_device
 OWN_OUTPUT_LAYER = frozenset(
     {
         "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
+        "OlmoeForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
@@ -34,6 +36,7 @@ OWN_OUTPUT_LAYER = frozenset(
 WHOLE_PAST = frozenset(
     {
         "LlamaForCausalLM",
+        "Ministral3ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Phi3ForCausalLM",
@@ -50,6 +53,7 @@ ATTENTION_GROUPS = frozenset(
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Qwen2MoeForCausalLM",
@@ -71,6 +75,8 @@ ASKED_FOR: Mapping[str, tuple[str, ...]] = {
 
 GPU_ALONE = frozenset({"MiniMaxM2ForCausalLM"})
 """Classes with a kernel that no CPU runs."""
+
+_ORIGINAL = "original_max_position_embeddings"
 
 UNTIE = (
     "python -c \"import torch; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = '{path}', "
@@ -166,6 +172,13 @@ def unserved(architecture: Architecture, served: Sequence[str]) -> str:
     """
     if reason := unfilled_output_layer(architecture.hf_config, served) or misread_positions(architecture.hf_config):
         return reason
+    if "Ministral3ForCausalLM" in served and architecture.query_growth is not None:
+        read, meant = architecture.hf_config.get(_ORIGINAL) or 16384, architecture.query_growth[1]
+        if read != meant:
+            return (
+                f"SGLang's Ministral3ForCausalLM scales queries by {_ORIGINAL}={read} of config.json itself, and "
+                f"transformers by that of rope_parameters, {meant}: they have to agree"
+            )
     everywhere = [name for name in served if name in EXPERTS_EVERYWHERE]
     if everywhere and architecture.dense_layers:
         layers = ", ".join(str(layer) for layer in architecture.dense_layers[:5])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import quantized_names, round_to_blocks, takes_power_of_two
+from conversion.model.hf_config import normalise_latents
 from conversion.model.weight_map import WeightMap
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings
@@ -116,7 +117,7 @@ def load_model(step: StoredStep, architecture: Architecture, number_format: Numb
     finally:
         if shows_progress:
             logging.enable_progress_bar()
-    return model.to(device).eval()
+    return normalise_latents(model).to(device).eval()
 
 
 @dataclass

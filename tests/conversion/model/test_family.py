@@ -22,7 +22,7 @@ from conversion import hf_to_mcore, mcore_to_hf
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.hf_config import UnsupportedArchitecture, normalise_latents
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config
@@ -71,6 +71,8 @@ LATENT: dict[str, Any] = {
 }
 
 DEEPSEEK_V2: dict[str, Any] = {**LATENT, "model_type": "deepseek_v2", "norm_topk_prob": False}
+FLASH: dict[str, Any] = {**LATENT, "model_type": "glm4_moe_lite", "first_k_dense_replace": 1}
+STRETCHED: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 PHI: dict[str, Any] = {"model_type": "phi3", "max_position_embeddings": 8192}
 LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 GROUPED = {"topk_method": "group_limited_greedy"}
@@ -165,8 +167,6 @@ def test_an_alias_is_the_family_under_another_name(tmp_path: Path) -> None:
     assert found == expected and found.family == "deepseek_v3" and found.declaration == expected.declaration
     assert pickle.loads(pickle.dumps(found)).declaration.model_type == "deepseek_v3"
     assert known_to_transformers({**LATENT, **named}) == LATENT and known_to_transformers({"a": 1}) == {"a": 1}
-    with pytest.raises(UnsupportedArchitecture, match="rms_norm_eps=1e-05"):  # Kimi K2 Thinking's
-        Architecture.from_hf_config({**LLAMA, **LATENT, **named, "rms_norm_eps": 1e-5})
     file = tmp_path / "mine.py"
     file.write_text(SEED_OSS.replace('"seed_oss", ', '"seed_oss", aliases=("kimi_k2", "other"), '))
     target = f"{file}:FAMILY"
@@ -327,7 +327,27 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({**MINIMAX, "attn_type_list": [1, 0]}, "attn_type_list has other kinds of layers than 1: linear attention is"),
         ({**MINIMAX, "rotary_dim": 3}, "partial_rotary_factor=0.375: 3 of a head's 8 features are no pairs"),
         ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads differs from num_attention_heads"),
-        ({**LATENT, "rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: transformers normalises latents with 1e-06 whatever"),
+        ({**FLASH, "mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types="),
+        (
+            {**FLASH, "first_k_dense_replace": 2},
+            "first_k_dense_replace=2 is not supported for glm4_moe_l",
+        ),
+        ({"model_type": "olmoe", "num_experts": 4, "clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for olmoe"),
+        (
+            {"model_type": "olmoe", "num_experts": 4, "norm_topk_prob": True},
+            "norm_topk_prob=true is not supported for",
+        ),
+        (
+            {"model_type": "olmoe", "num_experts": 4, "rms_norm_eps": 1e-6},
+            "rms_norm_eps=1e-06 is not supported for",
+        ),
+        ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=true is not supported for ernie4_5"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers="),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0], "rope_scaling": STRETCHED},
+            "yarn positions with attention_factor=1.13",
+        ),
+        ({"model_type": "ministral3"}, "rope_parameters.llama_4_scaling_beta is missing"),
         (
             {**LATENT, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
             "mscale=null with mscale_all_dim=null: a factor on rotated features alone is missing",
@@ -527,3 +547,38 @@ def test_a_value_of_another_type_is_an_architecture_or_one_error(family: str, na
             assert len(str(error)) < 1000, change
         else:
             assert len(found.windows) == found.num_layers, change
+
+
+def test_latents_are_normalised_with_rms_norm_eps() -> None:
+    """As engines do it, where transformers takes 1e-6 whatever config.json says."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = Architecture.from_hf_config({**LLAMA, **LATENT, "rms_norm_eps": 1e-5}).latent
+    assert found is not None and found.norm_eps == 1e-5
+    settings = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "n_routed_experts": 4}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **settings, rms_norm_eps=1e-5))
+    attention = model.model.layers[0].self_attn
+    assert attention.kv_a_layernorm.variance_epsilon == 1e-6, "transformers follows config.json: remove the repair"
+    assert normalise_latents(model) is model
+    assert attention.kv_a_layernorm.variance_epsilon == attention.q_a_layernorm.variance_epsilon == 1e-5
+
+
+def test_layers_without_positions() -> None:
+    def read(**more: object) -> Architecture:
+        return Architecture.from_hf_config({**LLAMA, "model_type": "smollm3", "num_hidden_layers": 8, **more})
+
+    assert read().unrotated_layers == (3, 7)
+    assert read(no_rope_layer_interval=3).unrotated_layers == (2, 5)
+    assert read(no_rope_layers=[1, 0] * 4).unrotated_layers == (1, 3, 5, 7)
+    assert read(no_rope_layers=[1] * 8, rope_scaling=STRETCHED).unrotated_layers == ()
+
+
+def test_positions_of_ernie_and_ministral() -> None:
+    pairs = Architecture.from_hf_config({**LLAMA, "model_type": "ernie4_5"})
+    assert pairs.rotary_pairs and (pairs.rope_theta, pairs.head_dim, pairs.tie_word_embeddings) == (5e5, 128, True)
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+    grown = Architecture.from_hf_config(
+        {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 4, "rope_parameters": rope}
+    )
+    assert grown.query_growth == (0.1, 64)

@@ -1,0 +1,25 @@
+"""GLM-4.7-Flash: DeepSeek-V3's layers, of which the first one is dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.families import deepseek_v3
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    if not config.has("mlp_layer_types"):
+        config.require(first_k_dense_replace=1)  # transformers knows no other number, and engines read it
+    config.require(partial_rotary_factor=1.0)  # nothing reads it: qk_rope_head_dim says how much is rotated
+    rotated = config.integer("qk_rope_head_dim")
+    return deepseek_v3.read(config.with_defaults(first_k_dense_replace=1, rms_norm_eps=1e-5, head_dim=rotated))
+
+
+FAMILY = Family(
+    "glm4_moe_lite",
+    rules=deepseek_v3.FAMILY.rules,
+    read=read,
+    engine_classes={"Glm4MoeLiteForCausalLM": "sglang.srt.models.glm4_moe_lite:Glm4MoeLiteForCausalLM"},
+)
