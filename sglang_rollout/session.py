@@ -14,6 +14,7 @@ from sglang_rollout.engine.base import (
     EngineRejected,
     GenerateRequest,
     GenerateResult,
+    Steering,
     StopConditions,
 )
 from sglang_rollout.engine.pool import EnginePool
@@ -46,6 +47,7 @@ class RequestSettings:
     stop: StopConditions
     filtered_log_probs: bool
     routed_experts: bool = False
+    steering: Steering = field(default_factory=Steering)
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Session:
             top_log_probs=top_log_probs,
             filtered_log_probs=self._settings.filtered_log_probs,
             routed_experts_start=first_without_rows(state, after) if self._settings.routed_experts else None,
+            steering=self._settings.steering,
         )
         avoid: RoutedEngine | None = None
         failing_since: float | None = None

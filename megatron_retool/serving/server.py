@@ -106,6 +106,7 @@ async def serve(
         host=address.host,
         port=address.port,
         stop_strings=service.stop_strings,
+        steers=service.steers,
         door=door,
         pages={HEALTH: health},
     )

@@ -51,6 +51,7 @@ class Service:
     Attributes:
         renderer: of the model's chat template.
         stop_strings: whether the engines can end a turn at a text.
+        steers: whether they take penalties and grammars.
         tools: started; None: they were not asked for.
         pool: the engines.
         sampler: where tokens come from.
@@ -65,6 +66,7 @@ class Service:
         self.tokenizer: Any = None
         self.tools: ToolRegistry | None = None
         self.stop_strings = any((Path(config.model.path) / name).is_file() for name in TOKENIZER_FILES)
+        self.steers = False
         self._with_tools = tools
         self._say = say
         self._logs = log_directory
@@ -96,6 +98,7 @@ class Service:
             )
         self.renderer = ContextRenderer(self.tokenizer, config.rollout.multi_turn)
         engine = make_engine(config)
+        self.steers = bool(getattr(engine, "steers", False))
         self._servers = [
             engine.server(
                 index,

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, MultiTurnConfig
@@ -88,6 +88,59 @@ class _ResultsByChatTemplate:
         raise NotImplementedError("results are tool messages of the chat template")
 
 
+@dataclass(frozen=True)
+class CallShape:
+    """How calls are written, for engines that hold a turn to it (XGrammar's structural tags).
+
+    Attributes:
+        begin, end: around a call's arguments; ``begin`` has NAME for the tool's name.
+        style: of the arguments, as XGrammar calls it.
+        between: two calls; None: a turn has one.
+        opening, closing: around all of a turn's calls.
+    """
+
+    begin: str
+    end: str
+    style: str = "json"
+    between: str | None = "\n"
+    opening: str = ""
+    closing: str = ""
+
+    def grammar(self, functions: Sequence[Mapping[str, Any]], several: bool) -> dict[str, Any]:
+        """A turn that is one call of ``functions`` (name and JSON schema of the parameters), or several."""
+        tags = [
+            {
+                "type": "tag",
+                "begin": self.begin.replace("NAME", function["name"]),
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": {"type": "object", **(function.get("parameters") or {})},
+                    "style": self.style,
+                },
+                "end": self.end,
+            }
+            for function in functions
+        ]
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": self.between or "",
+            "at_least_one": True,
+            "stop_after_first": not several or self.between is None,
+        }
+        if not self.opening:
+            return calls
+        around = [{"type": "const_string", "value": text} for text in (self.opening, self.closing)]
+        return {"type": "sequence", "elements": [around[0], calls, around[1]]}
+
+
+@runtime_checkable
+class HasCallShape(Protocol):
+    """A format whose calls an engine can be made to write. One's own may leave it out: tool_choice is refused then."""
+
+    call_shape: CallShape
+
+
 _ANGLED = TagGrammar(
     opening="<tool_call>",
     closing="</tool_call>",
@@ -145,6 +198,8 @@ _KEYS_AND_VALUES = TagGrammar(
 class HermesFormat(_ResultsByChatTemplate):
     """JSON in <tool_call> tags, as Qwen2.5 and Qwen3 are trained to write."""
 
+    call_shape = CallShape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
+
     def parse(self, text: str) -> list[ParsedCall]:
         return calls_of_json(text, "<tool_call>", "</tool_call>", json_call)
 
@@ -156,6 +211,8 @@ class Qwen3CoderFormat(_ResultsByChatTemplate):
     Values are texts where the tool's schema takes one, else JSON.
     """
 
+    call_shape = CallShape("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml")
+
     def parse(self, text: str) -> list[ParsedCall]:
         return calls_in(text, _ANGLED.opening, TaggedTurn(text, _ANGLED).read)
 
@@ -164,6 +221,8 @@ class Qwen3CoderFormat(_ResultsByChatTemplate):
 class SeedOssFormat(_ResultsByChatTemplate):
     """As ``Qwen3CoderFormat``, in Seed-OSS's own tags."""
 
+    call_shape = CallShape("<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml")
+
     def parse(self, text: str) -> list[ParsedCall]:
         return calls_in(text, _SEED.opening, TaggedTurn(text, _SEED).read, tag="seed:think")
 
@@ -171,6 +230,14 @@ class SeedOssFormat(_ResultsByChatTemplate):
 @formats.register("minimax_m2")
 class MiniMaxM2Format(_ResultsByChatTemplate):
     """<invoke> tags in <minimax:tool_call>, as MiniMax-M2 is trained to write; values as in ``Qwen3CoderFormat``."""
+
+    call_shape = CallShape(
+        '<invoke name="NAME">\n',
+        "\n</invoke>",
+        "minimax_xml",
+        opening="<minimax:tool_call>\n",
+        closing="\n</minimax:tool_call>",
+    )
 
     def parse(self, text: str) -> list[ParsedCall]:
         return calls_in(text, _INVOKED.opening, TaggedTurn(text, _INVOKED).read)
@@ -199,6 +266,8 @@ class DeepSeekV3Format(_ResultsByChatTemplate):
 @formats.register("llama3")
 class Llama3Format(_ResultsByChatTemplate):
     """A turn that is one JSON object with a name and parameters, as Llama 3.1 to 3.3 are trained to write."""
+
+    call_shape = CallShape('{"name": "NAME", "parameters": ', "}", between=None)
 
     def parse(self, text: str) -> list[ParsedCall]:
         body = text.strip()

@@ -19,6 +19,8 @@ from sglang_rollout.engine.routed_experts import RoutingShape
 class SGLangEngine:
     """``Engine`` for production: a server process each, asked over HTTP."""
 
+    steers = True
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self._routed_experts = config.learner.routing_replay == "rollout"

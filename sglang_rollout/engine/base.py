@@ -20,7 +20,7 @@ from an engine that broke while it worked (``EngineFailed``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -106,6 +106,34 @@ class StopConditions:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What the sampled text must be.
+
+    Attributes:
+        kind: json_schema, or structural_tag (XGrammar's).
+        text: as JSON.
+    """
+
+    kind: Literal["json_schema", "structural_tag"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What a served model's callers ask of the distribution beyond ``SamplingConfig``. Log-probs are of the result.
+
+    Engines whose class has ``steers = True`` are asked, and no others; a grammar also needs their tokenizer. A run
+    steers nothing: the learner's log-probs are those of the policy itself.
+
+    Attributes:
+        penalties: frequency_penalty, presence_penalty, repetition_penalty.
+    """
+
+    grammar: Grammar | None = None
+    penalties: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One request: what to continue, how to sample, when to stop. A temperature of 0 takes the most likely token."""
 
@@ -120,6 +148,7 @@ class GenerateRequest:
     """Take the probabilities after top_p, top_k and min_p: the distribution that was sampled from."""
     routed_experts_start: int | None = None
     """The first token whose routed experts are wanted; None: of no token."""
+    steering: Steering = field(default_factory=Steering)
 
     @property
     def wants_filtered(self) -> bool:

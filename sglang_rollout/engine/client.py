@@ -421,6 +421,9 @@ def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["stop"] = list(request.stop.strings)
     if request.seed is not None:
         sampling["sampling_seed"] = request.seed
+    sampling |= request.steering.penalties
+    if request.steering.grammar is not None:
+        sampling[request.steering.grammar.kind] = request.steering.grammar.text
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": list(request.input_ids),

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
 from megatron_retool.untrusted import load_json
-from sglang_rollout.gateway import fields, request_fields
+from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
 from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
@@ -35,7 +35,10 @@ def read(body: fields.Json, to_count: bool = False) -> MessagesRequest:
         ApiError: 400, naming the field.
     """
     request_fields.check(body, request_fields.MESSAGES)
-    request_fields.check(fields.mapping(body, "output_config"), request_fields.OUTPUT_CONFIG, "output_config.")
+    output = fields.mapping(body, "output_config")
+    request_fields.check(output, request_fields.OUTPUT_CONFIG, "output_config.")
+    form = constraints.of_response_format(output.get("format"), "output_config.format")
+    form = form or constraints.of_response_format(body.get("output_format"), "output_format")
     _check_edits(fields.mapping(body, "context_management"))
     sampling = fields.sampling(body)
     messages: list[Message] = []
@@ -52,17 +55,19 @@ def read(body: fields.Json, to_count: bool = False) -> MessagesRequest:
     limit = fields.integer(body, "max_tokens", 1)
     if limit is None and not to_count:
         raise invalid("max_tokens", "it is missing")
-    choice = body.get("tool_choice")
+    choice, tools = body.get("tool_choice"), fields.tools(body, _schema)
     one_call = isinstance(choice, dict) and fields.flag(choice, "disable_parallel_tool_use", "tool_choice.")
     call = Call(
         messages=in_call_order(normalize_messages(messages)),
-        tools=fields.tools(body, _schema),
+        tools=tools,
         max_tokens=limit,
         stop=fields.texts(body, "stop_sequences"),
         model=fields.text(body, "model", default=""),
         sampling=sampling,
         thinking=_thinking(fields.mapping(body, "thinking")),
         parallel_calls=not one_call,
+        constraint=constraints.of_tool_choice(choice, tools) or form,
+        steered=fields.steered(body),
     )
     return MessagesRequest(call, fields.flag(body, "stream"))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from sglang_rollout.gateway import fields, request_fields
+from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
 
@@ -47,9 +47,11 @@ def read(body: fields.Json) -> ChatRequest:
     options = fields.mapping(body, "stream_options")
     request_fields.check(options, request_fields.STREAM_OPTIONS, "stream_options.")
     limit = fields.integer(body, "max_completion_tokens", 1)
+    tools = fields.tools(body, _schema)
+    form = constraints.of_response_format(body.get("response_format"), "response_format")
     call = Call(
         messages=in_call_order(normalize_messages(messages)),
-        tools=fields.tools(body, _schema),
+        tools=tools,
         max_tokens=limit if limit is not None else fields.integer(body, "max_tokens", 1),
         stop=fields.texts(body, "stop"),
         seed=fields.integer(body, "seed", 0),
@@ -58,6 +60,8 @@ def read(body: fields.Json) -> ChatRequest:
         sampling=sampling,
         thinking=_thinking(body),
         parallel_calls=fields.optional_flag(body, "parallel_tool_calls") is not False,
+        constraint=constraints.of_tool_choice(body.get("tool_choice"), tools) or form,
+        steered=fields.steered(body),
     )
     return ChatRequest(call, stream, fields.flag(options, "include_usage", "stream_options."), _log_probs(body))
 

@@ -60,6 +60,7 @@ def read(body: fields.Json) -> CompletionRequest:
         seed=fields.integer(body, "seed", 0),
         model=fields.text(body, "model", default=""),
         sampling=fields.sampling(body),
+        steered=fields.steered(body),
     )
     return CompletionRequest(
         call, fields.flag(body, "stream"), fields.flag(options, "include_usage", "stream_options.")

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_retool.config import SamplingConfig
 from sglang_rollout.agent.long_texts import in_thread
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.base import GenerateResult, RankedText
+from sglang_rollout.engine.base import GenerateResult, RankedText, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.conversation import TextAnswer, TextCall, TextToken
 from sglang_rollout.gateway.errors import ApiError, context_overflow, invalid, unsupported
@@ -24,7 +24,12 @@ from sglang_rollout.session import RolloutError
 
 
 async def continued(
-    call: TextCall, sampling: SamplingConfig, limits: SessionLimits, renderer: ContextRenderer, sampler: Sampler
+    call: TextCall,
+    sampling: SamplingConfig,
+    steering: Steering,
+    limits: SessionLimits,
+    renderer: ContextRenderer,
+    sampler: Sampler,
 ) -> list[TextAnswer]:
     """The answers to the first prompt, then those to the second, …
 
@@ -39,7 +44,7 @@ async def continued(
     ]
     try:
         return await _together(
-            _answer(call, choice, ids, sampling, limits, renderer, sampler)
+            _answer(call, choice, ids, sampling, steering, limits, renderer, sampler)
             for ids in prompts
             for choice in range(call.choices)
         )
@@ -68,6 +73,7 @@ async def _answer(
     choice: int,
     prompt: list[int],
     sampling: SamplingConfig,
+    steering: Steering,
     limits: SessionLimits,
     renderer: ContextRenderer,
     sampler: Sampler,
@@ -75,8 +81,9 @@ async def _answer(
     assert limits.context_length is not None
     sampled, ranked = GenerateResult([], [], [], "length"), None
     stop = replace(renderer.stop, strings=(*renderer.stop.strings, *call.stop))
+    greedy = sampling.temperature == 0 and not steering.penalties
     ranker = sampler if isinstance(sampler, Ranker) else None
-    if ranker is not None and call.log_probs is not None and call.max_tokens <= 1 and sampling.temperature == 0:
+    if ranker is not None and call.log_probs is not None and call.max_tokens <= 1 and greedy:
         # The pass over the prompt gives the one token that is wanted, or none.
         ranked = await ranker.rank(prompt, max(call.log_probs, 1))
         token, log_prob = ranked.likeliest[-1][0]
@@ -87,7 +94,7 @@ async def _answer(
         if call.max_tokens:
             seed = None if call.seed is None else seed_of(call.seed, choice)
             room = min(call.max_tokens, limits.context_length - len(prompt))
-            request = TurnRequest(room, sampling, stop, limits.max_wall_seconds)
+            request = TurnRequest(room, sampling, stop, limits.max_wall_seconds, steering)
             sampled = await sampler.generate(TrajectoryState(prompt, 0, 0, seed=seed), request)
         if ranker is not None and call.log_probs is not None:
             ranked = await ranker.rank([*prompt, *sampled.output_ids], max(call.log_probs, 1))

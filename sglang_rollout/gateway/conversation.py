@@ -19,6 +19,21 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What an answer must be.
+
+    Attributes:
+        field: of the request, which asks for it.
+        schema: of the answer's text; None: the answer is tool calls.
+        name: of the tool that must be called; None: any of the request's.
+    """
+
+    field: str
+    schema: Mapping[str, Any] | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
 class Call:
     """A request, translated.
 
@@ -30,6 +45,8 @@ class Call:
         sampling: temperature and top_p that it asks for; whether they count is the session's to say.
         thinking: whether the model is to think before it answers; None: as the chat template has it.
         parallel_calls: an answer may have several tool calls; otherwise it has its first one.
+        constraint: what an answer must be; None: anything.
+        steered: penalties, top_k and min_p that it asks for, of which a served model alone takes some.
     """
 
     messages: list[Message]
@@ -42,6 +59,8 @@ class Call:
     sampling: Mapping[str, float] = field(default_factory=dict)
     thinking: bool | None = None
     parallel_calls: bool = True
+    constraint: Constraint | None = None
+    steered: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,7 @@ class TextCall:
         choices: answers to each prompt.
         echo: an answer begins with its prompt.
         log_probs: likeliest tokens to show at each place; None: no log-probs.
-        stop, seed, model, sampling: as of ``Call``.
+        stop, seed, model, sampling, steered: as of ``Call``.
     """
 
     prompts: list[str | list[int]]
@@ -66,6 +85,7 @@ class TextCall:
     seed: int | None = None
     model: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
+    steered: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

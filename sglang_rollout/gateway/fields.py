@@ -15,6 +15,14 @@ Json = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 
 _RANGES = {"temperature": (0, 2), "top_p": (0, 1)}
+_STEERED: dict[str, tuple[float, float, tuple[float, ...]]] = {
+    "frequency_penalty": (-2, 2, (0,)),
+    "presence_penalty": (-2, 2, (0,)),
+    "repetition_penalty": (0.01, 2, (1,)),
+    "top_k": (-1, 1 << 30, (0, -1)),
+    "min_p": (0, 1, (0,)),
+}
+"""Lowest and highest value, and those that ask for nothing."""
 
 
 def items(body: Json, name: str, path: str = "") -> list[Json]:
@@ -73,15 +81,31 @@ def texts(body: Json, name: str) -> tuple[str, ...]:
 
 def sampling(body: Json) -> dict[str, float]:
     """temperature and top_p, where the call asks for them."""
-    for name, (low, high) in _RANGES.items():
-        value = body.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise invalid(name, f"expected a number, got {_kind(value)}")
-        if not low <= value <= high:
-            raise invalid(name, f"expected a number from {low} to {high}, got {value}")
-    return {name: body[name] for name in _RANGES if body.get(name) is not None}
+    found = {name: _number(body, name, low, high) for name, (low, high) in _RANGES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def steered(body: Json) -> dict[str, float]:
+    """Penalties, top_k and min_p, where the call asks for any effect of them."""
+    found = {}
+    for name, (low, high, nothing) in _STEERED.items():
+        value = _number(body, name, low, high)
+        if value is not None and value not in nothing:
+            found[name] = value
+    if isinstance(found.get("top_k"), float):
+        raise invalid("top_k", f"expected an integer, got {found['top_k']}")
+    return found
+
+
+def _number(body: Json, name: str, low: float, high: float) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise invalid(name, f"expected a number, got {_kind(value)}")
+    if not low <= value <= high:
+        raise invalid(name, f"expected a number from {low} to {high}, got {value}")
+    return value
 
 
 def mapping(body: Json, name: str) -> Json:
@@ -119,14 +143,14 @@ def content_text(value: Any, path: str, kinds: tuple[str, ...]) -> str:
 def tools(body: Json, schema: Callable[[Json, str], dict[str, Any] | None]) -> list[dict[str, Any]] | None:
     """The tools of a request; none where its tool_choice says so, None where it says nothing of them.
 
+    What else tool_choice may say is read by ``constraints.of_tool_choice``.
+
     Args:
         schema: (tool, path of its fields) -> the tool as chat templates take it, or None for one that a model which
             was not made for it cannot be offered: it is left out.
     """
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", 'a call cannot be forced: the policy decides; use "auto" or "none"')
     schemas = []
     for place, tool in enumerate(items(body, "tools")):
         offered = schema(tool, f"tools[{place}].")

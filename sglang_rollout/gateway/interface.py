@@ -20,7 +20,7 @@ from megatron_retool.config import SamplingConfig
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.base import GenerateResult, RankedText, StopConditions
+from sglang_rollout.engine.base import GenerateResult, RankedText, Steering, StopConditions
 
 IntArray = npt.NDArray[np.int32]
 
@@ -168,3 +168,4 @@ class TurnRequest:
     sampling: SamplingConfig
     stop: StopConditions
     deadline_seconds: float
+    steering: Steering = field(default_factory=Steering)

@@ -21,11 +21,11 @@ from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import stop_conditions
-from sglang_rollout.agent.tool_call_formats import ToolCallFormat, make_format, parsed_calls
+from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
-from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall
+from sglang_rollout.gateway.conversation import Answer, Constraint, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
 from sglang_rollout.gateway.text_size import characters, message_sizes
 from tools.arguments import typed_arguments
@@ -34,6 +34,9 @@ PROMPTS_KEPT = 128
 WINDOW = 1 << 14
 """Characters that are tokenised at once of a text that may be far too long."""
 """New histories whose ids are kept: the rollouts of a group begin with the same one."""
+REASONING_END = "</think>"
+_END_OF_CONTEXT = 16
+"""Tokens; those that begin reasoning are fewer."""
 _OPENING_TAG = re.compile(r"\s*<[^<>\s]*>\s*\Z")
 
 
@@ -170,6 +173,7 @@ class ContextRenderer:
         prompt_tokens: int,
         with_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        constraint: Constraint | None = None,
     ) -> Answer:
         """What a client reads of a turn.
 
@@ -177,12 +181,22 @@ class ContextRenderer:
             stop: the call's own stop texts.
             tools: whose schemas say what arguments written as text are.
             with_tokens: fill ``Answer.tokens``.
+            constraint: of the call.
         """
         ids = result.output_ids
-        ended = result.finish_reason == "stop" and bool(ids) and ids[-1] == self.end_of_turn_id
-        visible = ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids
-        text = self._tokenizer.decode(visible, skip_special_tokens=False) if visible else ""
-        parsed = parsed_calls(self._format, text, lambda: _names(tools or ())) if ended else []
+        ends = {self.end_of_turn_id}
+        if constraint is not None:
+            # A grammar ends with any of the tokens at which the engine's model stops.
+            ends.add(result.matched_stop if isinstance(result.matched_stop, int) else self.end_of_turn_id)
+        ended = result.finish_reason == "stop" and bool(ids) and ids[-1] in ends
+        visible = ids[:-1] if ids and (ended or ids[-1] in self.stop.token_ids) else ids
+        text = self.text_of(visible)
+        of_schema = constraint is not None and constraint.schema is not None
+        if of_schema:
+            # A client reads JSON: reasoning that the prompt began is no part of it.
+            text = text.rpartition(REASONING_END)[2].strip()
+        may_call = ended and (bool(tools) or not of_schema)
+        parsed = parsed_calls(self._format, text, lambda: _names(tools or ())) if may_call else []
         matched = None
         if not ended and result.finish_reason == "stop":
             text, matched = _until(text, stop)
@@ -203,6 +217,15 @@ class ContextRenderer:
             if with_tokens
             else [],
         )
+
+    @property
+    def call_shape(self) -> CallShape | None:
+        """How calls are written, for a grammar; None: the format has none."""
+        return self._format.call_shape if isinstance(self._format, HasCallShape) else None
+
+    def is_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether a context ends in the middle of the model's reasoning, which its template has begun."""
+        return self.text_of(ids[-_END_OF_CONTEXT:]).rstrip().endswith("<think>")
 
     def text_prompt(self, text: str) -> list[int]:
         """Token ids of a text without a chat template, as the tokenizer begins a text."""

@@ -12,13 +12,15 @@ from typing import Any
 
 from sglang_rollout.gateway.errors import unknown_field, unsupported
 
+STEERING = "of a served model"
+
 
 @dataclass(frozen=True)
 class Field:
     """What becomes of one field.
 
     Attributes:
-        kind: served, harmless or refused.
+        kind: served, of a served model (a run refuses it), harmless or refused.
         note: how it is served, why it is harmless or why it is refused.
         allowed: values of a refused field that ask for nothing; null, false, and empty texts, lists and objects always
             do so.
@@ -43,7 +45,7 @@ def check(body: Mapping[str, Any], fields: Mapping[str, Field], path: str = "") 
 def table(fields: Mapping[str, Field]) -> str:
     """``fields`` as the documentation shows them."""
     lines = ["| | fields |", "|---|---|"]
-    for kind in ("served", "harmless", "refused"):
+    for kind in ("served", STEERING, "harmless", "refused"):
         named = []
         for name, field in fields.items():
             if field.kind == kind:
@@ -54,11 +56,15 @@ def table(fields: Mapping[str, Field]) -> str:
 
 _SERVED, _HARMLESS = Field("served"), Field("harmless")
 _SAMPLING = Field("served", "by a served model; checked in training")
-_NOT_SAMPLED = Field("refused", "tokens are drawn from the policy's own distribution", (0, 0.0))
-_CONSTRAINED = "a constrained answer is not what the policy would say"
+_PENALTY = Field(STEERING, "by SGLang")
+_FILTER = Field(STEERING)
+_FORM = Field(STEERING, "text, json_object, json_schema: by SGLang's grammar")
+_BIAS = Field("refused", "tokens are drawn from the model's own distribution", (0, 0.0))
 _NO_SERVER_TOOLS = "the gateway runs no tools of a provider"
 _TEXT_ALONE = "the model reads and writes text only"
 _LEGACY = "use tools and tool_choice"
+_FORCED = "required or a function: by a served model, by SGLang's grammar"
+_FORCED_ANY = "any or a tool: by a served model, by SGLang's grammar"
 _ONE_CALL = Field("served", "false: a turn's first call is given")
 _OPENAI = {
     "metadata": _HARMLESS,
@@ -78,7 +84,7 @@ CHAT: dict[str, Field] = {
     **_OPENAI,
     "messages": _SERVED,
     "tools": Field("served", "functions; tools of other types are left out"),
-    "tool_choice": Field("served", "auto, none"),
+    "tool_choice": Field("served", f"auto, none; {_FORCED}"),
     "parallel_tool_calls": _ONE_CALL,
     "stream": _SERVED,
     "stream_options": Field("served", "include_usage"),
@@ -93,14 +99,14 @@ CHAT: dict[str, Field] = {
     "reasoning_effort": Field("served", f"none switches thinking off, {_THINKING_NOTE}"),
     "chat_template_kwargs": Field("served", "enable_thinking and thinking"),
     "prediction": Field("harmless", "it only makes an answer faster"),
-    "frequency_penalty": Field("refused", _NOT_SAMPLED.note, (0, 0.0)),
-    "presence_penalty": Field("refused", _NOT_SAMPLED.note, (0, 0.0)),
-    "repetition_penalty": Field("refused", _NOT_SAMPLED.note, (1, 1.0)),
-    "logit_bias": _NOT_SAMPLED,
-    "top_k": Field("refused", _NOT_SAMPLED.note, (0, -1)),
-    "min_p": _NOT_SAMPLED,
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
+    "top_k": _FILTER,
+    "min_p": _FILTER,
+    "logit_bias": _BIAS,
     "top_logprobs": Field("refused", "the engines return the log-probs of sampled tokens only", (0,)),
-    "response_format": Field("refused", _CONSTRAINED, ({"type": "text"},)),
+    "response_format": _FORM,
     "audio": Field("refused", _TEXT_ALONE),
     "modalities": Field("refused", _TEXT_ALONE, (["text"],)),
     "web_search_options": Field("refused", _NO_SERVER_TOOLS),
@@ -133,7 +139,7 @@ RESPONSES: dict[str, Field] = {
     "instructions": _SERVED,
     "previous_response_id": _SERVED,
     "tools": Field("served", "functions; tools of other types are left out"),
-    "tool_choice": Field("served", "auto, none"),
+    "tool_choice": Field("served", f"auto, none; {_FORCED}"),
     "parallel_tool_calls": _ONE_CALL,
     "stream": _SERVED,
     "stream_options": Field("harmless"),
@@ -141,7 +147,7 @@ RESPONSES: dict[str, Field] = {
     "temperature": _SAMPLING,
     "top_p": _SAMPLING,
     "reasoning": Field("served", f"effort none switches thinking off, {_THINKING_NOTE}"),
-    "text": Field("served", "format text; verbosity is harmless"),
+    "text": Field("served", "format: text; json_object, json_schema by a served model; verbosity is harmless"),
     "client_metadata": _HARMLESS,
     "include": Field("harmless", "but message.output_text.logprobs, which is refused"),
     "truncation": Field("refused", "a history that is too long is an error", ("disabled",)),
@@ -162,9 +168,9 @@ MESSAGES: dict[str, Field] = {
     "temperature": _SAMPLING,
     "top_p": _SAMPLING,
     "tools": Field("served", "those with a schema; tools of Anthropic's own are left out"),
-    "tool_choice": Field("served", "auto, none; disable_parallel_tool_use: a turn's first call is given"),
+    "tool_choice": Field("served", f"auto, none; {_FORCED_ANY}; disable_parallel_tool_use: one call"),
     "thinking": Field("served", f"enabled, adaptive or disabled, {_THINKING_NOTE}"),
-    "output_config": Field("served", "effort is harmless, format refused"),
+    "output_config": Field("served", "format by a served model; effort is harmless"),
     "context_management": Field("harmless", "but edits of anything but thinking, which are refused"),
     "metadata": _HARMLESS,
     "service_tier": _HARMLESS,
@@ -172,13 +178,13 @@ MESSAGES: dict[str, Field] = {
     "cache_control": _HARMLESS,
     "diagnostics": _HARMLESS,
     "speed": _HARMLESS,
-    "top_k": Field("refused", _NOT_SAMPLED.note, (0, -1)),
-    "output_format": Field("refused", _CONSTRAINED),
+    "top_k": _FILTER,
+    "output_format": _FORM,
     "mcp_servers": Field("refused", _NO_SERVER_TOOLS),
     "container": Field("refused", _NO_SERVER_TOOLS),
 }
-OUTPUT_CONFIG = {"effort": _HARMLESS, "format": Field("refused", _CONSTRAINED), "task_budget": _HARMLESS}
-TEXT = {"verbosity": _HARMLESS, "format": Field("refused", _CONSTRAINED, ({"type": "text"},))}
+OUTPUT_CONFIG = {"effort": _HARMLESS, "format": _FORM, "task_budget": _HARMLESS}
+TEXT = {"verbosity": _HARMLESS, "format": _FORM}
 REASONING = {"effort": _SERVED, "summary": _HARMLESS, "generate_summary": _HARMLESS, "context": _HARMLESS}
 STREAM_OPTIONS = {"include_usage": _SERVED, "include_obfuscation": _HARMLESS, "continuous_usage_stats": _HARMLESS}
 CHAT_TEMPLATE_KWARGS = {"enable_thinking": _SERVED, "thinking": _SERVED}

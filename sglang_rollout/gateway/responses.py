@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
-from sglang_rollout.gateway import fields, request_fields
+from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
 from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
@@ -45,7 +45,9 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
         ApiError: 400, naming the field; 404, previous_response_id is unknown.
     """
     request_fields.check(body, request_fields.RESPONSES)
-    request_fields.check(fields.mapping(body, "text"), request_fields.TEXT, "text.")
+    text = fields.mapping(body, "text")
+    request_fields.check(text, request_fields.TEXT, "text.")
+    form, tools = constraints.of_response_format(text.get("format"), "text.format"), fields.tools(body, _schema)
     reasoning = fields.mapping(body, "reasoning")
     request_fields.check(reasoning, request_fields.REASONING, "reasoning.")
     if "message.output_text.logprobs" in (body.get("include") or ()):
@@ -64,12 +66,13 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     fields.check_history(messages, "input")
     call = Call(
         messages=in_call_order(normalize_messages(messages)),
-        tools=fields.tools(body, _schema),
+        tools=tools,
         max_tokens=fields.integer(body, "max_output_tokens", 1),
         model=fields.text(body, "model", default=""),
         sampling=sampling,
         thinking=False if fields.text(reasoning, "effort", "reasoning.", default="") == "none" else None,
         parallel_calls=fields.optional_flag(body, "parallel_tool_calls") is not False,
+        constraint=constraints.of_tool_choice(body.get("tool_choice"), tools) or form,
     )
     return ResponsesRequest(call, fields.flag(body, "stream"), normalize_messages(history), body)
 
@@ -192,7 +195,7 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "parallel_tool_calls": request.call.parallel_calls,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": body.get("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": body.get("top_p"),

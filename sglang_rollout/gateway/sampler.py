@@ -81,7 +81,9 @@ class PoolSampler:
 
     async def generate(self, state: TrajectoryState, request: TurnRequest) -> GenerateResult:
         """See ``interface.Sampler``."""
-        settings = RequestSettings(request.sampling, request.stop, self._filtered_log_probs, self._routed_experts)
+        settings = RequestSettings(
+            request.sampling, request.stop, self._filtered_log_probs, self._routed_experts, request.steering
+        )
         sampled: GenerateResult | None = None
         work = state.copy()
         began, empty = time.monotonic(), 0
@@ -99,6 +101,9 @@ class PoolSampler:
                     result = await session.generate(work, request.max_new_tokens - known, max(left(), 0.001))
                 finally:
                     session.close()
+                if request.steering.grammar is not None and result.finish_reason == "abort" and left() > 0:
+                    # A grammar begins with the answer: what is cut off is not gone on with.
+                    result = GenerateResult([], [], [], "abort")
                 work.append_sampled(result)
                 sampled = joined(sampled, result)
                 if result.finish_reason != "abort" or left() <= 0:

@@ -79,7 +79,9 @@ class Gateway:
         model: the name that answers carry where a request has none.
         host: address to listen on. Where it is not loopback every call must show the session's key.
         port: 0: a free one.
-        stop_strings: whether the engines end a turn at a text; without it a request that asks for that is refused.
+        stop_strings: whether the engines end a turn at a text, for which they have a tokenizer; without it a request
+            that asks for that is refused.
+        steers: whether they take penalties, and grammars where they have a tokenizer (``engine.base.Steering``).
         door: decides about every call; None: sessions are found by their id or key, and answer by themselves.
         pages: further addresses of GET, which need no key.
 
@@ -101,6 +103,7 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         stop_strings: bool = True,
+        steers: bool = False,
         door: Door | None = None,
         pages: Mapping[str, Handler] | None = None,
     ) -> None:
@@ -109,6 +112,7 @@ class Gateway:
         self._api = Api(self, self.statistics, model=model, stop_strings=stop_strings)
         self._renderer = ContextRenderer(tokenizer, config)
         self._sampler = sampler
+        self._steers, self._grammars = steers, steers and stop_strings
         self._host, self.port = host, port
         self._door = door
         self._pages = dict(pages or {})
@@ -167,9 +171,12 @@ class Gateway:
             seed: of the draws; a call may bring its own. Answers in one history differ in all but the first's seed.
             group_id: sessions of one group are sent to the engine that has their prompt in its cache.
             index: of the rollout in its group; for messages.
-            calls_choose_sampling: a call's own temperature and top_p count. Log-probs are of that distribution then.
+            calls_choose_sampling: a call's own temperature, top_p, penalties and grammar count. Log-probs are of that
+                distribution then.
         """
-        settings = session_settings(sampling, tools, limits, seed, group_id, index, calls_choose_sampling)
+        settings = session_settings(
+            sampling, tools, limits, seed, group_id, index, calls_choose_sampling, self._steers, self._grammars
+        )
         session = OpenSession(
             settings, self._renderer, self._sampler, self.statistics, self._root, self._forget, tool_session
         )

@@ -14,8 +14,9 @@ from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
 from sglang_rollout.agent.long_texts import LARGE, at_once, in_thread
 from sglang_rollout.agent.loop import TrajectoryState
-from sglang_rollout.engine.base import GenerateResult
+from sglang_rollout.engine.base import EngineRejected, GenerateResult, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
+from sglang_rollout.gateway import constraints
 from sglang_rollout.gateway.continuation import continued
 from sglang_rollout.gateway.conversation import Answer, Call, Message, TextAnswer, TextCall, history_digests
 from sglang_rollout.gateway.errors import (
@@ -25,6 +26,7 @@ from sglang_rollout.gateway.errors import (
     limit_reached,
     no_tools,
     session_closed,
+    unsupported,
 )
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, Segment, SessionLimits, TurnRequest
 from sglang_rollout.gateway.rendering import ContextRenderer
@@ -34,6 +36,8 @@ from sglang_rollout.gateway.tool_desk import ToolDesk
 from sglang_rollout.session import RolloutError
 from tools.tool import ToolSession
 
+_OF_SAMPLING = ("top_k", "min_p")
+"""What a call asks for that every engine has, for ``SamplingConfig`` has it."""
 CHARACTERS_OF_MOST_TOKENS = 4
 """An estimate, for messages that are too long to be tokenised."""
 Tools = Sequence[Mapping[str, Any]] | None
@@ -41,7 +45,12 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How a session's calls are sampled; see ``Gateway.open_session``."""
+    """How a session's calls are sampled; see ``Gateway.open_session``.
+
+    Attributes:
+        steers: engines take penalties.
+        grammars: engines hold answers to a grammar.
+    """
 
     sampling: SamplingConfig
     limits: SessionLimits
@@ -50,6 +59,8 @@ class SessionSettings:
     group_id: int
     index: int
     calls_choose_sampling: bool = False
+    steers: bool = False
+    grammars: bool = False
 
 
 class OpenSession:
@@ -164,6 +175,7 @@ class OpenSession:
         """
         limits = self.settings.limits
         self._check_limits(call)
+        self._check_steering(call)
         tools = self.settings.tools if call.tools is None else call.tools
         self._promised += call.choices
         self._concurrent += 1
@@ -172,7 +184,7 @@ class OpenSession:
             context = self._tree.context(parent, glue_ids, digest, call.choices)
             try:
                 state = context.state(self.settings.group_id, self.settings.index)
-                request = self._request(call, context, state)
+                request = self._request(call, context, state, tools)
                 results = await self._sampled(call, context, state, request)
             except BaseException:
                 self._tree.unanswered(context)
@@ -184,7 +196,7 @@ class OpenSession:
             raise session_closed()
         answers = []
         for result in results:
-            answer = self._renderer.answer(result, call.stop, state.length, with_tokens, tools)
+            answer = self._renderer.answer(result, call.stop, state.length, with_tokens, tools, call.constraint)
             if not call.parallel_calls:
                 answer = replace(answer, calls=answer.calls[:1])
             self._sampled_tokens += len(result.output_ids)
@@ -211,7 +223,9 @@ class OpenSession:
             )
         if self._closed is not None:
             raise session_closed()
-        answers = await continued(call, self._sampling(call), self.settings.limits, self._renderer, self._sampler)
+        self._check_steering(call)
+        sampling, steering = self._sampling(call), Steering(penalties=_penalties(call))
+        answers = await continued(call, sampling, steering, self.settings.limits, self._renderer, self._sampler)
         self._statistics.calls += 1
         return answers
 
@@ -294,7 +308,29 @@ class OpenSession:
         if limits.max_sampled_tokens is not None and self._sampled_tokens >= limits.max_sampled_tokens:
             raise limit_reached("max_sampled_tokens", limits.max_sampled_tokens)
 
-    def _request(self, call: Call, context: Context, state: TrajectoryState) -> TurnRequest:
+    def _steering(self, call: Call, state: TrajectoryState, tools: Tools) -> Steering:
+        grammar = None
+        if call.constraint is not None:
+            shape = self._renderer.call_shape
+            reasons = self._renderer.is_reasoning([*state.prompt_ids, *state.response_ids])
+            grammar = constraints.grammar(call.constraint, tools, shape, several=call.parallel_calls, reasons=reasons)
+        return Steering(grammar, _penalties(call))
+
+    def _check_steering(self, call: Call | TextCall) -> None:
+        """Refuse what changes the distribution, where it must not or cannot be changed."""
+        constraint = call.constraint if isinstance(call, Call) else None
+        for name in (*call.steered, *([] if constraint is None else [constraint.field])):
+            if not self.settings.calls_choose_sampling:
+                raise unsupported(
+                    name,
+                    "a run trains on the policy's own distribution; a served model (megatron-retool serve) takes it",
+                )
+            if name not in _OF_SAMPLING and not self.settings.steers:
+                raise unsupported(name, "these engines (rollout.engine.backend) cannot; those of SGLang can")
+        if constraint is not None and not self.settings.grammars:
+            raise unsupported(constraint.field, "the engines have no tokenizer, which a grammar needs")
+
+    def _request(self, call: Call, context: Context, state: TrajectoryState, tools: Tools) -> TurnRequest:
         """How each choice is sampled."""
         limits = self.settings.limits
         rooms = []
@@ -318,13 +354,14 @@ class OpenSession:
             raise invalid("max_tokens", "the session has no context_length, so every call must say max_tokens")
         stop = self._renderer.stop
         stop = replace(stop, strings=(*stop.strings, *call.stop))
-        return TurnRequest(room, self._sampling(call), stop, self._remaining_seconds())
+        steering = self._steering(call, state, tools)
+        return TurnRequest(room, self._sampling(call), stop, self._remaining_seconds(), steering)
 
     def _sampling(self, call: Call | TextCall) -> SamplingConfig:
         sampling = self.settings.sampling
         if not self.settings.calls_choose_sampling:
             return sampling
-        asked = {**call.sampling}
+        asked = {**call.sampling, **{name: call.steered[name] for name in _OF_SAMPLING if name in call.steered}}
         if "top_p" in asked:
             # A share of 0 is the API's word for the most probable token alone.
             asked["top_p"] = max(asked["top_p"], 1e-6)
@@ -351,6 +388,10 @@ class OpenSession:
             self._check_cancelled()
             raise
         except (RolloutError, NoEngineAvailable) as error:
+            if call.constraint is not None and isinstance(error.__cause__, EngineRejected):
+                raise invalid(
+                    call.constraint.field, f"the engine cannot hold to it: {error.__cause__.reason}"
+                ) from error
             self.failure = error
             raise ApiError(503, f"the engines cannot answer: {error}", code="engines_unavailable") from error
         finally:
@@ -379,6 +420,10 @@ class OpenSession:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
 
 
+def _penalties(call: Call | TextCall) -> dict[str, float]:
+    return {name: value for name, value in call.steered.items() if name not in _OF_SAMPLING}
+
+
 def session_settings(
     sampling: SamplingConfig,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -387,7 +432,11 @@ def session_settings(
     group_id: int,
     index: int,
     calls_choose_sampling: bool = False,
+    steers: bool = False,
+    grammars: bool = False,
 ) -> SessionSettings:
     """The settings of a session, with copies of what the caller may change."""
     schemas = None if tools is None else [dict(tool) for tool in tools]
-    return SessionSettings(sampling, limits or SessionLimits(), schemas, seed, group_id, index, calls_choose_sampling)
+    return SessionSettings(
+        sampling, limits or SessionLimits(), schemas, seed, group_id, index, calls_choose_sampling, steers, grammars
+    )

@@ -14,6 +14,7 @@ from megatron_retool.serving.front import OpenDoor
 from sglang_rollout.gateway.server import Gateway
 from tests.serving.scripted_model import Script, counting_tools
 from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, WORD
+from tests.sglang_rollout.scripted import Counter
 
 MODEL = "mine"
 QUESTION = [{"role": "user", "content": "How many?"}]
@@ -21,13 +22,22 @@ CONFIG = load_config(None, ["rollout.val.temperature=0.5", "rollout.val.top_p=1.
 
 
 def served(
-    tokenizer, script: Script, scenario, *, tools=None, key: str | None = None, system: str | None = None
+    tokenizer,
+    script: Script,
+    scenario,
+    *,
+    tools=None,
+    key: str | None = None,
+    system: str | None = None,
+    steers: bool = True,
+    stop_strings: bool = True,
 ) -> None:
     """Run ``scenario(gateway, openai client)``."""
 
     async def run() -> None:
         door = OpenDoor(CONFIG, context_length=4096, api_key=key, tools=tools, system=system)
-        async with Gateway(script, tokenizer, MultiTurnConfig(), model=MODEL, door=door) as gateway:
+        engines = {"steers": steers, "stop_strings": stop_strings}
+        async with Gateway(script, tokenizer, MultiTurnConfig(), model=MODEL, door=door, **engines) as gateway:
             url = f"http://127.0.0.1:{gateway.port}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key=key or "any", max_retries=0) as client:
                 await scenario(gateway, client)
@@ -159,3 +169,43 @@ def test_sessions_follow_each_other(tokenizer, monkeypatch):
 
     served(tokenizer, script, scenario)
     assert "How many?" in tokenizer.decode(script.contexts[-1])
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+def test_penalties_and_forms_go_to_the_engine(tokenizer):
+    script = Script(tokenizer, [WORD])
+
+    async def scenario(gateway, client):
+        ask = client.chat.completions.create
+        asked = {"model": MODEL, "messages": QUESTION}
+        await ask(**asked, frequency_penalty=0.5, presence_penalty=-0.5, extra_body={"top_k": 7, "min_p": 0.1})
+        await client.completions.create(model=MODEL, prompt="a", frequency_penalty=0.5)
+        await ask(**asked, response_format=FORM)
+        await ask(**asked, tools=[Counter.schema], tool_choice="required")
+        await client.responses.create(model=MODEL, input="a", text={"format": {"type": "json_object"}})
+        with pytest.raises(openai.BadRequestError, match="the request has no tools"):
+            await ask(**asked, tool_choice="required")
+
+    served(tokenizer, script, scenario)
+    first, second, form, calls, responses = script.requests
+    assert first.steering.penalties == {"frequency_penalty": 0.5, "presence_penalty": -0.5}
+    assert (first.sampling.top_k, first.sampling.min_p, first.steering.grammar) == (7, 0.1, None)
+    assert second.steering.penalties == {"frequency_penalty": 0.5}
+    assert form.steering.grammar.kind == responses.steering.grammar.kind == "json_schema"
+    assert calls.steering.grammar.kind == "structural_tag" and "tool_call" in calls.steering.grammar.text
+
+
+@pytest.mark.parametrize(("steers", "stop_strings", "words"), [(False, True, "backend"), (True, False, "no tokenizer")])
+def test_engines_without_grammars_say_so(tokenizer, steers, stop_strings, words):
+    async def scenario(gateway, client):
+        ask = client.chat.completions.create
+        with pytest.raises(openai.BadRequestError, match=f"response_format is not supported here: .*{words}"):
+            await ask(model=MODEL, messages=QUESTION, response_format=FORM)
+        if not steers:
+            with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+                await ask(model=MODEL, messages=QUESTION, presence_penalty=1)
+        await ask(model=MODEL, messages=QUESTION, extra_body={"top_k": 3})
+
+    served(tokenizer, Script(tokenizer, [WORD]), scenario, steers=steers, stop_strings=stop_strings)

@@ -15,20 +15,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
 from megatron_retool.cluster.log_prob_check import LogProbMismatch, fixed_text
-from megatron_retool.config import CodeInterpreterConfig, SamplingConfig, ValSamplingConfig, load_config
+from megatron_retool.config import (
+    CodeInterpreterConfig,
+    MultiTurnConfig,
+    SamplingConfig,
+    ValSamplingConfig,
+    load_config,
+)
 from megatron_retool.data.chat_template import render
 from megatron_retool.process_tree import descendants
+from megatron_retool.serving.front import OpenDoor
 from megatron_retool.trajectory import FinishReason
+from sglang_rollout.backends.sglang_engine import SGLangEngine
 from sglang_rollout.backends.transformers_engine import TransformersEngine
 from sglang_rollout.engine.base import EngineFailed, EngineRejected, GenerateRequest, StopConditions
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.engine.process import SGLangServer
+from sglang_rollout.gateway.sampler import PoolSampler
+from sglang_rollout.gateway.server import Gateway
 from sglang_rollout.rollout_manager import RolloutManager
+from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import RolloutError
 from sglang_rollout.weight_sync import distributed
 from sglang_rollout.weight_sync.distributed import DistributedWeightSync
@@ -787,6 +800,55 @@ def test_a_text_is_ranked_as_transformers_does(engine, tokenizer):
         expected = model(torch.tensor([text])).logits[0].float().log_softmax(-1).topk(3)
     assert [[token for token, _ in place] for place in ranked.likeliest] == expected.indices.tolist()
     assert np.allclose([[value for _, value in place] for place in ranked.likeliest], expected.values, atol=2e-5)
+
+
+def test_answers_of_a_form_and_penalties_on_an_engine(engine, tokenizer):
+    """Through a served model's gateway: JSON of a schema, a forced call, what the engine refuses, and penalties."""
+    serve(engine, markov_policy.random_model(tokenizer, seed=1))
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["n"],
+    }
+    schema |= {"additionalProperties": False}
+    function = {"name": "count", "parameters": schema}
+    tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "other"}}]
+    config = make_config("rollout.val.temperature=1.0", "rollout.val.top_p=1.0")
+
+    async def run():
+        pool = EnginePool(SGLangEngine(config), [engine.base_url], config.rollout, RolloutStatistics())
+        sampler, door = PoolSampler(pool, RolloutStatistics()), OpenDoor(config, context_length=CONTEXT)
+        async with (
+            Gateway(sampler, tokenizer, MultiTurnConfig(), door=door, steers=SGLangEngine.steers) as gateway,
+            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="-", max_retries=0) as client,
+        ):
+            asked = {"model": "m", "messages": [{"role": "user", "content": "How many?"}], "max_tokens": 200}
+            form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+            said = await client.chat.completions.create(**asked, response_format=form, n=4, logprobs=True)
+            for choice in said.choices:
+                if choice.finish_reason == "stop":
+                    assert 0 <= json.loads(choice.message.content)["n"] <= 99
+                # Log-probs are of the distribution that was sampled: where one token is possible its own is 0.
+                assert choice.logprobs.content[0].logprob > -1e-3 or choice.logprobs.content[0].token.strip() == ""
+            assert any(choice.finish_reason == "stop" for choice in said.choices)
+            for choice in ("required", {"type": "function", "function": {"name": "count"}}):
+                said = await client.chat.completions.create(**asked, tools=tools, tool_choice=choice, n=3)
+                called = [each.message.tool_calls for each in said.choices if each.finish_reason == "tool_calls"]
+                assert called
+                if choice != "required":
+                    assert all(len(calls) == 1 and calls[0].function.name == "count" for calls in called)
+            form["json_schema"]["schema"] = {"type": "object", "properties": 3}
+            with pytest.raises(openai.BadRequestError, match="response_format: the engine cannot hold to it"):
+                await client.chat.completions.create(**asked, response_format=form)
+            texts = []
+            for penalty in (0, 2):
+                greedy = {"model": "m", "prompt": "word", "max_tokens": 40, "temperature": 0}
+                answer = await client.completions.create(**greedy, frequency_penalty=penalty, logprobs=0)
+                texts.append(Counter(token for token in answer.choices[0].logprobs.tokens if token))
+            assert max(texts[1].values()) < max(texts[0].values())
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_the_first_sync_s_check_finds_one_tensor_of_other_weights(engine, tokenizer, model_directory):

@@ -56,6 +56,47 @@ def test_every_field_of_openais_client_has_its_place(params, path):
     assert set(params.__annotations__) <= set(DOCUMENTED[path])
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
+STEERING = {
+    CHAT: [
+        ("frequency_penalty", 0.5, 0),
+        ("presence_penalty", -1, 0.0),
+        ("repetition_penalty", 1.1, 1),
+        ("top_k", 5, -1),
+        ("min_p", 0.1, 0),
+        ("response_format", {"type": "json_schema", "json_schema": FORM}, {"type": "text"}),
+        ("tool_choice", "required", "auto"),
+    ],
+    RESPONSES: [("text", {"format": FORM}, {"format": {"type": "text"}}), ("tool_choice", "required", "none")],
+    MESSAGES: [
+        ("top_k", 5, 0),
+        ("output_format", FORM, None),
+        ("output_config", {"format": FORM}, {"effort": "low"}),
+        ("tool_choice", {"type": "any"}, {"type": "auto"}),
+    ],
+}
+TOOL = {CHAT: Counter.schema, RESPONSES: {"type": "function", **FUNCTION}, MESSAGES: CLAUDE_TOOL}
+
+
+def test_a_run_refuses_what_changes_the_policys_distribution(tokenizer):
+    async def run():
+        async with served(tokenizer, [ANSWER + END]) as at:
+            for path, fields in STEERING.items():
+                for name, asking, nothing in fields:
+                    body = {**LEAST[path], "tools": [TOOL[path]]}
+                    assert (await post(at, path, {**body, name: nothing}))[0] == 200, (name, nothing)
+                    status, answer = await post(at, path, {**body, name: asking})
+                    message = answer["error"]["message"]
+                    assert status == 400 and message.startswith(name) and "megatron-retool serve" in message
+            named = {name for fields in STEERING.values() for name, _, _ in fields}
+            listed = {
+                name for table in TABLES.values() for name, each in table.items() if each.kind == "of a served model"
+            }
+            assert listed <= named
+
+    asyncio.run(run())
+
+
 def test_unknown_and_refused_fields_are_refused_by_name(tokenizer):
     async def run():
         async with served(tokenizer, [ANSWER + END]) as at:
@@ -76,6 +117,8 @@ def test_unknown_and_refused_fields_are_refused_by_name(tokenizer):
 
 REFUSED = [
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"frequency_penalty": 3}, "frequency_penalty"),
+    (CHAT, {"top_k": 1.5}, "top_k"),
     (CHAT, {"stream_options": {"no_such": 1}}, "stream_options.no_such"),
     (CHAT, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     (CHAT, {"messages": [*QUESTION, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]}, "messages"),
