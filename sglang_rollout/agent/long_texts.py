@@ -14,12 +14,14 @@ THREADS = 2
 _POOL = ThreadPoolExecutor(THREADS, thread_name_prefix="render")
 
 
-async def at_once[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``function`` returns, called here."""
-    return function(*args, **kwargs)
-
-
 async def in_thread[**P, T](function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What ``function`` returns, called in a thread."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_POOL, functools.partial(function, *args, **kwargs))
+
+
+async def by_size[**P, T](size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What ``function`` returns, called in a thread where it has a text of many characters (``size``) to work on."""
+    if size <= LARGE:
+        return function(*args, **kwargs)
+    return await in_thread(function, *args, **kwargs)

@@ -27,6 +27,7 @@ from megatron_retool.rollout_rows import ROW_NAMES, own_extra_info
 from megatron_retool.routed_experts import ExpertArray
 from megatron_retool.trajectory import FinishReason, RolloutTiming, ToolCall, Trajectory
 from sglang_rollout.agent.call_positions import call_positions
+from sglang_rollout.agent.long_texts import by_size
 from sglang_rollout.agent.routing_record import still_true, whole_column
 from sglang_rollout.agent.tool_call_formats import ToolCallFormat, make_format, parsed_calls
 from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue
@@ -375,7 +376,7 @@ class AgentLoop:
             return
         finally:
             state.timing = state.timing.plus(tools=time.monotonic() - began)
-        rendered = self.glue.render(texts, [call.name for call in calls])
+        rendered = await by_size(sum(map(len, texts)), self.glue.render, texts, [call.name for call in calls])
         state.pending_calls = []
         before = call_positions(self.tokenizer, state.response_ids[state.turn_start :], [call.raw for call in calls])
         for record, position, tokens, truncated in zip(

@@ -24,6 +24,7 @@ from megatron_retool.rollout_rows import AGENT_KEY
 from megatron_retool.rollout_rows import AgentOutcome as Outcome
 from megatron_retool.trajectory import FinishReason, ToolCall
 from sglang_rollout.agent.call_positions import call_positions
+from sglang_rollout.agent.long_texts import by_size
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, Generate, TrajectoryState, row_of
 from sglang_rollout.agent.tool_call_formats import parsed_calls
 from sglang_rollout.agent.written_calls import ParsedCall
@@ -31,6 +32,7 @@ from sglang_rollout.environments.base import Action, Call, Environment, Message,
 from sglang_rollout.environments.episode import EnvironmentFailure, Episode
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.rendering import ContextRenderer
+from sglang_rollout.gateway.text_size import characters
 from sglang_rollout.session import MAX_EMPTY_ANSWERS
 from sglang_rollout.task_agents.outcome import AgentEnd
 from tools.arguments import typed_arguments
@@ -155,7 +157,8 @@ class EnvironmentLoop(AgentLoop):
             if not messages:
                 raise EnvironmentFailure(Outcome.CRASH, "reset gave tools and no messages, and the data have none")
             try:
-                ids = self.renderer.prompt([dict(message) for message in messages], episode.tools or None)
+                given, tools = [dict(message) for message in messages], episode.tools or None
+                ids = await by_size(characters([given, tools]), self.renderer.prompt, given, tools)
             except ApiError as error:
                 raise EnvironmentFailure(Outcome.CRASH, f"reset: {error}") from error
             if len(ids) > self._max_prompt_length:
@@ -224,13 +227,17 @@ class EnvironmentLoop(AgentLoop):
                 return None
             messages = list(step.messages)
         results = [messages.pop(0)["content"] if refusal is None else refusal.text for refusal in turn.refusals]
+        try:
+            return await by_size(characters([results, messages]), self._shown, ids, results, messages)
+        except ApiError as error:
+            raise EnvironmentFailure(Outcome.CRASH, f"step: {error}") from error
+
+    def _shown(self, ids: Sequence[int], results: Sequence[str], messages: Sequence[Message]) -> list[int]:
+        """Token ids of tool results and messages after a turn of ``ids``."""
         shown = [{"role": "tool", "content": text} for text in results]
         # An environment may repeat what the policy wrote: no message of it may forge another one.
         shown += [{"role": each["role"], "content": self.glue.limited(each["content"])} for each in messages]
-        try:
-            return self.renderer.after_turn(ids, shown)
-        except ApiError as error:
-            raise EnvironmentFailure(Outcome.CRASH, f"step: {error}") from error
+        return self.renderer.after_turn(ids, shown)
 
     def _turn(self, ids: Sequence[int], episode: Episode) -> _Turn:
         visible = ids[:-1] if ids and ids[-1] in self.stop.token_ids else ids

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_retool.config import SamplingConfig
 from megatron_retool.trajectory import RolloutTiming
-from sglang_rollout.agent.long_texts import LARGE, at_once, in_thread
+from sglang_rollout.agent.long_texts import by_size, in_thread
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import EngineRejected, GenerateResult, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
@@ -278,17 +278,17 @@ class OpenSession:
     async def _rendered(self, call: Call, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
         """The turn that a history goes on from, the ids that follow it, and the history's digest."""
         messages = call.messages
-        run = at_once if await self.check_size(messages, tools) <= LARGE else in_thread
+        size = await self.check_size(messages, tools)
         most = self.settings.limits.context_length
-        digests = await run(history_digests, messages, tools)
+        digests = await by_size(size, history_digests, messages, tools)
         parent, covered = self._tree.longest_known(messages, digests)
         if parent is not None:
-            ids = await run(
-                self._renderer.after_turn, parent.result.output_ids, messages[covered:], most, call.thinking
+            ids = await by_size(
+                size, self._renderer.after_turn, parent.result.output_ids, messages[covered:], most, call.thinking
             )
         else:
-            known = await run(self._tree.known, messages)
-            ids = await run(self._renderer.prompt, messages, tools, known, most, call.thinking)
+            known = await by_size(size, self._tree.known, messages)
+            ids = await by_size(size, self._renderer.prompt, messages, tools, known, most, call.thinking)
         if self._closed is not None:
             raise session_closed()
         return parent, ids, digests[-1]

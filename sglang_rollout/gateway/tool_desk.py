@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_retool.trajectory import RolloutTiming, ToolCall
 from megatron_retool.untrusted import load_json
+from sglang_rollout.agent.long_texts import by_size
 from sglang_rollout.agent.loop import run_call
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.gateway.conversation import SpokenCall
@@ -53,7 +54,7 @@ class ToolDesk:
             self.at_work.discard(task)
             if not self.at_work:
                 self.timing = self.timing.plus(tools=time.monotonic() - self._busy_since)
-        tokens, truncated = self._renderer.result_size(text)
+        tokens, truncated = await by_size(len(text), self._renderer.result_size, text)
         return replace(record, output_tokens=tokens, output_truncated=truncated), text
 
     async def close(self) -> None:

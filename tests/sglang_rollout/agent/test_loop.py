@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_retool.config import MultiTurnConfig, RewardConfig
 from megatron_retool.rewards.manager import RewardManager
 from megatron_retool.trajectory import FinishReason
+from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import AgentLoop, AgentSetup, TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
 from tests.sglang_rollout.agent.markov_policy import (
@@ -21,6 +23,8 @@ from tests.sglang_rollout.agent.markov_policy import (
     hermes_call,
 )
 from tests.sglang_rollout.scripted import ScriptedTools
+from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
+from tools.tool import ToolResult
 
 END = "<|im_end|>"
 
@@ -103,6 +107,31 @@ def test_long_tool_output_is_cut_and_marked(tokenizer):
     engine = ScriptedEngine(tokenizer, [CALL_LONG + END, ANSWER + END])
     (call,) = run(make_loop(tokenizer), engine).tool_calls
     assert call.output_truncated and call.output_tokens <= 60
+
+
+class LongTools(ScriptedTools):
+    """A tool that says a lot."""
+
+    async def call(self, name, arguments):
+        return ToolResult("ok", "z" * (2 * LARGE))
+
+
+def test_a_long_result_does_not_stop_the_event_loop():
+    async def lived() -> None:
+        tokenizer = WatchedTokenizer()
+        loop = make_loop(tokenizer, LongTools(), max_response_length=100_000, max_tool_response_tokens=90_000)
+        engine = ScriptedEngine(tokenizer, [CALL + END, ANSWER + END])
+        state = TrajectoryState([1], group_id=0, index=0)
+        tokenizer.seconds = seconds = 0.5
+        done = asyncio.Event()
+        watching = asyncio.create_task(largest_gap(done))
+        began = time.monotonic()
+        assert await loop.run(state, engine)
+        assert time.monotonic() - began > seconds and len(state.response_ids) > 2 * LARGE
+        done.set()
+        assert await watching < seconds / 2
+
+    asyncio.run(lived())
 
 
 def test_calls_of_one_turn_run_side_by_side(tokenizer):

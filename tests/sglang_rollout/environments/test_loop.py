@@ -23,6 +23,7 @@ from tests.sglang_rollout.agent.markov_policy import ANSWER, CALL, CALL_BROKEN, 
 from tests.sglang_rollout.agent.test_loop import END, ScriptedEngine
 from tests.sglang_rollout.environments import worlds
 from tests.sglang_rollout.scripted import Prompt, ScriptedTools
+from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
 
 HERE = "tests.sglang_rollout.environments.worlds"
 TURNS = [WORD + CALL + END, CALL + CALL + END, ANSWER + END]
@@ -156,6 +157,23 @@ def test_limits_end_an_episode_and_it_still_has_its_score(tokenizer, override, r
     assert state.finish_reason is reason and "score" in end["result"]
     assert end["outcome"] == ("timeout" if reason is FinishReason.ABORTED else "finished")
     assert len(state.response_ids) <= config.data.max_response_length
+
+
+def test_long_texts_of_an_environment_do_not_stop_the_event_loop():
+    async def played() -> None:
+        tokenizer, done = WatchedTokenizer(), asyncio.Event()
+        much = ["data.max_prompt_length=80000", "data.max_response_length=80000"]
+        config = settings("Verbose", *much, "rollout.multi_turn.max_tool_response_tokens=80000")
+        agent, state = make_agent(config, tokenizer, ScriptedTools()), started(tokenizer)
+        engine = ScriptedEngine(tokenizer, [WORD + END, ANSWER + END])
+        tokenizer.seconds = seconds = 0.5
+        watching = asyncio.create_task(largest_gap(done))
+        assert await agent.run(state, engine, lambda: False)
+        done.set()
+        assert len(state.prompt_ids) > 40_000 and len(state.response_ids) > 40_000
+        assert await watching < seconds / 2
+
+    asyncio.run(played())
 
 
 def test_an_engine_that_ends_requests_by_itself_is_asked_again(tokenizer):

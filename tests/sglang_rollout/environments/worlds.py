@@ -73,6 +73,18 @@ class Talking(Environment):
         return len(self.said)
 
 
+class Verbose(Talking):
+    """Says a lot, twice."""
+
+    def reset(self, row):
+        self.said = []
+        return Start([{"role": "user", "content": "y" * 40_000}])
+
+    def step(self, action):
+        self.said.append(action.text)
+        return Step([{"role": "user", "content": "z" * 40_000}], done=len(self.said) == 2)
+
+
 class Fickle(Counting):
     """It says that it replays, and does not."""
 

@@ -10,13 +10,18 @@ import weakref
 
 import pytest
 
+from megatron_retool.config import MultiTurnConfig, SamplingConfig
 from megatron_retool.untrusted import MOST_LEVELS
 from sglang_rollout.agent import long_texts
 from sglang_rollout.gateway import rendering
 from sglang_rollout.gateway.api import ApiRequest
+from sglang_rollout.gateway.server import Gateway
 from tests.sglang_rollout.agent.markov_policy import WORD, build_tokenizer
+from tests.sglang_rollout.gateway.scripted_sampler import RandomSampler
 from tests.sglang_rollout.gateway.test_server import CLAUDE_TOOL, END, QUESTION, post, served, way
 from tests.sglang_rollout.scripted import Counter
+from tests.sglang_rollout.watched_tokenizer import WatchedTokenizer, largest_gap
+from tools.tool import ToolResult
 
 __all__ = ["way"]
 CONTEXT = 519
@@ -37,33 +42,6 @@ TOO_LARGE = [
     (MESSAGES, {"max_tokens": 5, "messages": QUESTION, "system": MUCH}),
     (MESSAGES, {"max_tokens": 5, "messages": QUESTION, "tools": [{**CLAUDE_TOOL, "description": MUCH}]}),
 ]
-
-
-class WatchedTokenizer:
-    """Keeps the lengths of what is tokenised; ``seconds`` makes much text slow, as a fast tokenizer's own code is."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.inner, self.seconds = build_tokenizer(), seconds
-        self.lengths: list[int] = []
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def encode(self, text, **settings):
-        self.lengths.append(len(text))
-        if len(text) > 4096:
-            time.sleep(self.seconds)
-        return self.inner.encode(text, **settings)
-
-
-async def largest_gap(done: asyncio.Event) -> float:
-    """The longest time, in seconds, that the event loop was busy with one task."""
-    largest, last = 0.0, time.monotonic()
-    while not done.is_set():
-        await asyncio.sleep(0.001)
-        now = time.monotonic()
-        largest, last = max(largest, now - last), now
-    return largest
 
 
 @pytest.mark.parametrize("path, body", TOO_LARGE, ids=range(len(TOO_LARGE)))
@@ -116,6 +94,32 @@ def test_large_requests_do_not_stop_the_event_loop():
             done.set()
             assert await watching < seconds / 2
             assert len(await at.session.close()) == 2
+
+    asyncio.run(run())
+
+
+class LongTools:
+    """A tool of the run that says a lot."""
+
+    async def call(self, name, arguments):
+        return ToolResult("ok", "z" * (2 * long_texts.LARGE))
+
+    async def close(self, returned):
+        return None
+
+
+def test_a_long_result_of_the_runs_tools_does_not_stop_the_event_loop():
+    async def run():
+        tokenizer, seconds, done = WatchedTokenizer(), 0.5, asyncio.Event()
+        config = MultiTurnConfig(max_tool_response_tokens=90_000)
+        async with Gateway(RandomSampler(build_tokenizer()), tokenizer, config) as gateway:
+            session = gateway.open_session(SamplingConfig(), tool_session=LongTools())
+            tokenizer.seconds = seconds
+            watching = asyncio.create_task(largest_gap(done))
+            said = await session.run_tool({"id": "1", "function": {"name": "f", "arguments": "{}"}})
+            done.set()
+            assert len(said["content"]) == 2 * long_texts.LARGE and len(tokenizer.lengths) > 1
+            assert await watching < seconds / 2
 
     asyncio.run(run())
 
