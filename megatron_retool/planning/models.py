@@ -435,6 +435,16 @@ MODELS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         max_position_embeddings=262144,
     ),  # fmt: skip
+    "mimo-7b": {
+        **_decoder("mimo", 36, 4096, 32, 8, 11008, 151680),
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 640000.0,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+    },
     "minimax-m2": {
         **_decoder("minimax_m2", 62, 3072, 48, 8, 1536, 200064),
         "head_dim": 128,

@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
     "deepseek-v2-lite": MODELS["deepseek-v2-lite"],
     "kimi-k2": MODELS["kimi-k2"],
+    "mimo-7b": MODELS["mimo-7b"],
     "longrope": PHI_3_5_MINI,
     "longrope on a part of each head": PHI_4_MINI,
     "longrope's long factors": LONG_TEXTS,

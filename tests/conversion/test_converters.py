@@ -425,6 +425,7 @@ def with_predictors(source: Path, directory: Path, layer: int, **others: torch.T
         f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.randn(8),
         f"model.layers.{layer}.shared_head.norm.weight": torch.randn(32).bfloat16(),
         "mtp.fc.weight": torch.randn(32, 64).bfloat16(),
+        "model.mtp_layers.0.input_proj.weight": torch.randn(32, 64).bfloat16(),
     }
     save_file(read_all(source) | tensors | others, directory / "model.safetensors")
     return directory
@@ -437,7 +438,7 @@ def test_layers_for_multi_token_prediction_are_carried_along(
     source = with_predictors(model_directory("glm4_moe", num_hidden_layers=4), tmp_path / "source", 4)
     stored = read_all(source)
     report = convert(source, tmp_path / "mcore", layout=layout, workers=2)
-    assert report["predictors"] == 5 and report["tensors"] == len(stored) - 5
+    assert report["predictors"] == 6 and report["tensors"] == len(stored) - 6
     export(tmp_path / "mcore", tmp_path / "back", workers=2)
     assert_same_bits(read_all(tmp_path / "back"), stored)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
@@ -447,7 +448,7 @@ def test_layers_for_multi_token_prediction_are_carried_along(
         name for name in stored if name.endswith("e_score_correction_bias")
     }
     export(tmp_path / "mcore", tmp_path / "without", workers=1, predictors=False)
-    assert len(read_all(tmp_path / "without")) == len(stored) - 5
+    assert len(read_all(tmp_path / "without")) == len(stored) - 6
     assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
@@ -468,9 +469,9 @@ def test_a_trained_checkpoint_gets_them_from_where_training_began(model_director
         assert mcore_to_hf.main(options) == 0
         written, expected = read_all(target), read_all(source)
         carried = expected.keys() - read_all(plain).keys()
-        assert written.keys() == expected.keys() and len(carried) == 5
+        assert written.keys() == expected.keys() and len(carried) == 6
         assert_same_bits({name: written[name] for name in carried}, {name: expected[name] for name in carried})
-        assert "5 tensors of layers for multi-token prediction were carried along" in capsys.readouterr().out
+        assert "6 tensors of layers for multi-token prediction were carried along" in capsys.readouterr().out
     options = ["--mcore-dir", str(tmp_path / "learner"), "--hf-dir", str(tmp_path / "none")]
     assert mcore_to_hf.main([*options, "--predictors-from", str(plain)]) == 1
     assert f"--predictors-from {plain} has no layers for multi-token prediction" in capsys.readouterr().err

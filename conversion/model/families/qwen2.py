@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v."""
+"""Qwen2, Qwen2.5 and MiMo: biases on q, k and v."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 FAMILY = Family(
     "qwen2",
+    aliases=("mimo",),  # arXiv:2505.07608, section 2.3: Qwen2.5 with a layer for multi-token prediction behind it
     rules=decoder_rules(*ATTENTION, *QKV_BIAS, *SWIGLU),
     read=read,
-    engine_classes={"Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM"},
+    engine_classes={
+        "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",
+        "MiMoForCausalLM": "sglang.srt.models.mimo:MiMoForCausalLM",
+    },
 )

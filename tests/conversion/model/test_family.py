@@ -163,6 +163,7 @@ def test_the_built_in_families_are_found_by_their_files() -> None:
 def test_an_alias_is_the_family_under_another_name(tmp_path: Path) -> None:
     named = {"model_type": "kimi_k2"}
     assert find_family("kimi_k2") == find_family("deepseek_v3") and "kimi_k2" not in built_in_families()
+    assert find_family("mimo") == find_family("qwen2") and "mimo" not in built_in_families()
     found, expected = (Architecture.from_hf_config({**LLAMA, **LATENT, **change}) for change in (named, {}))
     assert found == expected and found.family == "deepseek_v3" and found.declaration == expected.declaration
     assert pickle.loads(pickle.dumps(found)).declaration.model_type == "deepseek_v3"
