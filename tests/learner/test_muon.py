@@ -268,6 +268,24 @@ def test_in_bfloat16_its_main_parameters_and_means_are_saved(models: dict[str, P
         build(models["dense"], settings, ADAMW).load(tmp_path / "muon")
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, ADAMW], ids=["muon", "adamw"])
+def test_a_checkpoint_before_the_first_update_is_one(
+    models: dict[str, Path], optimizer: OptimizerConfig, tmp_path: Path
+) -> None:
+    """Also where the first update was left out: there are no moments yet."""
+    settings = LearnerConfig(dtype="bfloat16", max_tokens_per_micro_batch=112)
+    skipping = build(models["dense"], settings, replace(optimizer, skip_grad_norm=1e-9))
+    update(skipping, 1)
+    skipping.save(tmp_path / "first")
+    loaded, fresh = (build(models["dense"], settings, optimizer) for _ in range(2))
+    update(loaded, 7)
+    loaded.load(tmp_path / "first")
+    skipping.reset_optimizer(optimizer, 9)
+    for learner in (loaded, fresh):
+        update(learner, 2)
+    assert all(torch.equal(tensor, exported(loaded)[name]) for name, tensor in exported(fresh).items())
+
+
 def test_its_state_leaves_the_device_and_comes_back(models: dict[str, Path]) -> None:
     from megatron_retool.learner.offload import HostOffload
 

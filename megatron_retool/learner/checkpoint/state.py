@@ -62,8 +62,10 @@ def model_names(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
 
 def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state = model_state(learner.model_chunks, learner.architecture)
-    optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
     distributed = learner.config.learner.use_distributed_optimizer
+    if not distributed:
+        _begin_moments(learner.optimizer)
+    optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
     # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
     state["optimizer"] = _tensors_alone(optimizer) if distributed else _sharded_alone(optimizer)
     state["scheduler"] = learner.scheduler.state_dict()
@@ -75,6 +77,17 @@ def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
         "grad_scaler": _grad_scaler(learner.optimizer),
     }
     return state
+
+
+def _begin_moments(optimizer: Any) -> None:
+    """Make the moments of a plain optimizer that has made no step yet, as zeros: a checkpoint without them is none."""
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False) or part.optimizer.state:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for tensors in part.optimizer.state.values():
+                tensors["step"] = torch.tensor(0.0)
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
