@@ -24,14 +24,20 @@ from megatron_retool.registry import ExtensionError, load_object
 
 KEY = "model.families"
 LANGUAGE_MODEL = (
-    "python -c \"import json; from transformers import AutoModelForCausalLM, AutoTokenizer; a, b = 'DIR', 'DIR-text'; "
-    "m = AutoModelForCausalLM.from_pretrained(a, dtype='auto'); m.__dict__.pop('_weight_conversions', None); "
-    "t = json.load(open(a + '/config.json'))['text_config']; "
-    "m.config.full_attention_interval = t.get('full_attention_interval', 4); "
+    'python -c "from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer; '
+    "import json; a, b = 'DIR', 'DIR-text'; w = AutoModelForImageTextToText.from_pretrained(a, dtype='auto'); "
+    "t = w.config.text_config.to_dict(); "
+    "k = t.pop('model_type').replace('_vl_text', '').replace('_vl_moe_text', '_moe'); "
+    "t['rope_parameters'] = {n: v for n, v in t['rope_parameters'].items() if k[:6] == 'qwen3_5' or n[:5] != 'mrope'}; "
+    "t |= {'tie_word_embeddings': w.config.tie_word_embeddings, 'architectures': None}; "
+    "m = AutoModelForCausalLM.from_config(AutoConfig.for_model(k, **t), dtype=w.dtype); "
+    "m.model.load_state_dict(w.model.language_model.state_dict()); m.lm_head.load_state_dict(w.lm_head.state_dict()); "
+    "s = json.load(open(a + '/config.json'))['text_config']; "
+    "m.config.full_attention_interval = s.get('full_attention_interval', 4); "
     'm.save_pretrained(b); AutoTokenizer.from_pretrained(a).save_pretrained(b)"'
 )
-"""Saves the language model of a model with a tower for images, under the names that a model of language alone has, and
-with the key of config.json that transformers leaves out and SGLang reads."""
+"""Saves the language model of a model with a tower for images, with the model_type, the names and the keys that a model
+of language alone has, and the key of Qwen3.5's config.json that transformers leaves out and SGLang reads."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,7 @@ def find_family(model_type: str, added: Sequence[str] = ()) -> tuple[str | None,
     if model_type in own:
         target, family = own[model_type]
         return _absolute(target), family
-    inner = next((name for name, family in built_in_families().items() if model_type in family.within), None)
-    if inner is not None:
+    if inner := " or ".join(name for name, family in built_in_families().items() if model_type in family.within):
         raise UnsupportedArchitecture(
             f"model_type={model_type!r} has a tower for images, which is not trained, around its language model "
             f"({inner}): save the latter alone, with this directory in DIR's place: {LANGUAGE_MODEL}"

@@ -133,9 +133,10 @@ reference of an admission computes the delta rule token by token, in float64: tr
 model is, and where decays are fast its chunks lose digits (gradients of the rule off by 7e-6, the learner's by 1e-7). A
 tiny model begins with slower decays than a new one of transformers, with which float32 of either is off by 4e-5.
 
-Qwen3.5 is published with a tower for images (`qwen3_5`, `qwen3_5_moe`), which is not trained. Such a directory is
-refused with a command that saves its language model alone (`qwen3_5_text`, `qwen3_5_moe_text`), as which SGLang serves
-it too; that command leaves layers for multi-token prediction behind.
+Qwen3.5 (`qwen3_5`, `qwen3_5_moe`), Qwen3-VL, Gemma 3 from 4B on, Mistral Small 3 and Ministral 3 are published with a
+tower for images, which is not trained. Such a directory is refused with a command that saves its language model alone
+(`qwen3_5_text`, `qwen3_5_moe_text`, `qwen3`, `qwen3_moe`, `gemma3_text`, `mistral`, `ministral3`), as which SGLang
+serves it too; that command leaves layers for multi-token prediction behind.
 """
 
 _MISSING = """\

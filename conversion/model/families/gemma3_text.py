@@ -45,4 +45,5 @@ FAMILY = Family(
     ),
     read=read,
     engine_classes={"Gemma3ForCausalLM": "sglang.srt.models.gemma3_causal:Gemma3ForCausalLM"},
+    within=("gemma3",),
 )

@@ -21,4 +21,5 @@ FAMILY = Family(
     rules=decoder_rules(*ATTENTION, *SWIGLU),
     read=read,
     engine_classes={"Ministral3ForCausalLM": "sglang.srt.models.ministral3:Ministral3ForCausalLM"},
+    within=("mistral3",),
 )

@@ -14,4 +14,10 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 
 # SGLang loads it with Llama's class.
-FAMILY = Family("mistral", rules=decoder_rules(*ATTENTION, *SWIGLU), read=read, block_fp8="compressed-tensors")
+FAMILY = Family(
+    "mistral",
+    rules=decoder_rules(*ATTENTION, *SWIGLU),
+    read=read,
+    block_fp8="compressed-tensors",
+    within=("mistral3",),
+)

@@ -18,4 +18,5 @@ FAMILY = Family(
     rules=decoder_rules(*ATTENTION, *QK_NORM, *SWIGLU),
     read=read,
     engine_classes={"Qwen3ForCausalLM": "sglang.srt.models.qwen3:Qwen3ForCausalLM"},
+    within=("qwen3_vl",),
 )

@@ -31,4 +31,5 @@ FAMILY = Family(
     rules=decoder_rules(*ATTENTION, *QK_NORM, *EXPERTS, *SWIGLU),
     read=read,
     engine_classes={"Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM"},
+    within=("qwen3_vl_moe",),
 )
