@@ -1,4 +1,4 @@
-"""Everything that Megatron-Core 0.16 needs on a host without CUDA: what it asks of the GPU, the host answers.
+"""Everything that Megatron-Core needs on a host without CUDA: what it asks of the GPU, the host answers.
 
 The package's own ``__init__`` calls ``install``, before any of its modules imports megatron.core.  It does nothing
 where CUDA is present.  ``fix_torch_adam`` has nothing to do with CPUs: it repairs Megatron's distributed optimizer
@@ -48,6 +48,8 @@ def install() -> bool:
     # compiler run per function, for nothing.
     compile_function = torch.compile
     torch.compile = _identity_compile
+    # pip brings it with SGLang. It asks for the driver's library, and Megatron forgives an ImportError alone.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     try:
         from megatron.core import jit
     finally:
