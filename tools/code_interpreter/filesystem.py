@@ -19,6 +19,8 @@ from tools.code_interpreter import linux
 SANDBOX = "/sandbox"
 HOME = f"{SANDBOX}/home"
 """Working directory of the code; ``files`` of a request are relative to it."""
+_HELD = "/interpreter"
+"""Where directories of the interpreter that lie below /mnt and /tmp are kept in the read-only root."""
 OWN_DIRECTORIES = ("mnt", "tmp")
 """Of the root, that a snippet has for itself where it sees a root of its own: parts of its workspace."""
 _PARTS = ("home", "shm", *OWN_DIRECTORIES)
@@ -84,8 +86,11 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
             os.makedirs(scratch + path)
             linux.bind_read_only(path, scratch + path)
     for path in directories:
-        os.makedirs(scratch + path, exist_ok=True)
-        linux.bind_read_only(path, scratch + path)
+        # Those below /mnt and /tmp are shown again in every request's own; the first place is kept for that.
+        places = [_HELD + path, SANDBOX + path] if lies_in_own_directory(path) else [path]
+        for place in places:
+            os.makedirs(scratch + place, exist_ok=True)
+            linux.bind_read_only(path, scratch + place)
     for name in ("dev", "proc", "etc", "old", SANDBOX[1:]):
         os.makedirs(f"{scratch}/{name}", exist_ok=True)
     for name in _DEVICES:
@@ -96,7 +101,7 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
     os.symlink("/proc/self/fd/2", f"{scratch}/dev/stderr")
     os.symlink(f"{SANDBOX}/shm", f"{scratch}/dev/shm")
     for name in OWN_DIRECTORIES:
-        if not os.path.exists(f"{scratch}/{name}"):  # else the interpreter itself lies below it, and it stays read-only
+        if not os.path.exists(f"{scratch}/{name}"):  # else it is itself one of the interpreter's, and stays read-only
             os.symlink(f"{SANDBOX}/{name}", f"{scratch}/{name}")
     for path in _SYSTEM_FILES:
         if os.path.isfile(path):
@@ -115,6 +120,11 @@ def enter_read_only_root(directories: Sequence[str], scratch: str) -> None:
     linux.unmount("/old")
     os.rmdir("/old")
     linux.mount(None, "/", None, linux.MS_BIND | linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID)
+
+
+def lies_in_own_directory(path: str) -> bool:
+    """Whether ``path``, an absolute one, lies below /mnt or /tmp."""
+    return path.startswith(tuple(f"/{name}/" for name in OWN_DIRECTORIES))
 
 
 def temporary_directory() -> str:
@@ -137,17 +147,28 @@ def mount_proc(target: str = "/proc") -> None:
 
 
 class MemoryWorkspace:
-    """A fresh tmpfs on /sandbox for each request, in the worker's own mount namespace."""
+    """A fresh tmpfs on /sandbox for each request, in the worker's own mount namespace.
 
-    def __init__(self, size_mb: int, owner: int) -> None:
+    Args:
+        owner: user that the request's directories belong to.
+        directories: of ``enter_read_only_root``; those below /mnt and /tmp stay where they are.
+    """
+
+    def __init__(self, size_mb: int, owner: int, directories: Sequence[str] = ()) -> None:
         self._options = f"size={size_mb}m,nr_inodes=16384,mode=755"
         self._owner = owner
+        self._held = [path for path in directories if lies_in_own_directory(path)]
 
     @contextlib.contextmanager
     def fresh(self) -> Iterator[str]:
         """Mount it, yield the directory that holds home/, tmp/, mnt/ and shm/, and forget it all."""
         linux.mount("tmpfs", SANDBOX, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, self._options)
         try:
+            for path in self._held:
+                os.makedirs(SANDBOX + path, exist_ok=True)
+                linux.bind_read_only(_HELD + path, SANDBOX + path)
+                for parent in itertools.islice(Path(path).parents, len(Path(path).parents) - 2):
+                    os.chown(f"{SANDBOX}{parent}", self._owner, self._owner)
             _make_parts(SANDBOX, self._owner)
             yield SANDBOX
         finally:
@@ -196,7 +217,8 @@ class DirectoryWorkspace:
 def _make_parts(directory: str, owner: int | None) -> None:
     for name in _PARTS:
         path = f"{directory}/{name}"
-        os.mkdir(path, 0o700)
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, 0o700)
         if owner is not None:
             os.chown(path, owner, owner)
 

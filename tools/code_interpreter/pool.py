@@ -180,6 +180,11 @@ class WorkerPool:
             if path.startswith("/") and not path.startswith(own):
                 message = f"{path!r:.200}: under this server's isolation a snippet has no such directory of its own"
                 return ExecutionResult(Outcome.INVALID_REQUEST, message=f"{message}; use a relative path"), 0.0
+        for path in request.files:
+            for held in self.isolation.get("read_only_directories", ()):
+                if f"{held}/".startswith(f"{path}/") or path.startswith(f"{held}/"):
+                    message = f"{path!r:.200}: the interpreter's own directory {held} is there; use another path"
+                    return ExecutionResult(Outcome.INVALID_REQUEST, message=message), 0.0
         try:
             worker = await self._acquire(client)
         except QueueFull as error:

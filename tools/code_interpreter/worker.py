@@ -92,7 +92,9 @@ class Worker:
             self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
             self._waiter = shutil.which("cat", path=os.defpath)
             self._workspace: filesystem.MemoryWorkspace | filesystem.DirectoryWorkspace
-            self._workspace = filesystem.MemoryWorkspace(self._settings.workspace_mb, self._uid or 0)
+            self._workspace = filesystem.MemoryWorkspace(
+                self._settings.workspace_mb, self._uid or 0, plan.python_directories
+            )
             _set_environment(filesystem.HOME, filesystem.temporary_directory())
         else:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)

@@ -89,6 +89,8 @@ def run_zygote(plan: IsolationPlan, control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers and whatever they leave
     ready = {**plan.describe(), "preimported": imported, "import_seconds": round(time.monotonic() - started, 3)}
     ready["own_directories"] = own_directories
+    held = filter(filesystem.lies_in_own_directory, plan.python_directories) if own_directories else ()
+    ready["read_only_directories"] = list(held)
     ready["warnings"] = [*plan.warnings, *(f"cannot import {text}" for text in failed)]
     control.send(json.dumps({"ready": ready}).encode())
     while True:

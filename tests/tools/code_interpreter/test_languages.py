@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.tools.code_interpreter.conftest import Sandbox, start
@@ -62,9 +60,7 @@ def test_files_do_not_take_the_place_of_the_code(sandbox: Sandbox, language: str
 
 def test_files_below_mnt_and_tmp(sandbox: Sandbox) -> None:
     own = sandbox.health["own_directories"]
-    # Where the server's Python itself lies below one, that one stays the host's.
-    below = {name for name in ("/mnt", "/tmp") if sys.prefix.startswith(f"{name}/")}
-    assert set(own) == (set() if sandbox.isolation == "rlimits" else {"/mnt", "/tmp"} - below)
+    assert set(own) == (set() if sandbox.isolation == "rlimits" else {"/mnt", "/tmp"})
     for directory in ("/mnt", "/tmp"):
         code = f"open('{directory}/b', 'w').write(open('{directory}/in/a').read() + '!')"
         paths = (f"{directory}/b", f"{directory}/none")
@@ -73,7 +69,16 @@ def test_files_below_mnt_and_tmp(sandbox: Sandbox) -> None:
             assert result.outcome is Outcome.INVALID_REQUEST and f"{directory}/in/a" in result.message
             continue
         assert result.ok and dict(result.files) == {f"{directory}/b": b"text!"}, result
-        assert sandbox.run(f"import os; print(os.listdir('{directory}'))").stdout == "[]\n"
+        # Of what the host has there, the interpreter alone is left, and it is read-only.
+        held = [path for path in sandbox.health["read_only_directories"] if path.startswith(f"{directory}/")]
+        found = sandbox.run(f"import os; print(os.listdir('{directory}'))").stdout
+        assert found == f"{sorted({path.split('/')[2] for path in held})}\n"
+        for path in held:
+            for name in (f"{path}/a", path, "/".join(path.split("/")[:3])):
+                assert sandbox.run("", files={name: b""}).outcome is Outcome.INVALID_REQUEST
+            beside = f"{'/'.join(path.split('/')[:-1])}/b"
+            assert sandbox.run(f"print(open('{beside}').read())", files={beside: b"c"}).stdout == "c\n"
+            assert "Read-only" in sandbox.run(f"open('{path}/a', 'w')").stderr
 
 
 def test_server_in_a_snippet(sandbox: Sandbox) -> None:
