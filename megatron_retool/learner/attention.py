@@ -184,7 +184,8 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed and config.window_size else None
-        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
+        unrotated = getattr(config, "no_rope_freq", None)
+        self.rotates = not (unrotated and unrotated[layer_number - 1])
         group = getattr(pg_collection, "cp", None)
         self.context_group = group if group is not None else parallel_state.get_context_parallel_group()
         self.softmax_offset: torch.nn.Parameter | None = None

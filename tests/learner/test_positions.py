@@ -92,3 +92,14 @@ def test_each_layer_has_its_own_window() -> None:
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     layers = [PackedAttention(settings, number, None, "self", pg_collection=group) for number in (1, 2, 3, 4)]
     assert [layer.window for layer in layers] == [16, 16, None, 16]
+
+
+def test_queries_grow_with_their_position() -> None:
+    from megatron_retool.learner.positions import query_growth
+
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
+    config = {**MODELS["ministral-3-8b"], "rope_parameters": rope}
+    found = query_growth(Architecture.from_hf_config(config), torch.tensor([0, 3, 4, 11]))
+    assert found is not None and found.shape == (4, 1, 1, 1)
+    assert found.flatten().tolist() == pytest.approx([1.0, 1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(3)])
+    assert query_growth(Architecture.from_hf_config(MODELS["qwen3-0.6b"]), torch.tensor([9])) is None
