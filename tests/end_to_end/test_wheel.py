@@ -55,7 +55,7 @@ def test_commands_run_from_any_directory(installed: Path, demo_run: FinishedRun,
     where = run("python", "-c", f"import {packages}; print(*(m.__file__ for m in ({packages})))").split()
     assert len(where) == 4 and all(Path(path).is_relative_to(installed) for path in where)
     assert "pipeline" in run("megatron-retool", "--help")
-    assert "GiB" in run("megatron-retool", "plan")
+    assert "GiB" in run("megatron-retool", "plan", "--model", "qwen3-0.6b", "--gpus", "H100x8")
     run("megatron-retool", "view", demo_run.run_dir, "--export", tmp_path / "page.html")
     assert "metrics.md is not there" not in (tmp_path / "page.html").read_text()
     model = ("--hf-dir", demo_run.run_dir / "sft_hf", "--mcore-dir", tmp_path / "mcore")
