@@ -1,8 +1,8 @@
-"""What transformers' code of a model reads and computes, from its source alone: nothing of it is imported or run.
+"""What transformers' code of a model reads and computes. Its source is read; nothing of it is imported or run.
 
-transformers writes the code of its models by copying, so two families that compute alike have functions that are equal
-word for word. A family that nobody has declared is compared with the declared ones so: by the keys of config.json that
-its code reads, and by its functions.
+transformers copies code from model to model, so two families that compute alike have functions that are equal word for
+word. A family without a declaration of its own is compared with the declared ones: by the keys of config.json that its
+code reads, and by its functions.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def install() -> bool:
     # compiler run per function, for nothing.
     compile_function = torch.compile
     torch.compile = _identity_compile
-    # pip brings it with SGLang. It asks for the driver's library, and Megatron forgives an ImportError alone.
+    # pip installs it with SGLang. Its import looks for the driver's library, and of failed imports Megatron-Core
+    # survives only an ImportError.
     sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     try:
         from megatron.core import jit
