@@ -36,6 +36,7 @@ from megatron_retool.commands.settings import at_least
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.data.prompts import PromptRow, PromptSource
 from megatron_retool.data.tokenizer import load_tokenizer
+from megatron_retool.doctor.host_steps import read_pins
 from megatron_retool.runs.demo_base import DemoBase
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.trajectory import read_trajectories
@@ -155,10 +156,9 @@ def write_prompts(rows: Sequence[PromptRow], path: Path) -> None:
 # --- TRL's environment ----------------------------------------------------------------------------------------------
 
 
-def pinned(path: Path) -> dict[str, str]:
-    """Version by package of a file of requirements."""
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+def pinned() -> dict[str, str]:
+    """Version of each package of TRL's environment."""
+    return dict(read_pins(REQUIREMENTS.read_text(encoding="utf-8")))
 
 
 def prepare_environment(venv: Path) -> Path:
@@ -173,7 +173,7 @@ def prepare_environment(venv: Path) -> Path:
         except (subprocess.CalledProcessError, OSError) as error:
             shutil.rmtree(venv, ignore_errors=True)
             sys.exit(f"TRL's environment could not be made: {error}. Install {REQUIREMENTS} elsewhere and name --venv")
-    wanted = pinned(REQUIREMENTS)
+    wanted = pinned()
     ask = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
     try:
         done = subprocess.run([str(python), "-I", "-c", ask, *wanted], capture_output=True, text=True, check=True)
@@ -422,7 +422,7 @@ def main() -> None:
             found[name] = sides[name](seed)
         rounds.append(found)
         results = {
-            "versions": pinned(REQUIREMENTS),
+            "versions": pinned(),
             "speed": {side: speed(rounds, side) for side in sides},
             "rounds": rounds,
         }

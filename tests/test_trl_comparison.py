@@ -144,7 +144,7 @@ def test_validated_steps():
 
 
 def test_an_environment_that_is_none_is_named(tmp_path):
-    assert trl_grpo.pinned(trl_grpo.REQUIREMENTS)["trl"]
+    assert trl_grpo.pinned()["trl"]
     (tmp_path / "venv").mkdir()
     with pytest.raises(SystemExit, match="is no environment of Python"):
         trl_grpo.prepare_environment(tmp_path / "venv")

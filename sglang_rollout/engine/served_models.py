@@ -36,6 +36,7 @@ OWN_OUTPUT_LAYER = frozenset(
 WHOLE_PAST = frozenset(
     {
         "LlamaForCausalLM",
+        "MiMoForCausalLM",
         "Ministral3ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",

@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
     r"configs/demo_moe_cpu\.yaml": "tests/end_to_end/test_mixture_of_experts.py runs it, made small",
     r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
+    r"^lm_eval ": "a package of its own",
     r"models/MiniMax-M2": "230 B parameters; tests/conversion/test_fp8_source.py converts small ones",
 }
 RESOLVED_ONLY = {

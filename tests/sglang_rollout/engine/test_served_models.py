@@ -41,7 +41,21 @@ def configured(directory: Path, *overrides: str, **keys: Any) -> Config:
 
 def of_class(name: str) -> dict[str, Any]:
     kinds = {family.model_type.replace("_", ""): family.model_type for family in built_in_families().values()}
-    return {"model_type": kinds.get(name.removesuffix("ForCausalLM").lower(), "other"), "architectures": [name]}
+    kinds["mimo"] = "qwen2"
+    keys = {"model_type": kinds.get(name.removesuffix("ForCausalLM").lower(), "other"), "architectures": [name]}
+    return keys | POSITIONS if keys["model_type"] == "ministral3" else keys
+
+
+POSITIONS = {
+    "original_max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""Without which a Ministral 3 is none."""
 
 
 EXPERTS = {
@@ -244,7 +258,10 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
         return next(text for text in sources if re.search(rf"\nclass {name}\(", text))
 
     def knows_windows(name: str) -> bool:
-        return re.search(r"sliding_window(?!_size=None)", source_of(name)) is not None
+        # Ministral3's attention keeps the number, and passes it to nothing.
+        kept = r"self\.sliding_window|\"sliding_window\""
+        source = re.sub(kept, "", source_of(name)) if name == "Ministral3ForCausalLM" else source_of(name)
+        return re.search(r"sliding_window(?!_size=None)", source) is not None
 
     own_head = set()
     classes = WHOLE_PAST.union(*(family.engine_classes for family in built_in_families().values()))
@@ -256,7 +273,9 @@ def test_the_tables_are_those_of_the_installed_sglang() -> None:
         inherits = parent is not None and parent[1] in classes
         if not inherits and "tie_word_embeddings" not in source:
             own_head.add(name)
-        in_groups = "attn_tp_size" in (source_of(parent[1]) if inherits and parent else source)
+        attention = source_of(parent[1]) if inherits and parent else source
+        # DeepSeek's attention, which others take, has the size of its group.
+        in_groups = re.search("attn_tp_size|DeepseekV2AttentionMLA", attention) is not None
         assert in_groups is (name in ATTENTION_GROUPS), name
     assert own_head == OWN_OUTPUT_LAYER
     for family in built_in_families().values():
