@@ -199,7 +199,7 @@ class VirtualCluster:
 
     def processes(self, name: str) -> list[str]:
         """Command lines of all processes on a node."""
-        listing = self.on_node(name, ["ps", "-eo", "args", "--no-headers"]).stdout.splitlines()
+        listing = self.on_node(name, ["ps", "-ww", "-eo", "args", "--no-headers"]).stdout.splitlines()
         return [line for line in listing if not line.startswith("ps ")]
 
     def address(self, name: str) -> str:
