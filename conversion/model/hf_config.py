@@ -60,7 +60,7 @@ class LatentSizes:
     interleaved: bool = True
     """Features that are rotated together lie side by side, not half a head apart."""
     norm_eps: float = 1e-6
-    """Of the latents' RMSNorms: rms_norm_eps, as SGLang, vLLM and Megatron-Core have it, see ``normalise_latents``."""
+    """Of the latents' RMSNorms: config.json's rms_norm_eps. ``normalise_latents`` says why."""
 
 
 @dataclass(frozen=True)

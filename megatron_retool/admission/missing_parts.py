@@ -83,8 +83,8 @@ routers' balance, and sections of positions, which are the same for a text."""
 def missing_parts(hf_config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """The parts of a model that no family here has, each once.
 
-    Tensors show some of them, values of known keys some. Others show in transformers' code of the model alone, which is
-    compared with that of the families here: keys that no reader of theirs knows, and functions that none of them has.
+    Some show in tensors, some in the values of known keys. Others show only in transformers' code of the model. It is
+    compared with the code of the families here: keys that none of their readers knows, functions that none of them has.
 
     Args:
         hf_config: config.json.

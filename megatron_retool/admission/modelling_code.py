@@ -22,7 +22,7 @@ _OUTER = "PreTrainedModel"
 
 @dataclass(frozen=True)
 class ModellingCode:
-    """Of the classes that a model of language is made of.
+    """What the classes of a language model read and compute.
 
     Attributes:
         keys: of config.json, and of mappings in it, that the code reads.
@@ -86,7 +86,8 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef)
 
 
 def _keys(node: ast.AST) -> Iterator[str]:
-    """Of the configuration: its attributes, ``getattr(config, "key")``, and the keys of mappings in it."""
+    """Keys of the configuration that the code reads: ``config.key``, ``getattr(config, "key")``, and those of mappings
+    in it."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and _is_configuration(each.value):
             yield each.attr

@@ -54,7 +54,7 @@ def versions(session: Session) -> list[Figure]:
     files = [REQUIREMENTS / name for name in PINS[bool(session.gpus)]]
     if files[0].is_file():
         texts = [file.read_text(encoding="utf-8") for file in files]
-    else:  # installed from a wheel, which knows its own exact pins alone
+    else:  # a wheel has no lists, only the pins of its own requirements
         required = importlib.metadata.requires("megatron-retool") or []
         texts = [line for line in required if "extra ==" not in line or (session.gpus and '"gpu"' in line)]
     pins = dict(pin for text in texts for pin in read_pins(text))

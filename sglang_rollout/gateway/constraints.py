@@ -20,7 +20,7 @@ from sglang_rollout.gateway.errors import invalid, unsupported
 from sglang_rollout.gateway.rendering import REASONING_END
 
 MOST_CHARACTERS = 1 << 15
-"""Of a schema as JSON."""
+"""The schemas of a request may have so many, written as JSON."""
 MOST_DEPTH = 32
 MOST_VALUES = 2000
 MOST_PATTERN = 256

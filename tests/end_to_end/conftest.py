@@ -112,6 +112,15 @@ class FinishedRun:
         return target
 
 
+def copy_checkout(target: Path) -> None:
+    """Copy the files that git tracks, as they are in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The demo's whole pipeline with three small RL steps.

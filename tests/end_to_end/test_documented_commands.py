@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from omegaconf import OmegaConf
 
 from megatron_retool.config import load_config
 from tests.campaign.demo import shrink_demo
-from tests.end_to_end.conftest import ROOT, FinishedRun
+from tests.end_to_end.conftest import ROOT, FinishedRun, copy_checkout
 
 PAGES = ("README.md", "docs/first_steps.md", "docs/demo.md")
 
@@ -92,11 +91,7 @@ def test_exceptions_are_needed():
 def clone(demo_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the repository with a small demo, and the environment of this test as its .venv."""
     clone = tmp_path_factory.mktemp("clone") / "megatron-retool"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, clone / name)
+    copy_checkout(clone)
     path = clone / "configs" / "demo_cpu.yaml"
     tree = OmegaConf.load(path)
     shrink_demo(tree, steps=1)
@@ -107,7 +102,7 @@ def clone(demo_run: FinishedRun, tmp_path_factory: pytest.TempPathFactory) -> Pa
     for part in Path(sys.prefix).iterdir():
         if part.name != ".installed":
             (venv / part.name).symlink_to(part)
-    # Of the same lists, in another place: or the commands would install into the environment of this test.
+    # setup.sh takes the environment for installed: it would otherwise install into that of this test.
     flavour, digest, _ = (Path(sys.prefix) / ".installed").read_text().split(" ", 2)
     (venv / ".installed").write_text(f"{flavour} {digest} {clone}\n")
     return clone

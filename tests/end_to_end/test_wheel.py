@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.runs.metrics_file import read_metrics
-from tests.end_to_end.conftest import ROOT, FinishedRun
+from tests.end_to_end.conftest import FinishedRun, copy_checkout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,11 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The environment: the wheel, and the packages of this test's environment, but not its link to the checkout."""
     directory = tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    for name in filter(None, listed.split("\0")):
-        if not name.startswith("tests/") and (ROOT / name).is_file():
-            (directory / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, directory / "source" / name)
+    copy_checkout(directory / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, directory / "source"]
     subprocess.run(build, check=True)

@@ -11,7 +11,7 @@ from conversion.model.rules import ATTENTION, EXPERTS, FULL_WIDTH_QK_NORM, decod
 
 def read(config: ConfigReader) -> dict[str, Any]:
     config.refuse("clip_qkv")
-    config.require(norm_topk_prob=False, rms_norm_eps=1e-5)  # SGLang computes these alone, whatever config.json says
+    config.require(norm_topk_prob=False, rms_norm_eps=1e-5)  # SGLang computes with these, whatever config.json says
     config = config.with_defaults(
         rms_norm_eps=1e-5, moe_intermediate_size=config.integer("intermediate_size"), num_experts_per_tok=8
     )
