@@ -320,6 +320,8 @@ async def serve(settings: SandboxSettings, options: argparse.Namespace, parent: 
         except OSError as error:
             message = f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
             raise SandboxStartError(message) from error
+        if stop.is_set():  # told to leave while it started: whoever waits for it must not take it for ready
+            return
         for warning in pool.isolation["warnings"]:
             logger.warning("%s", warning)
         print(f"sandbox ready on http://{host}:{chosen} isolation={pool.isolation['isolation']}", flush=True)

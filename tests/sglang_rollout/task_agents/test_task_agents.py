@@ -256,7 +256,7 @@ with open(os.environ["RESULT_FILE"], "w") as file:
         ("crash", "crash", "no way on"),
         ("sleep", "timeout", "not done after 6 s"),
         ("memory", "resources", "rollout.agent_limits allows 150 MiB"),
-        ("processes", "resources", "in 1"),
+        ("processes", "resources", "rollout.agent_limits allows 150 MiB and 8"),
     ],
 )
 def test_a_program_has_limits_and_leaves_nothing_behind(tokenizer, tmp_path, mode, outcome, said):

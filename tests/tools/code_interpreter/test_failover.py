@@ -192,15 +192,24 @@ def test_call_waits_for_the_server_that_is_started_again(number: signal.Signals)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_server_that_is_killed_while_it_starts_is_started_again(number: signal.Signals) -> None:
-    server = SandboxServerProcess(CodeInterpreterConfig(workers=1, preimport=["numpy", "sympy"]))
+@pytest.mark.parametrize("leaves_in_order", [True, False])
+def test_server_that_is_killed_while_it_starts_is_started_again(
+    number: signal.Signals, leaves_in_order: bool, tmp_path: Path
+) -> None:
+    starting = tmp_path / "starting"
+    # The first start waits for the signal, so that it always comes before the server is ready.
+    trap = "trap 'exit 0' TERM; " if leaves_in_order else ""
+    wait = f"if mkdir {starting}; then {trap}while :; do sleep 0.05; done; fi"
+    server = SandboxServerProcess(
+        CodeInterpreterConfig(workers=1, preimport=[]), command_prefix=("sh", "-c", f'{wait}; exec "$@"', "sh")
+    )
     killed: list[int] = []
 
     def kill() -> None:
-        while server._process is None:
+        while server._process is None or not starting.exists():
             time.sleep(0.01)
-        killed.append(server._process.pid)
-        os.kill(server._process.pid, number)
+        killed.append(server.pid)
+        os.kill(server.pid, number)
 
     thread = threading.Thread(target=kill)
     thread.start()
