@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_retool.cuda_toolkit import has_driver
+
 VARIABLE = "MEGATRON_RETOOL_SCRATCH"
 """Names the directory to the processes that a command starts."""
 
@@ -52,7 +54,7 @@ def scratch_directory() -> Iterator[Path]:
     path, lock = _make(parent)
     before = dict(os.environ)
     os.environ.update({VARIABLE: str(path), "TMPDIR": str(path)})
-    if os.path.exists("/proc/driver/nvidia/version"):
+    if has_driver():
         # What was compiled for a GPU is worth keeping from run to run.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{os.getuid()}"))
     tempfile.tempdir = None  # remembered from before

@@ -80,6 +80,10 @@ if [[ -z "$python" && ! -x "$venv/bin/python" ]]; then
   exit 1
 fi
 
+if [[ "$flavour" == gpu ]]; then
+  "${python:-$venv/bin/python}" megatron_retool/gpu_host.py || exit 1
+fi
+
 echo "setup: installing the $flavour requirements into $venv (a few minutes, once)"
 # pip would compile one file after another, which takes longer than all the rest.
 pip_flags=(--quiet --disable-pip-version-check --no-input --no-compile)

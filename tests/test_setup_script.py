@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -221,6 +223,47 @@ def test_transformer_engine_is_compiled_with_the_headers_of_python_packages(chec
     # CUDA 13.0, as torch's own packages.
     headers = (ROOT / "requirements" / "gpu-build.txt").read_text()
     assert "nvidia-cuda-crt==13.0." in headers and "nvidia-cuda-cccl==13.0." in headers
+
+
+LACKS = {
+    "Python.h is missing": {"sysconfig.get_path": lambda name: "/nowhere"},
+    "a C++ compiler is missing": {"shutil.which": lambda name: None},
+    "glibc 2.31 is older than the 2.34": {"platform.libc_ver": lambda: ("glibc", "2.31")},
+}
+WARNS = {
+    "no NVIDIA driver answers here": {"driver_version": lambda: None},
+    "the driver 550.54.14 is too old for CUDA 13": {"driver_version": lambda: "550.54.14"},
+    "/dev/shm has 64 MiB": {"shutil.disk_usage": lambda path: SimpleNamespace(total=64 << 20)},
+}
+
+
+@pytest.mark.parametrize("said", [*LACKS, *WARNS])
+def test_what_a_host_lacks_is_said_before_anything_is_downloaded(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = runpy.run_path(str(ROOT / "megatron_retool" / "gpu_host.py"))
+    names = check["main"].__globals__
+    good = {
+        "sysconfig.get_path": lambda name: str(tmp_path), "shutil.which": lambda name: "/usr/bin/c++",
+        "platform.libc_ver": lambda: ("glibc", "2.39"), "driver_version": lambda: "580.65.06",
+        "shutil.disk_usage": lambda path: SimpleNamespace(total=32 << 30),
+    }  # fmt: skip
+    (tmp_path / "Python.h").touch()
+    for name, value in (good | (LACKS | WARNS)[said]).items():
+        module, _, attribute = name.rpartition(".")
+        if module:
+            monkeypatch.setattr(names[module], attribute, value)
+        else:
+            monkeypatch.setitem(names, attribute, value)
+    assert check["main"]() == int(said in LACKS)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("setup: ") and said in line
+
+
+def test_an_environment_for_gpus_is_not_begun_where_it_cannot_be_built(checkout: Checkout) -> None:
+    checkout.program("bin/python3.12", '[[ "$1" != megatron_retool/gpu_host.py ]]')
+    (checkout.path / ".venv" / "bin" / "python").unlink()
+    assert checkout.setup("--gpu", code=1) == []
 
 
 def test_the_same_transformer_engine_with_and_without_a_gpu() -> None:

@@ -191,6 +191,24 @@ STEPS = (
         )
     ),
     Step(
+        "preload",
+        ENGINE,
+        "what is loaded into a colocated engine before Python finds its libraries",
+        "megatron_retool.doctor.engine_steps:preload",
+        "the library that is named comes with NVIDIA's packages or the driver: " + _INSTALL,
+        needs=("reference",),
+    ),
+    Step(
+        "kernels_sglang",
+        ENGINE,
+        "SGLang compiles and links kernels for this GPU with the packages' nvcc",
+        "megatron_retool.doctor.engine_steps:kernels",
+        "the compiler names what is missing: g++, ninja, or nvidia-cuda-nvcc and the packages that it needs; "
+        + _INSTALL,
+        timeout_seconds=600,
+        needs=("reference",),
+    ),
+    Step(
         "engine",
         ENGINE,
         "SGLang starts, with a mixture of experts, and generates",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,89 @@ TEXT_TOKENS = 512
 LEAST_FP8_CAPABILITY = (8, 9)
 _KV_CACHE_TOKENS_ON_GPU, _KV_CACHE_TOKENS_ON_CPU = 1_000_000, 8192
 """On a GPU about 2 GB, which has to be seen when it is given back."""
+KERNELS = {
+    "rms_norm": "ops.layernorm.norm._jit_rmsnorm_module(4096, torch.bfloat16)",
+    "fused_add_rms_norm": "ops.layernorm.norm._jit_fused_add_rmsnorm_module(torch.bfloat16, False)",
+    "query_key_norm": "ops.layernorm.norm._jit_qknorm_module(128, torch.bfloat16)",
+}
+"""Some of those that SGLang compiles at its first forward pass, by their expressions below sglang.kernels."""
+_PRELOADED = "torch_memory_saver_hook_mode_preload_cu{cuda}.abi3.so"
 _PROMPTS, _PROMPT_TOKENS, _SAMPLED_TOKENS = 4, 24, 48
+
+
+def preload(session: Session) -> list[Figure]:
+    """The library that is loaded into a colocated engine's processes before Python: all that it needs has to be found.
+
+    Raises:
+        Skipped: no GPU.
+        StepFailed: with what the loader says.
+    """
+    session.need_gpus(1, "a colocated engine")
+    spec = importlib.util.find_spec("torch_memory_saver")
+    if spec is None or spec.origin is None:
+        raise StepFailed("torch_memory_saver is not installed")
+    name = _PRELOADED.format(cuda=str(torch.version.cuda).partition(".")[0])
+    libraries = preloaded(engine_environment(session), Path(spec.origin).parents[1] / name)
+    return [Figure("preloaded libraries", ", ".join(sorted({Path(path).name for path in libraries})))]
+
+
+def preloaded(environment: Mapping[str, str], library: Path) -> list[str]:
+    """Paths of CUDA's and the memory saver's libraries in a process that preloads ``library``.
+
+    Raises:
+        StepFailed: the process does not start, with what the loader says, or the library is not in it.
+    """
+    shown = "print(*{line.split()[-1] for line in open('/proc/self/maps') if '/' in line}, sep=chr(10))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", shown],
+        env={**environment, "LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+    )
+    paths = [path for path in done.stdout.splitlines() if "cuda" in path or "memory_saver" in path]
+    if done.returncode != 0 or str(library) not in paths:
+        raise StepFailed(f"LD_PRELOAD={library.name}: {done.stderr.strip() or 'it is not loaded'}")
+    return paths
+
+
+def kernels(session: Session) -> list[Figure]:
+    """Kernels that SGLang compiles at its first forward pass, with an engine's environment.
+
+    Raises:
+        Skipped: no GPU.
+        StepFailed: with the end of what the compiler or linker says.
+    """
+    session.need_gpus(1, "compiling an engine's kernels")
+    environment = engine_environment(session)
+    compiled = compiled_kernels(environment)
+    return [Figure("CUDA_HOME", environment.get("CUDA_HOME", "none")), Figure("kernels compiled", ", ".join(compiled))]
+
+
+def compiled_kernels(environment: Mapping[str, str], prepare: str = "") -> list[str]:
+    """Those of KERNELS that were compiled and loaded.
+
+    Args:
+        prepare: Python that is executed first.
+
+    Raises:
+        StepFailed: with the end of what the compiler or linker says.
+    """
+    lines = [prepare, "import torch", "import sglang.kernels.ops.layernorm.norm", "from sglang.kernels import ops"]
+    lines += [f"{expression}; print({name!r}, flush=True)" for name, expression in KERNELS.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=dict(environment), capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise StepFailed(f"with CUDA_HOME={environment.get('CUDA_HOME')}: {done.stderr.strip()[-1500:]}")
+    return done.stdout.split()
+
+
+def engine_environment(session: Session) -> dict[str, str]:
+    """That of a colocated engine of the tiny dense model."""
+    config = engine_config(session, "dense")
+    return SGLangServer(
+        config.rollout.engine, model_path=config.model.path, log_file=session.directory / "log", colocated=True
+    ).environment()
 
 
 def engine_config(session: Session, kind: str, *overrides: str) -> Config:

@@ -12,22 +12,31 @@ from pathlib import Path
 
 import torch
 
+from megatron_retool.cuda_toolkit import has_driver
 from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
 from megatron_retool.doctor.session import Session
+from megatron_retool.gpu_host import missing_for_building, missing_for_running
 from megatron_retool.machine import cores, installed, machine, memory_bytes, nvidia_smi
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 PINS = {False: ("cpu-torch.txt", "cpu.txt"), True: ("gpu-torch.txt", "gpu.txt")}
 """Files of the installation, with GPUs or without."""
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _GIB = 2**30
 _UNLIMITED = 1e6
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;#]+)")
 
 
 def host(session: Session) -> list[Figure]:
-    """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a process that is killed."""
+    """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a process that is killed.
+
+    Raises:
+        StepFailed: what compiles for GPUs, or the driver, is missing where GPUs are there or asked for.
+    """
     gpus = bool(session.gpus)
+    if session.gpus or session.asked:
+        lacks = missing_for_building() + missing_for_running()
+        if lacks:
+            raise StepFailed("; ".join(lacks), "each of them names what to install or to raise")
     shared_memory = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     temporary = Path(tempfile.gettempdir())
     figures = [
@@ -90,7 +99,7 @@ def driver(session: Session) -> list[Figure]:
     """
     names = nvidia_smi("name")
     if not session.gpus and not session.asked:
-        if names or NVIDIA_DRIVER.exists():
+        if names or has_driver():
             raise StepFailed(
                 f"the driver shows {len(names)} GPU(s), and torch {torch.__version__} (CUDA {torch.version.cuda}) "
                 "finds none: it is a build without CUDA, or one for a newer driver"

@@ -1,8 +1,10 @@
 """The learner: a Megatron-Core model, its optimizer, and the steps that train it. Entry point: ``learner.Learner``."""
 
 import logging
+import os
 import warnings
 
+from megatron_retool.cuda_toolkit import cuda_environment, has_driver
 from megatron_retool.learner import cpu
 
 # Megatron-Core says this in every module that looks for them; precision.Acceleration says it once.
@@ -27,6 +29,10 @@ warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated",
 # Muon's package logs by absl, which gives a root logger without a handler one of its own format.
 if not logging.root.handlers and logging.lastResort is not None:
     logging.root.addHandler(logging.lastResort)
+
+# Transformer Engine compiles some kernels at their first use.
+if has_driver():
+    os.environ.update(cuda_environment(os.environ))
 
 # Before any module of the room imports megatron.core.
 cpu.install()

@@ -34,6 +34,7 @@ from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.family import engine_class
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import EngineConfig
+from megatron_retool.cuda_toolkit import cuda_environment, has_driver
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
@@ -69,7 +70,7 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return "cuda" if Path("/proc/driver/nvidia/version").exists() and not hidden else "cpu"
+    return "cuda" if has_driver() and not hidden else "cpu"
 
 
 def torchvision_directory() -> Path:
@@ -395,8 +396,10 @@ class SGLangServer:
                     "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_engine_models",
                     "MEGATRON_RETOOL_ENGINE_MODEL": model_class,
                 }
-        elif self.gpu_ids is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpu_ids)
+        else:
+            environment |= cuda_environment(environment)
+            if self.gpu_ids is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in self.gpu_ids)
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         return environment | self.extra_environment
 
