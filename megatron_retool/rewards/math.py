@@ -24,10 +24,11 @@ _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=[\d-]))([+-]?[\w.,/]*\w)")
 _ANSWER_LINE = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n:]*:[ \t]*(\S[^\n]*)$", re.IGNORECASE | re.MULTILINE)
 _TOOL_CALL = re.compile(r"<(tool_call|code|python|search)>")
 _HASHES = re.compile(r"#### *\$?(-?[\d.,]*\d)", re.ASCII)
+_GROUPED = re.compile(r"-?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?", re.ASCII)
 _HASHES_WITHIN = 300
 _BOXES_TRIED = 50
 _TURN_STARTS = ("<|im_start|>assistant", "</tool_response>", "</interpreter>", "</result>")
-_INTEGER = re.compile(r"([+-]?)(\d{1,300}|\d{1,3}(?:,\d{3}){1,90})\Z", re.ASCII)
+_INTEGER = re.compile(r"([+-]?)(\d{1,300}|[1-9]\d{0,2}(?:,\d{3}){1,90})\Z", re.ASCII)
 
 
 def compute_score(
@@ -76,7 +77,9 @@ def _prediction(data_source: str, solution_str: str, extra_info: dict[str, Any])
 def hash_answer(text: str) -> str | None:
     """The number behind the last ``####`` of the text's last 300 characters, as GSM8K writes an answer."""
     found = _HASHES.findall(text[-_HASHES_WITHIN:])
-    return found[-1].replace(",", "") if found else None
+    if not found:
+        return None
+    return found[-1].replace(",", "") if _GROUPED.fullmatch(found[-1]) else found[-1]
 
 
 def final_assistant_turn(solution: str) -> str:

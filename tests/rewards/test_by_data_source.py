@@ -14,6 +14,8 @@ from megatron_retool.rewards.manager import check_data_sources
     [
         ("openai/gsm8k", "48 + 24 = 72\n#### 72", "72", 1.0),
         ("openai/gsm8k", "#### 1,072", "1072", 1.0),
+        ("openai/gsm8k", "#### 10,72", "1072", 0.0),
+        ("openai/gsm8k", "#### 0,072", "72", 0.0),
         ("openai/gsm8k", "#### -3.50", "-3.50", 1.0),
         ("openai/gsm8k", "#### 72.", "72", 1.0),
         ("openai/gsm8k", "#### 71\n#### 72", "72", 1.0),

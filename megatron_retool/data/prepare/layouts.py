@@ -28,7 +28,7 @@ from megatron_retool.data.prompt_files import (
 )
 from megatron_retool.data.tagged_traces import TraceError, conversation, parse_trace
 from megatron_retool.rewards.answers.expressions import Text
-from megatron_retool.rewards.answers.reading import readings
+from megatron_retool.rewards.answers.reading import reading
 from megatron_retool.rewards.math import extract_answer, quick_verdict
 from tools.code_interpreter.tool import CodeInterpreterTool
 
@@ -150,9 +150,7 @@ def is_readable(answer: str) -> bool:
     """Whether the grader reads ``answer`` as mathematics, and not as plain words alone."""
     if quick_verdict("0", answer) is not None:  # an integer
         return True
-    return len(answer) <= _MAX_ANSWER_CHARACTERS and any(
-        not isinstance(reading, Text) for reading in readings(answer, units=True)
-    )
+    return len(answer) <= _MAX_ANSWER_CHARACTERS and not isinstance(reading(answer, units=True), Text)
 
 
 class VerlPrompts:

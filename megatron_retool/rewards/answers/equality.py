@@ -45,7 +45,7 @@ from megatron_retool.rewards.answers.listings import (
     with_less,
     with_point_unnamed,
 )
-from megatron_retool.rewards.answers.reading import as_matrix, readings
+from megatron_retool.rewards.answers.reading import as_matrix, reading
 from megatron_retool.rewards.answers.sets import real_set, same_set
 from megatron_retool.rewards.answers.spelling import spelled, without_spacing
 from megatron_retool.rewards.answers.tokens import Numeral
@@ -88,8 +88,7 @@ def equivalent(prediction: str, truth: str) -> bool:
     comparison = _Comparison(Effort(_STEPS))
     try:
         for units in (True, False):
-            predicted = readings(prediction, units)
-            if any(comparison.same_answer(left, right) for right in readings(truth, units) for left in predicted):
+            if comparison.same_answer(reading(prediction, units), reading(truth, units)):
                 return True
     except (ArithmeticError, RecursionError):
         # Out of reach. What a policy writes must not fail the reward, whatever it makes the arithmetic raise.
@@ -127,7 +126,7 @@ def canonical(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         return text
     with contextlib.suppress(ArithmeticError, RecursionError):
-        answer = readings(text, units=True)[0]
+        answer = reading(text, units=True)
         amount = answer.amount if isinstance(answer, Quantity) else answer
         value = exact(amount, Effort(_VOTE_STEPS)) if isinstance(amount, (Number, Symbol, Call)) else None
         if value is not None and max(value.numerator.bit_length(), value.denominator.bit_length()) < _VOTED_BITS:

@@ -51,27 +51,26 @@ _COMPOUND = re.compile(r"(\d+(?:\.\d+)?) ([a-z]+) (?:and )?(\d+(?:\.\d+)?) ([a-z
 _CONSTRUCTORS = re.compile(
     r"(FiniteSet|Interval(?:\.\w+)?|Union|Eq|Matrix|EmptySet|Set|Tuple|array|tensor|set|Reals)\b"
 )
+# Unlike the brackets of 2(1,234 + 5), those of (1,234) m could hold a list or a point: that stays text.
+_BRACKETED_NUMBERS = re.compile(r"[(\[][\d\s,.-]*\d[\s,]+\d[\d\s,.-]*[)\]]")
 _MAX_ITEMS = 100
 _SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
 _MAX_SETS = 12
 
 
-def readings(text: str, units: bool) -> list[Structure]:
-    """What ``text`` may mean, the likeliest first; at least one (plain words).
-
-    Two readings differ in whether 1,234 is one number.
+def reading(text: str, units: bool) -> Structure:
+    """What ``text`` means; plain words where no grammar fits.
 
     Args:
         units: read what may be a unit behind a number as a unit; else as variables (m, s) or a factor (%).
     """
     text = spelled(text)
-    found: list[Structure] = []
-    for commas in (True, False):
+    with contextlib.suppress(UnreadableError):
+        return _answer(text, False, units)
+    if not _BRACKETED_NUMBERS.search(text):
         with contextlib.suppress(UnreadableError):
-            structure = _answer(text, commas, units)
-            if structure not in found:
-                found.append(structure)
-    return found or [Text(plain_words(without_spacing(text)))]
+            return _answer(text, True, units)
+    return Text(plain_words(without_spacing(text)))
 
 
 def _answer(text: str, commas: bool, units: bool) -> Structure:

@@ -34,7 +34,8 @@ _CHARACTERS = {
     **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}"},
     **{"∠": r"\angle ", "△": r"\triangle ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
     **{"⌈": r"\lceil ", "⌉": r"\rceil ", "∧": r"\land ", "∨": r"\lor ", "\u200b": "", "\ufeff": ""},
-    "∶": ":",
+    # A thousands separator is never written with a Chinese comma.
+    **{"∶": ":", "，": ", "},
     **{"“": '"', "”": '"', "‘": "'", "’": "'", "′": "'", "＄": "$"},
     **dict(
         zip(
@@ -65,6 +66,7 @@ _COMMANDS = {
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _EMPTY_DELIMITER = re.compile(r"\\(?:left|right)\s*\.")
 _SPACING = re.compile(r"\\[,;:!> ]|~|\s")
+_TIGHT_COMMA = re.compile(r"(?<=\d)(?:(?:\\!)+,(?:\\!)*|(?:,|\{,\})(?:\\!)+|\\text\{,\})(?=\d)")
 _UPRIGHT = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|cal|normal)|mbox|hbox|operatorname\*?|bm|boldsymbol|"
     r"textsuperscript|rm|bf|it|sf|tt|emph)\s*(?=\{)"
@@ -119,7 +121,7 @@ _CHINESE = {
         "或者": " or ",
     },
     **{
-        "、": ",",
+        "、": ", ",
         "。": ".",
         "无解": "no solution",
         "答案是": "answer is ",
@@ -170,7 +172,7 @@ def spelled(text: str) -> str:
     text = _chinese_phrases(text)
     text = _CHINESE_WORDS.sub(lambda word: _CHINESE[word[0]], text)
     text = "".join(_character(sign) for sign in text)
-    text = _DRESS.sub(" ", text.replace("\\\\%", "\\%").replace("\\!,", ",\\!"))
+    text = _DRESS.sub(" ", _TIGHT_COMMA.sub("{,}", text.replace("\\\\%", "\\%")))
     text = _TIMES_TEN.sub(r"\\times ", _NAMED_FUNCTION.sub(r"\\\1 ", text))
     text = _without_outer_space(text)
     text = _without_delimiters(text)
@@ -281,6 +283,8 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_python_set(inner: str) -> bool:
+    if re.fullmatch(r"[^\d,]*[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", inner):
+        return False  # Python prints a blank behind a comma; LaTeX's braces may stand around 1,234
     return not inner or "," in inner.replace("{,}", "") or ("\\" not in inner and inner.isdigit())
 
 

@@ -39,12 +39,16 @@ class Token:
     spaced: bool = False
 
 
-_SEPARATED = r"\d{1,3}(?:(?:%s)\d{3})+(?!\d)"
+_SEPARATED = r"[1-9]\d{0,2}(?:(?:%s)\d{3})+(?!\d)"
+_SEPARATED_PLAINLY = re.compile(_SEPARATED % r"\{,\}|\\[,!; ]\s*|,\\!")
+_SEPARATED_BY_BLANKS = re.compile(_SEPARATED % r"~|[ ]+(?:\\,[ ]*)?")
 # A comma before a group that begins with 0 (1,050) can be nothing but a thousands separator.
-_PLAIN_GAP = r"\{,\}|,?\\[,!; ]\s*|,\\!|~|[ ]+(?:\\,[ ]*)?"
-_WITH_COMMAS = re.compile(_SEPARATED % (_PLAIN_GAP + "|,"))
-_WITHOUT_COMMAS = re.compile(_SEPARATED % (_PLAIN_GAP + r"|,(?=0)"))
+_SEPARATED_BEFORE_ZEROS = re.compile(_SEPARATED % r",(?=0)")
+# A further comma without a space (5,100,x) makes all of them commas of a list.
+_SEPARATED_BY_COMMAS = re.compile(r"(?<!,)" + _SEPARATED % "," + r"(?!\{,\}|\\[,!]\d|,(?![\s~]|\\[,;:! ]|\Z))")
 _DIGITS = re.compile(r"\d+")
+_SEPARATIONS_IN_LISTS = (_SEPARATED_PLAINLY, _SEPARATED_BEFORE_ZEROS, _DIGITS)
+_SEPARATIONS = (_SEPARATED_PLAINLY, _SEPARATED_BY_BLANKS, _SEPARATED_BY_COMMAS, _SEPARATED_BEFORE_ZEROS, _DIGITS)
 _FRACTION_PART = re.compile(r"\.(\d*)")
 _REPEATING = re.compile(r"(?:\\overline|\\bar|\\dot|\\overline\s)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)")
 _ELLIPSIS = re.compile(r"\.{3}|\\ldots")
@@ -54,32 +58,48 @@ _TEXT = re.compile(r"\\text\s*\{((?:[^{}]|\\[{}]|\{[^{}]*\})*)\}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]+")
 _SPACE = re.compile(r"(?:\s|~|\\[,;:!> ])+")
+_OPENING, _CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 _SIGNS = ("**", "<=", ">=", "!=", "==", "\\{", "\\}", "\\%", "\\|", "\\\\", "\\&", "\\_", "+/-")
 _CURRENCY = {DOLLAR: "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₽": "ruble"}
 
 
-def tokens(text: str, commas_in_numbers: bool) -> list[Token]:
+def tokens(text: str, commas_in_brackets: bool) -> list[Token]:
     """The tokens of ``text``.
 
     Args:
-        commas_in_numbers: read 1,234 as one number; else as two (but 1,050 always as one).
+        commas_in_brackets: read (1,234) as one number in brackets; else as two. Outside brackets 1,234 is one, and
+            1,050 and 1{,}234 are one everywhere.
 
     Raises:
         UnreadableError: a sign that no answer is made of, a number beyond all use, or too many tokens.
     """
     found: list[Token] = []
+    # Of each open bracket, whether commas in it separate items, as they do not in the braces of \\frac{1,000}{3}.
+    separates: list[bool] = []
     position, spaced = 0, False
     while position < len(text):
         space = _SPACE.match(text, position)
         if space:
             position, spaced = space.end(), True
             continue
-        token, position = _next(text, position, commas_in_numbers, spaced)
+        whole = commas_in_brackets or not separates or not separates[-1]
+        token, position = _next(text, position, whole, spaced)
+        if token.text in _OPENING:
+            separates.append(not (found and _opens_argument(token, found[-1])))
+        elif token.text in _CLOSING and separates:
+            separates.pop()
         found.append(token)
         spaced = False
         if len(found) > MAX_TOKENS:
             raise UnreadableError("too long")
     return found
+
+
+def _opens_argument(bracket: Token, before: Token) -> bool:
+    if bracket.text == "[":
+        return before.text == "\\sqrt"
+    of_command = before.kind == "command" and before.text not in ("\\cup", "\\cap", "\\setminus", "\\in", "\\langle")
+    return bracket.text == "{" and (of_command or before.text in ("^", "_", "}", "]"))
 
 
 def _next(text: str, position: int, commas: bool, spaced: bool) -> tuple[Token, int]:
@@ -105,8 +125,8 @@ def _next(text: str, position: int, commas: bool, spaced: bool) -> tuple[Token, 
 
 
 def _numeral(text: str, start: int, commas: bool) -> tuple[Numeral, int]:
-    separated = (_WITH_COMMAS if commas else _WITHOUT_COMMAS).match(text, start)
-    match = separated or _DIGITS.match(text, start)
+    patterns = _SEPARATIONS if commas else _SEPARATIONS_IN_LISTS
+    match = next((match for match in (pattern.match(text, start) for pattern in patterns) if match), None)
     whole, position = ("".join(c for c in match[0] if c.isdigit()), match.end()) if match else ("", start)
     part = _FRACTION_PART.match(text, position)
     value, places, digits = Fraction(int(whole or "0")), None, whole
