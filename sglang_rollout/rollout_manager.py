@@ -8,8 +8,9 @@
 The stream takes ``Changes`` on its way (``await groups.asend(changes)`` in place of ``anext``): further prompts, which
 begin at once, and groups that are not needed any more. Leaving the loop early ends what is unfinished: with
 rollout.partial.enable it is paused, kept as token ids, and goes on in the next training stream; otherwise it is
-dropped. Whatever an engine, a tool or an agent does, a trajectory that was started and not dropped comes out exactly
-once, with a finish reason.
+dropped. Tool calls that run longer than the stop waits are not made again: they run on, over several streams if need
+be, and the stream in which they end goes on with their results. Whatever an engine, a tool or an agent does, a
+trajectory that was started and not dropped comes out exactly once, with a finish reason.
 """
 
 from __future__ import annotations
@@ -42,10 +43,16 @@ from tools.tool import ToolCaller
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 6.0
+"""How long a stream that is stopped waits for its agents."""
+LINGERING_POLL_SECONDS = 0.2
 MAX_AGENT_FAILURES = 16
 """Trajectories in a row that an agent's errors may end before the run is told."""
 MAX_IDLE_RUNS = 4
 """Times in a row that an agent may come back without a token more and without having been asked to pause."""
+
+
+_Place = tuple[int, int]
+"""A trajectory's group id and index."""
 
 
 @dataclass
@@ -55,6 +62,7 @@ class _Running:
     Attributes:
         pending: groups that are not complete.
         tasks: of each group's trajectories, by group id.
+        sessions: of each task, with the trajectory's group id and index.
         working: agents at work by group id. One of them may still be closing its tools, whose results belong to the
             trajectory, when that has its finish reason.
         ready: groups of which a trajectory has ended, or what ends the stream.
@@ -65,6 +73,7 @@ class _Running:
     agent: Agent | TaskAgent
     pending: dict[int, Group] = field(default_factory=dict)
     tasks: dict[int, list[asyncio.Task[None]]] = field(default_factory=dict)
+    sessions: dict[asyncio.Task[None], tuple[_Place, Session]] = field(default_factory=dict)
     working: Counter[int] = field(default_factory=Counter)
     ready: asyncio.Queue[Group | BaseException] = field(default_factory=asyncio.Queue)
 
@@ -106,6 +115,8 @@ class RolloutManager:
         self.engines = EnginePool(engine or make_engine(config), engine_urls, rollout, self.statistics, restart_engine)
         self.group_factory = GroupFactory(rollout, max(2, len(tokenizer.get_vocab())))
         self._paused: list[Group] = []
+        # Agents whose tools still ran when their stream stopped. They come to rest at the next turn.
+        self._lingering: dict[_Place, asyncio.Task[None]] = {}
         self._failures_in_a_row = 0
 
     @property
@@ -124,6 +135,7 @@ class RolloutManager:
             group.age += 1
             if group.age > self.config.rollout.partial.max_age:
                 self.statistics.dropped_trajectories += group.size
+                self._end_lingering(group.group_id)
                 continue
             for state in group.states:
                 state.age = group.age
@@ -147,8 +159,10 @@ class RolloutManager:
 
     def drop_paused(self) -> int:
         """Forget paused groups; how many."""
-        count, self._paused = len(self._paused), []
-        return count
+        dropped, self._paused = self._paused, []
+        for group in dropped:
+            self._end_lingering(group.group_id)
+        return len(dropped)
 
     async def generate_groups(
         self,
@@ -224,7 +238,7 @@ class RolloutManager:
                         self._abort(changes.abort, running)
         finally:
             # What a task agent has so far cannot be kept: there is nothing to wait for.
-            await self._stop(running.in_flight, keep=resume_paused and self.task_agents is None)
+            await self._stop(running, keep=resume_paused and self.task_agents is None)
             await served.aclose()
             if resume_paused:
                 self._paused += pending.values()
@@ -237,6 +251,9 @@ class RolloutManager:
         await self.engines.replace(old_url, new_url)
 
     async def close(self) -> None:
+        for task in self._lingering.values():
+            task.cancel()
+        await asyncio.gather(*self._lingering.values(), return_exceptions=True)
         await self.engines.close()
 
     async def __aenter__(self) -> RolloutManager:
@@ -265,12 +282,12 @@ class RolloutManager:
                 raise ValueError(f"group ids of a stream must be distinct, and {group.group_id} is there twice")
             running.pending[group.group_id], running.tasks[group.group_id] = group, []
         for group in groups:
-            if group.finished():
-                # Its last trajectory finished while the stream before this one was being stopped.
-                self._rested(group, running)
             for state in list(group.states):
-                if state.finish_reason is None:
+                if state.finish_reason is None or (state.group_id, state.index) in self._lingering:
                     self._start(group, state, running)
+            if running.at_rest(group):
+                # Its last trajectory finished while the stream before this one was being stopped, or since.
+                self._rested(group, running)
 
     def _abort(self, group_ids: Iterable[int], running: _Running) -> None:
         """Drop groups; their places at the engines are free as soon as their agents have noticed."""
@@ -280,12 +297,20 @@ class RolloutManager:
                 self.statistics.dropped_trajectories += group.size
                 for task in running.tasks[group_id]:
                     task.cancel()
+                self._end_lingering(group_id)
+
+    def _end_lingering(self, group_id: int) -> None:
+        for place, task in self._lingering.items():
+            if place[0] == group_id:
+                task.cancel()
 
     def _start(self, group: Group, state: TrajectoryState, running: _Running) -> None:
         tasks = running.in_flight.tasks
         running.working[group.group_id] += 1
-        task = asyncio.create_task(self._run(group, state, running))
+        session = Session(self.engines, running.settings, running.in_flight)
+        task = asyncio.create_task(self._run(group, state, session, running))
         running.tasks[group.group_id].append(task)
+        running.sessions[task] = (group.group_id, state.index), session
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -303,16 +328,16 @@ class RolloutManager:
                 self._start(group, fresh, running)
         running.ready.put_nowait(group)
 
-    async def _run(self, group: Group, state: TrajectoryState, running: _Running) -> None:
+    async def _run(self, group: Group, state: TrajectoryState, session: Session, running: _Running) -> None:
         in_flight = running.in_flight
-        session = Session(self.engines, running.settings, in_flight)
         generate = session.generate
         if group.branching is not None:
             fork = functools.partial(self._fork, group, running)
             generate = functools.partial(group.branching.generate, session.generate, fork)
         try:
-            idle = 0
-            while True:
+            await self._no_longer_lingering((group.group_id, state.index), in_flight)
+            finished, idle = state.finish_reason is not None, 0
+            while not finished and not in_flight.pausing:
                 length = len(state.response_ids)
                 finished = await running.agent.run(state, generate, lambda: in_flight.pausing)
                 state.check_contract(finished)
@@ -362,12 +387,23 @@ class RolloutManager:
             )
             running.ready.put_nowait(RolloutError(problem))
 
-    async def _stop(self, in_flight: InFlight, keep: bool) -> None:
-        """Bring every trajectory of a stream to rest; with ``keep``, those that were sampling keep what they have.
+    def _rests(self, place: _Place, task: asyncio.Task[None]) -> None:
+        del self._lingering[place]
 
-        Who is not at rest after STOP_SECONDS (a slow tool, an engine that does not answer) is cancelled: the request
-        or the calls that it waits for will be made again.
+    async def _no_longer_lingering(self, place: _Place, in_flight: InFlight) -> None:
+        """Wait until an earlier stream's agent of this trajectory has come to rest, or this stream is stopped too."""
+        lingering = self._lingering.get(place)
+        while lingering is not None and not lingering.done() and not in_flight.pausing:
+            await asyncio.wait({lingering}, timeout=LINGERING_POLL_SECONDS)
+
+    async def _stop(self, running: _Running, keep: bool) -> None:
+        """Bring the trajectories of a stream to rest; with ``keep``, those that were sampling keep what they have.
+
+        Those that are not at rest after STOP_SECONDS: a request that an engine does not give back is cancelled and
+        will be made again. Tool calls could have effects, so with ``keep`` they run on, and their agent comes to rest
+        when they have ended.
         """
+        in_flight = running.in_flight
         in_flight.pausing = True
         deadline = time.monotonic() + (STOP_SECONDS if keep else 0.0)
         while in_flight.tasks and time.monotonic() < deadline:
@@ -381,6 +417,15 @@ class RolloutManager:
             if not tasks:
                 break
             await asyncio.wait(tasks, timeout=ABORT_REPEAT_SECONDS)
+        cancelled = []
         for task in list(in_flight.tasks):
-            task.cancel()
-        await asyncio.gather(*in_flight.tasks, return_exceptions=True)
+            place, session = running.sessions[task]
+            if keep and not session.sampling and place not in self._lingering:
+                # Without its place at an engine, it cannot sample any more either.
+                session.close()
+                self._lingering[place] = task
+                task.add_done_callback(functools.partial(self._rests, place))
+            else:
+                task.cancel()
+                cancelled.append(task)
+        await asyncio.gather(*cancelled, return_exceptions=True)

@@ -77,6 +77,7 @@ class Session:
 
     Attributes:
         failed: sampling raised, so that no trajectory can be expected to go on.
+        sampling: ``generate`` is under way.
     """
 
     def __init__(self, engines: EnginePool, settings: RequestSettings, in_flight: InFlight) -> None:
@@ -86,7 +87,7 @@ class Session:
         self._lease: Lease | None = None
         self._request_id: str | None = None
         self._failures = 0
-        self.failed = False
+        self.failed = self.sampling = False
 
     async def generate(
         self,
@@ -120,6 +121,7 @@ class Session:
         avoid: RoutedEngine | None = None
         failing_since: float | None = None
         called = time.monotonic()
+        self.sampling = True
         try:
             while True:
                 if self._lease is None:
@@ -161,6 +163,8 @@ class Session:
         except Exception:
             self.failed = True
             raise
+        finally:
+            self.sampling = False
 
     def close(self) -> None:
         """Give the place at the engine back."""

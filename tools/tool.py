@@ -13,8 +13,9 @@
 A tool without state defines ``call(self, arguments)`` alone. A function needs no class: see function_tool.
 
 A session belongs to one trajectory in one process. It is closed when the trajectory ends in whatever way, and when the
-trajectory is paused. A fork (ARPO), and a trajectory that goes on after a pause or a restart, open sessions of their
-own; ``TrajectoryInfo.earlier_calls`` says what the trajectory has called before, so that a tool can rebuild its state.
+trajectory is paused, but not while a call of it runs. A fork (ARPO), and a trajectory that goes on after a pause or a
+restart, open sessions of their own; ``TrajectoryInfo.earlier_calls`` says what the trajectory has called before, so
+that a tool can rebuild its state.
 """
 
 from __future__ import annotations

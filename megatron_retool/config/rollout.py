@@ -265,7 +265,8 @@ SETTINGS_OF_ARGUMENTS = {
 @dataclass(frozen=True)
 class PartialRolloutConfig:
     enable: bool = False
-    """Responses that are not finished when a step has its groups are paused, and go on in the next step."""
+    """Responses that are not finished when a step has its groups are paused, and go on in the next step.
+    Their tool calls run on meanwhile and are not made again."""
     over_sampling_factor: float = number(1.25, minimum=1, maximum=1000)
     """Groups started for each group needed. Without dynamic sampling 1 leaves nothing to pause."""
     max_age: int = not_negative(2)

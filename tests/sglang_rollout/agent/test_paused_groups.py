@@ -22,6 +22,7 @@ from sglang_rollout.agent.branching import EntropyBranching
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.paused_groups import PausedGroup, read_paused_groups, write_paused_groups
 from sglang_rollout.agent.written_calls import ParsedCall
+from sglang_rollout.groups import Changes
 from sglang_rollout.rollout_manager import RolloutManager
 from tests.sglang_rollout import traced_rows
 from tests.sglang_rollout.abortable_engine import AbortableEngine
@@ -225,6 +226,83 @@ def test_calls_without_a_result_are_made_again(tokenizer, tmp_path, monkeypatch)
     paused, (group,), tools = asyncio.run(scenario())
     assert [len(state.pending_calls) for state in paused[0].states] == [1, 1] and len(tools.calls) == 2
     assert all(len(t.tool_calls) == 1 and t.finish_reason is FinishReason.STOP for t in group)
+
+
+async def stopped(manager: RolloutManager, prompts: list[Prompt]) -> None:
+    """A training stream that is left before any group is complete."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(manager.stream(prompts, TWO)), 0.15)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(rollout_manager, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(rollout_manager, "ABORT_REPEAT_SECONDS", 0.05)
+
+
+def test_calls_that_outlast_steps_are_made_once(tokenizer, impatient):
+    async def scenario():
+        tools = ScriptedTools(seconds=1.5)
+        async with (
+            AbortableEngine(tokenizer, seconds_per_token=0.0) as engine,
+            RolloutManager(make_config(), tokenizer, [engine.url], tools) as manager,
+        ):
+            await stopped(manager, PROMPTS[:1])
+            stored = manager.finish_step()
+            await stopped(manager, [])
+            manager.finish_step()
+            assert tools.running == 2
+            groups = await manager.generate_groups([], TWO)
+            return stored, groups, tools, manager.statistics
+
+    (stored,), (group,), tools, statistics = asyncio.run(scenario())
+    assert len(tools.calls) == 2 and statistics.resumed_trajectories == 4
+    assert all(len(t.tool_calls) == 1 and t.finish_reason is FinishReason.STOP for t in group)
+    assert [len(state.pending_calls) for state in stored.states] == [1, 1], "a restarted run makes them again"
+
+
+def test_calls_that_end_between_two_steps_are_made_once(tokenizer, impatient):
+    async def scenario():
+        tools = ScriptedTools(seconds=0.4)
+        async with (
+            AbortableEngine(tokenizer, seconds_per_token=0.0) as engine,
+            RolloutManager(make_config(), tokenizer, [engine.url], tools) as manager,
+        ):
+            await stopped(manager, PROMPTS[:1])
+            await asyncio.sleep(0.5)
+            (paused,) = manager.finish_step()
+            return paused, await manager.generate_groups([], TWO), tools
+
+    paused, (group,), tools = asyncio.run(scenario())
+    assert [len(state.tool_calls) for state in paused.states] == [1, 1]
+    assert all(t.finish_reason is FinishReason.STOP for t in group) and len(tools.calls) == 2
+
+
+@pytest.mark.parametrize("end", ["max_age", "drop", "abort", "close"])
+def test_calls_of_trajectories_that_are_dropped_are_ended(tokenizer, impatient, end):
+    async def scenario():
+        tools = ScriptedTools(seconds=30)
+        async with AbortableEngine(tokenizer, seconds_per_token=0.0) as engine:
+            config = make_config("rollout.partial.max_age=0" if end == "max_age" else "rollout.partial.max_age=9")
+            async with RolloutManager(config, tokenizer, [engine.url], tools) as manager:
+                await stopped(manager, PROMPTS[:1])
+                assert tools.running == 2
+                if end == "max_age":
+                    manager.finish_step()
+                elif end == "drop":
+                    manager.drop_paused()
+                elif end == "abort":
+                    tools.seconds = 0.0
+                    async with aclosing(manager.stream(PROMPTS[1:2], TWO)) as stream:
+                        await anext(stream)
+                        with pytest.raises(StopAsyncIteration):
+                            await stream.asend(Changes(abort=[PROMPTS[0].group_id]))
+                if end != "close":
+                    await asyncio.sleep(0.05)
+                    assert tools.running == 0
+            assert tools.running == 0
+
+    asyncio.run(scenario())
 
 
 def test_groups_that_branch_no_more_are_filled_from_the_prompt(tokenizer):
