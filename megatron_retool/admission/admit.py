@@ -1,9 +1,7 @@
-"""The whole of an admission: which models, every check, and what it found."""
+"""The whole of an admission: every check, and what it found."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,51 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import full_precision
-from conversion.model.family import find_family, known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture, check_quantised_beside
 from megatron_retool.admission import parity, single_checks
 from megatron_retool.admission.engine_checks import engine_checks
-from megatron_retool.admission.layouts import FEW, NAMED, Case, cases, process_groups
-from megatron_retool.admission.missing_parts import known_parts, missing_parts
+from megatron_retool.admission.layouts import Case, cases, process_groups
 from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
 from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.shrink import shrunk
-from megatron_retool.admission.tiny_model import random_model, save_model, stored_weights, without_memory
-from megatron_retool.planning.models import MODELS, model_of_each_family
+from megatron_retool.admission.requests import Request, architecture_of, shrunk_config
+from megatron_retool.admission.tiny_model import random_model, save_model
 
-_WHOLE = ("qwen3", "qwen3_moe")
-"""Families that stand for the dense ones and those of experts: in every named layout, where a few do for the rest."""
 _SAVER, _LOADER = "tp2 sp", "pp2"
 _START_SECONDS, _TASK_SECONDS = 300.0, 60.0
 """After which a group of processes is given up, on a machine that others use too."""
 _SAVING, _RESHARDING = "saved by tp2 sp", "saved by tp2 sp, loaded by pp2"
-
-
-class NotAdmissible(ValueError):
-    """No family covers the model. The message names the part that is missing."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A model to examine.
-
-    Attributes:
-        name: what to call it.
-        hf_config: config.json.
-        source: its directory, where there is one: for the tokenizer.
-        families: of model.families.
-        layers: that the shrunk model has. Rounding errors grow with them: with gated delta nets, eight lose digits that
-            are compared.
-        names: of the layouts; None: all of these, and every product.
-    """
-
-    name: str
-    hf_config: Mapping[str, Any]
-    source: Path | None = None
-    families: tuple[str, ...] = ()
-    layers: int = 4
-    names: tuple[str, ...] | None = FEW
 
 
 @dataclass(frozen=True)
@@ -66,16 +31,6 @@ class _Job:
     directory: Path
     architecture: Architecture
     cases: tuple[Case, ...]
-
-
-def one_of_each_family() -> list[Request]:
-    """A published model of every built-in family."""
-    found = []
-    for family, name in model_of_each_family().items():
-        # Eight layers: virtual pipelines have a use for them.
-        more: dict[str, Any] = {"layers": 8, "names": NAMED} if family in _WHOLE else {}
-        found.append(Request(name, MODELS[name], **more))
-    return found
 
 
 def examine(
@@ -95,7 +50,7 @@ def examine(
     Raises:
         NotAdmissible: before anything is computed, where a request's model is of no family, or its family refuses it.
     """
-    architectures = [_architecture(request) for request in requests]
+    architectures = [architecture_of(request) for request in requests]
     jobs, found = [], list[list[Check]]()
     for number, (request, architecture) in enumerate(zip(requests, architectures, strict=True)):
         on_progress(f"{request.name}: transformers")
@@ -110,53 +65,14 @@ def examine(
         for checks, more in zip(found, answers, strict=True):
             checks += more
     return [
-        Admission(job.architecture.family, job.request.name, dict(_shrunk(job.request)), tuple(checks))
+        Admission(job.architecture.family, job.request.name, dict(shrunk_config(job.request)), tuple(checks))
         for job, checks in zip(jobs, found, strict=True)
     ]
 
 
-def _shrunk(request: Request) -> dict[str, Any]:
-    return known_to_transformers(shrunk(full_precision(request.hf_config), request.layers), request.families)
-
-
-def _architecture(request: Request) -> Architecture:
-    """Of the shrunk model.
-
-    Raises:
-        NotAdmissible: naming the missing part.
-    """
-    try:
-        Architecture.from_hf_config(full_precision(request.hf_config), request.families)
-        return Architecture.from_hf_config(_shrunk(request), request.families)
-    except UnsupportedArchitecture as error:
-        raise NotAdmissible(f"{request.name}: {error}{_advice(request)}") from None
-
-
-def _advice(request: Request) -> str:
-    """What the model has that no family of ours has, as a sentence to append; empty where its family refuses a key."""
-    with contextlib.suppress(UnsupportedArchitecture):
-        find_family(str(request.hf_config.get("model_type")), request.families)
-        return ""
-    names = _tensor_names(request)
-    missing = missing_parts(request.hf_config, names)
-    if missing:
-        return f". Missing parts: {'; '.join(missing)}"
-    if not names:
-        return ". transformers builds no model of this config.json, so its parts are not known: see docs/extending.md"
-    parts = ", ".join(f"*{part}" for part in known_parts(names))
-    return f". Every part that its tensors show is there ({parts}): declare the family, see docs/extending.md"
-
-
-def _tensor_names(request: Request) -> list[str]:
-    try:
-        return list(stored_weights(without_memory(_shrunk(request))))
-    except Exception:  # transformers has not this model type either, or builds it from other keys
-        return []
-
-
 def _alone(job: _Job) -> list[Check]:
     """The checks of one process, which leave the job's directory ready for the others."""
-    model = random_model(_shrunk(job.request))
+    model = random_model(shrunk_config(job.request))
     save_model(model, job.directory)
     architecture = job.architecture
     checks = [
@@ -284,31 +200,3 @@ def _verdict(kind: str, name: str, answer: Any) -> Check:
     if not isinstance(answer, dict):
         return Check(kind, name, Verdict.FAIL, str(answer))
     return judged(kind, name, answer, parity.too_far(answer))
-
-
-def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:
-    """config.json of a directory, of a file, or of a published model that ``planning.models`` knows; and the directory.
-
-    Raises:
-        NotAdmissible: there is none, or it is no JSON object.
-    """
-    path = Path(model)
-    if model.lower() in MODELS:
-        return MODELS[model.lower()], None
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise NotAdmissible(
-            f"{model}: no directory with a config.json, no such file, and no published model that is known here"
-        ) from None
-    except (ValueError, RecursionError, UnicodeDecodeError) as error:
-        raise NotAdmissible(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise NotAdmissible(f"{file} holds a {type(found).__name__}, where a mapping with model_type, … is expected")
-    directory = path if path.is_dir() else path.parent
-    try:
-        check_quantised_beside(directory, found)
-    except UnsupportedArchitecture as error:
-        raise NotAdmissible(str(error)) from None
-    return found, directory

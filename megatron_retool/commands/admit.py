@@ -57,10 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    from megatron_retool.admission.admit import Request, examine, one_of_each_family, read_config
     from megatron_retool.admission.layouts import FEW, NAMED
-    from megatron_retool.admission.report import table, write_json
-    from megatron_retool.interruption import interrupts
+    from megatron_retool.admission.requests import Request, architecture_of, one_of_each_family, read_config
 
     names = {"few": FEW, "named": NAMED, "all": None}[options.layouts or "named"]
     requests = one_of_each_family() if options.every_family else []
@@ -71,6 +69,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
         requests.append(Request(model, hf_config, source, tuple(options.families), options.layers, names))
     if not requests:
         raise ConfigError("nothing to examine: name a directory, a config.json or a published model, or --every-family")
+    for request in requests:  # before the imports, which take seconds
+        architecture_of(request)
+    from megatron_retool.admission.admit import examine
+    from megatron_retool.admission.report import table, write_json
+    from megatron_retool.interruption import interrupts
+
     with interrupts(), tempfile.TemporaryDirectory(prefix="admit_") as directory, console.status("…") as status:
         admissions = examine(
             requests, Path(directory), engine=not options.without_engine, on_progress=lambda text: status.update(text)

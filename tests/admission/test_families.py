@@ -8,9 +8,10 @@ import importlib.util
 import pytest
 
 from conversion.model.family import built_in_families
-from megatron_retool.admission.admit import Request, examine, one_of_each_family
+from megatron_retool.admission.admit import examine
 from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
 from megatron_retool.admission.outcome import Admission, Verdict
+from megatron_retool.admission.requests import Request, one_of_each_family
 from megatron_retool.planning.models import model_of_each_family
 from tests.admission.variants import VARIANTS
 

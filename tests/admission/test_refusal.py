@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,9 +14,10 @@ from rich.console import Console
 
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
-from megatron_retool.admission.admit import NotAdmissible, Request, examine, read_config
+from megatron_retool.admission.admit import examine
 from megatron_retool.admission.missing_parts import known_parts, missing_parts, unread_settings
 from megatron_retool.admission.modelling_code import read_code
+from megatron_retool.admission.requests import NotAdmissible, Request, read_config
 from megatron_retool.admission.tiny_model import random_model
 from megatron_retool.commands.command_line import parse
 from megatron_retool.planning.models import MODELS
@@ -190,3 +194,11 @@ def test_weights_that_modelopt_has_quantised_are_refused(tmp_path: Path) -> None
         read_config(str(tmp_path))
     with pytest.raises(UnsupportedArchitecture, match=r"hf_quant_config\.json: ModelOpt has quantised"):
         Architecture.from_pretrained(tmp_path, dequantized=True)
+
+
+def test_a_bad_value_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["qwen3-8b"], "hidden_size": "big"}))
+    script = "import sys; from megatron_retool.__main__ import main; main(); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", script, "admit", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "300"})
+    assert 'hidden_size="big"' in done.stdout and done.returncode == 0, done.stdout
