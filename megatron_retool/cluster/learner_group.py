@@ -54,14 +54,12 @@ if TYPE_CHECKING:
 DEATH_NOTICE_SECONDS = 10.0
 """How long after a rank's error the death of another rank, which would be its cause, may become known."""
 
-GPU_ENVIRONMENT = {
-    # SGLang turns both off in its servers, and the settings of the members of an NCCL group must agree.
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    # Before Blackwell, communication overlaps only where kernels are launched in the order in which they were issued.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+# Before Blackwell, communication overlaps only where kernels are launched in the order in which they were issued.
+GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Of ranks with GPUs; what the environment has already wins. Under Slurm scripts/slurm/nccl.env says the same."""
+BROADCAST_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Of ranks that form an NCCL group with engines: SGLang turns both off in its servers, and members have to agree.
+Other ranks keep them, for NVLink's switches add gradients up faster than the GPUs do."""
 
 
 Arguments = ParamSpec("Arguments")
@@ -87,7 +85,8 @@ class LearnerWorker:
         self.gpus = tuple(gpus)
         if gpus:  # before anything asks CUDA for its devices
             devices = visible_devices(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            os.environ.update(GPU_ENVIRONMENT | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
+            chosen = GPU_ENVIRONMENT | (BROADCAST_ENVIRONMENT if config.weight_sync.method == "distributed" else {})
+            os.environ.update(chosen | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
         redirect_output(config.run_dir.absolute() / "logs" / f"{role}_rank{rank}.log")
 
     def rendezvous(self) -> tuple[str, int]:

@@ -142,8 +142,9 @@ class LearnerConfig:
     moe_token_dispatcher_type: str = choice("alltoall", "flex")
     """How tokens reach the ranks of their experts. flex: by DeepEP's kernels (package deep_ep), for experts spread over
     nodes; needs bfloat16. alltoall: by torch.distributed, which works everywhere."""
-    moe_permute_fusion: bool = False
-    """Sort tokens by expert in Transformer Engine's kernels, in place of several of torch's."""
+    moe_permute_fusion: bool | None = None
+    """Sort tokens by expert in Transformer Engine's kernels, in place of several of torch's, for which the host waits
+    twice a layer. null: where the layers are Transformer Engine's on a GPU."""
     moe_router_fusion: bool = False
     """Choose experts in Transformer Engine's kernel. It takes no choice from elsewhere: needs routing_replay=none."""
     moe_router_bias_update_rate: float = not_negative(0.0, maximum=1)

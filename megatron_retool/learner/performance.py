@@ -74,7 +74,7 @@ def _check_experts(
 ) -> None:
     flex = learner.moe_token_dispatcher_type == "flex"
     for key, wanted, default, version in (
-        ("moe_permute_fusion", learner.moe_permute_fusion, "false", FUSED_PERMUTATION),
+        ("moe_permute_fusion", bool(learner.moe_permute_fusion), "false", FUSED_PERMUTATION),
         ("moe_router_fusion", learner.moe_router_fusion, "false", FUSED_ROUTER),
         ("moe_token_dispatcher_type=flex", flex, "alltoall", (0, 0)),
     ):
@@ -146,11 +146,14 @@ def optimizer_state_options(optimizer: OptimizerConfig) -> dict[str, Any]:
 def layer_options(learner: LearnerConfig, acceleration: Acceleration) -> dict[str, Any]:
     """Keyword arguments of Megatron's TransformerConfig: fused kernels, experts' tokens, activations on the host."""
     engine = acceleration.cuda and acceleration.transformer_engine is not None
+    fused_permutation = learner.moe_permute_fusion
+    if fused_permutation is None:
+        fused_permutation = engine and engine_version(acceleration) >= FUSED_PERMUTATION
     options: dict[str, Any] = {
         "gradient_accumulation_fusion": learner.gradient_accumulation_fusion
         and (engine or acceleration.fused_weight_gradient),
         "moe_token_dispatcher_type": learner.moe_token_dispatcher_type,
-        "moe_permute_fusion": learner.moe_permute_fusion,
+        "moe_permute_fusion": fused_permutation,
         "moe_router_fusion": learner.moe_router_fusion,
     }
     if learner.moe_token_dispatcher_type == "flex":

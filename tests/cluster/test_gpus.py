@@ -72,7 +72,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(learner_group, "redirect_output", lambda path: None)
     monkeypatch.setattr(engine_group, "redirect_output", lambda path: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    for name in learner_group.GPU_ENVIRONMENT:
+    for name in learner_group.GPU_ENVIRONMENT | learner_group.BROADCAST_ENVIRONMENT:
         # Set and removed again, so that the test's end removes what the worker sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -84,6 +84,13 @@ def test_a_rank_sees_its_gpu_and_speaks_nccl_as_engines_do(config: Config, monke
     learner_group.LearnerWorker(config, "learner", 2, (2,))
     expected = {"CUDA_VISIBLE_DEVICES": "6", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
     assert {name: os.environ[name] for name in expected} == expected
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_a_rank_that_shares_no_group_with_engines_keeps_nvlink_sharp(tmp_path: Path, config: Config) -> None:
+    tensor = load_config(None, [f"trainer.runs_dir={tmp_path}", "weight_sync.method=tensor"])
+    learner_group.LearnerWorker(tensor, "learner", 2, (2,))
+    assert "NCCL_NVLS_ENABLE" not in os.environ and "NCCL_CUMEM_ENABLE" not in os.environ
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 

@@ -117,6 +117,7 @@ def test_megatron_takes_every_option() -> None:
         overlap_param_gather=True,
         gradient_bucket_size=1000,
         expert_model_parallel_size=2,
+        moe_permute_fusion=False,  # without Transformer Engine Megatron refuses it
         **FLEX,
     )
     ddp = DistributedDataParallelConfig(**data_parallel_options(overlapping))
@@ -142,6 +143,14 @@ def test_megatron_takes_every_option() -> None:
     # These ask for Transformer Engine's kernels where they are constructed.
     fused = LearnerConfig(moe_permute_fusion=True, moe_router_fusion=True)
     assert layer_options(fused, ENGINE).keys() <= TransformerConfig.__dataclass_fields__.keys()
+
+
+def test_tokens_are_sorted_by_transformer_engine_where_it_is_there() -> None:
+    chosen = [(None, ENGINE), (None, CPU), (None, BARE_H200), (False, ENGINE), (True, ENGINE)]
+    taken = [layer_options(LearnerConfig(moe_permute_fusion=fused), machine) for fused, machine in chosen]
+    assert [options["moe_permute_fusion"] for options in taken] == [True, False, False, False, True]
+    old = replace(ENGINE, transformer_engine="2.0.0")
+    assert not layer_options(LearnerConfig(), old)["moe_permute_fusion"]
 
 
 def test_megatron_takes_the_dtypes_of_the_optimizers_state() -> None:
