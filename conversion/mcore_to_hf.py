@@ -42,7 +42,6 @@ from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
-    PREDICTORS,
     FileWriter,
     TensorSpec,
     check_finite,
@@ -67,8 +66,9 @@ from conversion.model.block_fp8 import (
     quantized_names,
     takes_power_of_two,
 )
+from conversion.model.hf_config import PREDICTORS
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
-from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place, to_hf
+from conversion.model.weight_map import PREDICTOR_PREFIX, Mapping, WeightMap, checkpoint_place, to_hf
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
@@ -109,6 +109,7 @@ def export(
         verify: compare the logits of both models on random tokens before the directory appears.
         workers: as of ``hf_to_mcore.convert``; several may write one file at a time.
         predictors: False, or with ``fp8``: without layers for multi-token prediction, and config.json says so.
+            Otherwise those that the learner trained are written, and those that were carried along.
         predictors_from: model directory, or what ``hf_to_mcore.py`` made of one, whose layers for multi-token
             prediction the export gets as they are; None: those that ``mcore_dir`` carries, which learner checkpoints
             do not.
@@ -134,7 +135,8 @@ def export(
         if require_tokenizer:
             check_tokenizer(companions)
         checkpoint = DistCheckpoint(mcore_dir)
-        weight_map = WeightMap(architecture)
+        trained = predictors and not fp8 and any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors)
+        weight_map = WeightMap(architecture.with_predictors() if trained else architecture)
         form = None
         power_of_two = False
         if fp8:
@@ -150,6 +152,7 @@ def export(
                 )
         if fp8 or not predictors:
             carried = Predictors(checkpoint, ())
+        carried = carried.without(weight_map.hf_names)
         mappings = [group for _, group in weight_map.exported_groups()]
         groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
         mappings += [(mapping,) for mapping in carried.mappings]
@@ -172,7 +175,7 @@ def export(
                 _Job(
                     checkpoint,
                     carried,
-                    architecture,
+                    weight_map.architecture,
                     parameters[start:stop],
                     files,
                     dtype,

@@ -32,7 +32,7 @@ from conversion.files.safetensors_headers import (
     weight_files,
 )
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
-from conversion.model.hf_config import ConfigReader
+from conversion.model.hf_config import PREDICTORS, ConfigReader
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import (
@@ -79,8 +79,6 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
-"""Keys of config.json that count them (DeepSeek's and MiniMax's). A count alone says not that they are there."""
 PREDICTOR_PREFIXES = ("mtp.", "model.mtp_layers.")
 """How their tensors' names begin (Qwen3-Next's and MiMo's), where they are not those of layers behind the model's."""
 

@@ -1,14 +1,15 @@
 """Layers for multi-token prediction behind a model's own: DeepSeek-V3, GLM-4.5 and Qwen3-Next are published with some.
 
-The learner trains none of them. Conversions carry their tensors along as they are, so that an exported model can still
-draft for itself: ``hf_to_mcore.py`` stores each under its Hugging Face name behind ``PREFIX``, where no layout of the
-learner looks, and ``mcore_to_hf.py`` takes them from there, or from the model or checkpoint that it is told.
+Conversions carry their tensors along as they are, so that an exported model can still draft for itself:
+``hf_to_mcore.py`` stores each under its Hugging Face name behind ``PREFIX``, and ``mcore_to_hf.py`` takes them from
+there, or from the model or checkpoint that it is told.  A learner that trains them (learner.mtp.train) reads them there
+too, and its own checkpoints have them as parameters of the model, see ``Architecture.with_predictors``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -33,6 +34,10 @@ class Predictors:
 
     source: HFCheckpoint | DistCheckpoint
     mappings: tuple[Mapping, ...]
+
+    def without(self, names: Collection[str]) -> Predictors:
+        """All but those of these Hugging Face names, which the learner has trained."""
+        return replace(self, mappings=tuple(mapping for mapping in self.mappings if mapping.hf_names[0] not in names))
 
     def blocks(self, mapping: Mapping) -> Iterator[Tensor]:
         """The tensor in blocks of whole rows, as it is stored."""

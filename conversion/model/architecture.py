@@ -7,13 +7,14 @@ FLOP count is a function of it.  How ``config.json`` is read is the family's bus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from conversion.model.family import KEY, Family, find_family, load_family
 from conversion.model.hf_config import (
+    PREDICTORS,
     ConfigReader,
     DeltaNetSizes,
     LatentSizes,
@@ -120,6 +121,9 @@ class Architecture:
     """What a group is worth to a token: the sum of its two best experts' scores, or the best one's."""
     routed_scaling_factor: float = 1.0
     """Gates are multiplied by it."""
+    predictors: int = 0
+    """Layers for multi-token prediction that are parameters of the model, see ``with_predictors``; 0: those that it may
+    have are only carried along."""
     initializer_range: float = 0.02
     dtype: str | None = None
     """The dtype that config.json declares for the stored weights, such as "bfloat16"; None where it is silent."""
@@ -154,6 +158,22 @@ class Architecture:
     def has_mixed_layers(self) -> bool:
         """Whether layers differ in their parameters."""
         return bool(self.dense_layers or self.linear_layers)
+
+    def with_predictors(self) -> Architecture:
+        """The model with its layers for multi-token prediction, of which config.json tells how many there are.
+
+        Raises:
+            UnsupportedArchitecture: it has none, or the learner cannot train those of its family.
+        """
+        config = ConfigReader(self.hf_config)
+        count = next((number for key in PREDICTORS if (number := config.integer(key, 0, least=0))), 0)
+        if not count:
+            raise UnsupportedArchitecture(f"config.json has no layers for multi-token prediction ({PREDICTORS[0]})")
+        if not self.declaration.predictors:
+            raise UnsupportedArchitecture(
+                f"layers for multi-token prediction of family {self.family} are carried along and not trained"
+            )
+        return replace(self, predictors=count)
 
     @property
     def declaration(self) -> Family:

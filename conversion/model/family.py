@@ -54,6 +54,9 @@ class Family:
         aliases: other values of model_type, of models whose computation and tensors are the family's. transformers
             knows them by code from the hub, which nothing here runs.
         block_fp8: the form of block-FP8 weights that SGLang's class of the family takes, see ``block_fp8.FORMS``.
+        predictors: the table of a layer for multi-token prediction, where the learner can train one, see
+            ``rules.predictor_rules``.
+        predictor_hidden_first: such a layer projects the hidden state before the embedding, not behind it.
         within: model_type of models with a tower for images, whose language model is of the family.
     """
 
@@ -64,6 +67,8 @@ class Family:
     aliases: tuple[str, ...] = ()
     block_fp8: Literal["fp8", "compressed-tensors"] = "fp8"
     within: tuple[str, ...] = ()
+    predictors: Rules = ()
+    predictor_hidden_first: bool = False
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -74,7 +79,12 @@ class Family:
         names = {rule.mcore for rule in self.rules}
         if missing := {EMBEDDING_NAME, OUTPUT_NAME} - names:
             raise ValueError(f"family {self.model_type!r}: rules lack {', '.join(sorted(missing))}: use decoder_rules")
-        sizes = {size for rule in self.rules for shape in (*rule.shapes, rule.sections) for size in shape}
+        sizes = {
+            size
+            for rule in (*self.rules, *self.predictors)
+            for shape in (*rule.shapes, rule.sections)
+            for size in shape
+        }
         if unknown := sizes - set(SIZES):
             raise ValueError(
                 f"family {self.model_type!r}: {', '.join(sorted(unknown))} in rules is not one of {', '.join(SIZES)}"

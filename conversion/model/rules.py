@@ -73,6 +73,7 @@ SIZES = (
     "one",
     "vocab",
     "hidden",
+    "twice_hidden",
     "query",
     "key_value",
     "query_key_value",
@@ -101,6 +102,8 @@ SIZES = (
 """Names of sizes; ``WeightMap`` has their values for one model."""
 
 HF_LAYER, MCORE_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+PREDICTOR_LAYER = "mtp.layers.{layer}."
+"""Of a layer for multi-token prediction, which are counted from 0."""
 EMBEDDING_NAME, OUTPUT_NAME = "embedding.word_embeddings.weight", "output_layer.weight"
 """Megatron-Core's names: a tied output layer is read from the embedding."""
 
@@ -427,6 +430,37 @@ def updated_by_muon(mcore_name: str, dimensions: int) -> bool:
 def decoder_rules(*layer: Rule) -> Rules:
     """A whole table: embedding, these rules of every layer, final norm, output layer."""
     return (EMBEDDING, *layer, FINAL_NORM, OUTPUT)
+
+
+def predictor_rules(
+    *layer: Rule, hf: str, first_norm: str, second_norm: str, projection: str, final_norm: str
+) -> Rules:
+    """The table of one layer for multi-token prediction: a projection of two normed inputs, a layer and a norm.
+
+    Args:
+        layer: rules of the layer, as they are for the model's own.
+        hf: prefix of its Hugging Face names, with ``{layer}``.
+        first_norm, second_norm: modules that norm the first and the second half of what is projected. Megatron-Core
+            calls them enorm and hnorm, after the embedding and the hidden state, which it has in this order.
+        projection, final_norm: the other modules.
+    """
+    own = PREDICTOR_LAYER + "mtp_model_layer."
+    return (
+        norm(PREDICTOR_LAYER + "enorm.weight", f"{hf}{first_norm}.weight"),
+        norm(PREDICTOR_LAYER + "hnorm.weight", f"{hf}{second_norm}.weight"),
+        Rule(
+            PREDICTOR_LAYER + "eh_proj.weight", (f"{hf}{projection}.weight",), (("hidden", "twice_hidden"),), tp_dim=0
+        ),
+        *(
+            replace(
+                rule,
+                mcore=rule.mcore.replace(MCORE_LAYER, own),
+                hf=tuple(name.replace(HF_LAYER, hf) for name in rule.hf),
+            )
+            for rule in layer
+        ),
+        norm(PREDICTOR_LAYER + "final_layernorm.weight", f"{hf}{final_norm}.weight"),
+    )
 
 
 def optional(rules: Iterable[Rule], field: str) -> Rules:

@@ -297,7 +297,8 @@ def _rows(segment: Segment, tensors: Sequence[Tensor]) -> Tensor:
 
 
 class WeightMap:
-    """Every mapping of one model, in the order embedding, layers, final norm, output layer.
+    """Every mapping of one model, in the order embedding, layers, final norm, output layer, and
+    ``Architecture.predictors`` layers for multi-token prediction.
 
     Args:
         architecture: the model.
@@ -394,17 +395,24 @@ class WeightMap:
                 for expert in range(self.architecture.num_experts or 0):
                     yield from (self._mapping(rule, layer, expert) for rule in per_expert)
 
-    def _mapping(self, rule: Rule, layer: int | None = None, expert: int | None = None) -> Mapping:
+        for predictor in range(self.architecture.predictors):
+            for rule in self.architecture.declaration.predictors:
+                if not rule.only_with or getattr(self.architecture, rule.only_with):
+                    yield self._mapping(rule, predictor=predictor)
+
+    def _mapping(
+        self, rule: Rule, layer: int | None = None, expert: int | None = None, predictor: int | None = None
+    ) -> Mapping:
         tied = rule.mcore == OUTPUT_NAME and self.architecture.tie_word_embeddings
         hf_names = (self.embedding_name,) if tied else rule.hf
         padding = self.padded_vocab_size - self.architecture.vocab_size
-        groups = self.architecture.num_query_groups
+        groups, number = self.architecture.num_query_groups, layer if predictor is None else predictor
         if rule.arrangement is Arrangement.KEY_HEADS:
             assert self.architecture.delta_net is not None
             groups = self.architecture.delta_net.key_heads
         return Mapping(
-            mcore_name=rule.mcore.format(layer=layer, expert=expert),
-            hf_names=tuple(name.format(layer=layer, expert=expert) for name in hf_names),
+            mcore_name=rule.mcore.format(layer=number, expert=expert),
+            hf_names=tuple(name.format(layer=number, expert=expert) for name in hf_names),
             hf_shapes=tuple(tuple(self._sizes[size] for size in shape) for shape in rule.shapes),
             arrangement=rule.arrangement,
             tp_dim=rule.tp_dim,
@@ -425,6 +433,7 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         1,
         architecture.vocab_size,
         architecture.hidden_size,
+        2 * architecture.hidden_size,
         architecture.query_size,
         architecture.key_value_size,
         architecture.query_size + 2 * architecture.key_value_size,
@@ -453,6 +462,8 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
     return dict(zip(SIZES, values, strict=True))
 
 
+PREDICTOR_PREFIX = "mtp."
+"""How names begin of parameters of layers for multi-token prediction, and their keys in a checkpoint."""
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -488,6 +499,10 @@ def checkpoint_place(mapping: Mapping, architecture: Architecture) -> Checkpoint
     stores the norm before a mixture of experts as if it were fused into a linear layer that does not exist.
     """
     name = mapping.mcore_name
+    if name.startswith(PREDICTOR_PREFIX):
+        for fused, plain in _FUSED_NORMS.items():
+            name = name.replace(".mtp_model_layer." + plain, ".mtp_model_layer." + fused)
+        return CheckpointPlace(name.replace(".mtp_model_layer.", ".transformer_layer."))
     if mapping.layer is None:
         return CheckpointPlace(EMBEDDING_NAME if mapping.tied else name)
     name = name.removeprefix(MCORE_LAYER.format(layer=mapping.layer))

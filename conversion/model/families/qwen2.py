@@ -6,7 +6,9 @@ from typing import Any
 
 from conversion.model.family import Family
 from conversion.model.hf_config import ConfigReader, decoder, optional_sliding_window
-from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules
+from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules, predictor_rules
+
+_LAYER = (*ATTENTION, *QKV_BIAS, *SWIGLU)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -16,7 +18,16 @@ def read(config: ConfigReader) -> dict[str, Any]:
 FAMILY = Family(
     "qwen2",
     aliases=("mimo",),  # arXiv:2505.07608, section 2.3: Qwen2.5 with a layer for multi-token prediction behind it
-    rules=decoder_rules(*ATTENTION, *QKV_BIAS, *SWIGLU),
+    rules=decoder_rules(*_LAYER),
+    predictors=predictor_rules(
+        *_LAYER,
+        hf="model.mtp_layers.{layer}.",
+        first_norm="hidden_layernorm",
+        second_norm="token_layernorm",
+        projection="input_proj",
+        final_norm="final_layernorm",
+    ),
+    predictor_hidden_first=True,
     read=read,
     engine_classes={
         "Qwen2ForCausalLM": "sglang.srt.models.qwen2:Qwen2ForCausalLM",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families
-from conversion.model.hf_config import DeltaNetSizes, LatentSizes
+from conversion.model.hf_config import DeltaNetSizes, LatentSizes, UnsupportedArchitecture
 from conversion.model.weight_map import (
     Mapping,
     WeightMap,
@@ -66,6 +66,7 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         attention_gate=family in DELTA_NETS,
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
         linear_layers=(0,) if family in DELTA_NETS else (),
+        predictors=draw(st.integers(0, 2)) if built_in_families()[family].predictors else 0,
     )
 
 
@@ -247,6 +248,46 @@ def test_checkpoint_places() -> None:
     tied = dataclasses.replace(dense, tie_word_embeddings=True)
     output = WeightMap(tied)["output_layer.weight"]
     assert checkpoint_place(output, tied).key == "embedding.word_embeddings.weight"
+
+
+MIMO = {
+    "model_type": "mimo",
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 4,
+    "vocab_size": 16,
+    "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 2,
+}
+
+
+def test_layers_for_multi_token_prediction_are_parameters_where_they_are_asked_for() -> None:
+    architecture = Architecture.from_hf_config(MIMO)
+    alone, model = WeightMap(architecture), WeightMap(architecture.with_predictors())
+    added = [mapping for mapping in model if mapping.mcore_name not in alone]
+    assert len(added) == 2 * 11 and all(name.startswith("model.mtp_layers.") for m in added for name in m.hf_names)
+    projection = model["mtp.layers.1.eh_proj.weight"]
+    assert projection.hf_names == ("model.mtp_layers.1.input_proj.weight",) and projection.mcore_shape == (8, 16)
+    # Of a layer that projects the hidden state first, the first of Megatron-Core's norms is that of the hidden state.
+    assert model["mtp.layers.0.enorm.weight"].hf_names == ("model.mtp_layers.0.hidden_layernorm.weight",)
+    norm = model["mtp.layers.0.mtp_model_layer.self_attention.linear_qkv.layer_norm_weight"]
+    assert norm.hf_names == ("model.mtp_layers.0.input_layernorm.weight",)
+    place = checkpoint_place(norm, model.architecture)
+    assert place.key == "mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_nextn_predict_layers": 0}, r"no layers for multi-token prediction \(num_nextn_predict_layers\)"),
+        ({"model_type": "llama"}, "of family llama are carried along and not trained"),
+    ],
+)
+def test_layers_for_multi_token_prediction_that_a_model_lacks(change, message: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=message):
+        Architecture.from_hf_config(MIMO | change).with_predictors()
 
 
 @pytest.mark.parametrize(
