@@ -21,7 +21,14 @@ from megatron_retool.config.base import ConfigError
 from megatron_retool.config.cluster import ClusterConfig
 from megatron_retool.config.data import DataConfig
 from megatron_retool.config.demo import DemoConfig
-from megatron_retool.config.learner import CriticConfig, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
+from megatron_retool.config.learner import (
+    CriticConfig,
+    Fp8Config,
+    LearnerConfig,
+    MtpConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+)
 from megatron_retool.config.loading import load_config, save_config
 from megatron_retool.config.model import ModelConfig
 from megatron_retool.config.profiler import ProfilerConfig
@@ -64,6 +71,7 @@ __all__ = [
     "EngineConfig",
     "Fp8Config",
     "LearnerConfig",
+    "MtpConfig",
     "ModelConfig",
     "MultiTurnConfig",
     "OptimizerConfig",

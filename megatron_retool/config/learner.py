@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conversion.model.architecture import Architecture
+from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.layout import LayoutError, ParallelLayout
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number, positive
 
@@ -102,6 +103,20 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class MtpConfig:
+    """Layers for multi-token prediction, which draft tokens for an engine (MiMo has one). The learner can train them
+    beside the policy, so that their guesses keep up with it."""
+
+    train: bool = False
+    """Train those of the model; false: they are carried along as they are."""
+    loss_scaling_factor: float = positive(0.1, maximum=100)
+    """What their loss is multiplied by, the mean cross-entropy of the tokens of the loss mask."""
+    detach_heads: bool = True
+    """They observe the policy: no gradient of their loss reaches its weights, and their own is clipped by itself.
+    false: their loss moves the policy too, its embedding and its head included."""
+
+
+@dataclass(frozen=True)
 class LearnerConfig:
     world_size: int = at_least_one(1, maximum=1_000_000)
     """Learner processes (GPUs). Data parallel size = world_size / (TP x PP x CP)."""
@@ -178,6 +193,8 @@ class LearnerConfig:
     """Matrix products in FP8."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Activations that are computed again in place of being kept."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """Layers for multi-token prediction."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model."""
     threads: int = at_least_one(1, maximum=1024)
@@ -198,6 +215,7 @@ class LearnerConfig:
                 self._check_precision_aware(f"learner.{key}.use_precision_aware_optimizer")
         self._check_overlap()
         self._check_kernels()
+        self._check_mtp()
         if self.share_prefixes and self.context_parallel_size > 1:
             raise ConfigError(
                 "learner.share_prefixes=true needs learner.context_parallel_size=1: context parallelism cuts each "
@@ -259,6 +277,43 @@ class LearnerConfig:
         if self.recompute.granularity is not None:
             raise ConfigError(f"{key} does not go with learner.recompute.granularity: use one of them")
 
+    def _check_mtp(self) -> None:
+        if not self.mtp.train:
+            return
+        said = "learner.mtp.train=true does not go with"
+        if self.share_prefixes:
+            raise ConfigError(
+                f"{said} learner.share_prefixes=true: the last token of a shared prefix has several tokens behind it; "
+                "set one of them to false"
+            )
+        if self.overlap_grad_reduce:
+            raise ConfigError(f"{said} learner.overlap_grad_reduce=true: set one of them to false")
+        if self.fp8.recipe is not None:
+            raise ConfigError(f"{said} learner.fp8.recipe={self.fp8.recipe}: set it to null")
+        if self.cpu_offloading_num_layers:
+            raise ConfigError(f"{said} learner.cpu_offloading_num_layers={self.cpu_offloading_num_layers}: set it to 0")
+        if self.recompute.method != "block" and (self.recompute.num_layers or 1) > 1:
+            raise ConfigError(
+                f"{said} learner.recompute.num_layers={self.recompute.num_layers}: Megatron-Core computes such a layer "
+                "again by itself; set it to 1"
+            )
+
+    def check_predictors(self, architecture: Architecture) -> None:
+        """Raise ConfigError where learner.mtp.train asks for layers that the model lacks, or that are not trained."""
+        if not self.mtp.train:
+            return
+        try:
+            architecture = architecture if architecture.predictors else architecture.with_predictors()
+        except UnsupportedArchitecture as error:
+            raise ConfigError(f"learner.mtp.train=true: {error}: set it to false") from None
+        if architecture.sliding_window is not None:
+            raise ConfigError("learner.mtp.train=true does not go with a sliding window: set it to false")
+        if architecture.tie_word_embeddings and self.pipeline_model_parallel_size > 1:
+            raise ConfigError(
+                "learner.mtp.train=true needs learner.pipeline_model_parallel_size=1 for a model with tied embeddings: "
+                "Megatron-Core has no third copy of theirs"
+            )
+
     def _check_precision_aware(self, key: str) -> None:
         if not self.use_distributed_optimizer:
             raise ConfigError(f"{key}=true needs learner.use_distributed_optimizer=true")
@@ -287,6 +342,7 @@ class LearnerConfig:
                 return layout
             for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
                 self.check_optimizer(f"learner.{key}", optimizer, architecture)
+            self.check_predictors(architecture)
             return layout.for_model(architecture, self.max_tokens_per_micro_batch)
         except LayoutError as error:
             raise ConfigError(str(error)) from error

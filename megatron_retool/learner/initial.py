@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,10 +53,14 @@ def frozen_copy(
     acceleration: Acceleration,
     share_prefixes: bool,
 ) -> list[PackedModel]:
-    """A reference policy: models like ``chunks`` with the weights that they have now, which nothing changes."""
+    """A reference policy: models like ``chunks`` with the weights that they have now, which nothing changes; without
+    layers for multi-token prediction."""
+    architecture, config = replace(architecture, predictors=0), copy.copy(config)
+    config.mtp_num_layers = None
     copies = build_model_chunks(architecture, config, acceleration, share_prefixes=share_prefixes)
-    for copy, chunk in zip(copies, chunks, strict=True):
-        copy.requires_grad_(False).eval()
-        for (_, frozen), (_, tensor) in zip(global_tensors([copy]), global_tensors([chunk]), strict=True):
-            frozen.data.copy_(tensor.data)
+    for frozen, chunk in zip(copies, chunks, strict=True):
+        frozen.requires_grad_(False).eval()
+        weights = dict(global_tensors([chunk]))
+        for name, tensor in global_tensors([frozen]):
+            tensor.data.copy_(weights[name].data)
     return copies

@@ -41,6 +41,7 @@ from megatron_retool.learner.losses import (
     sft_weights,
 )
 from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
+from megatron_retool.learner.multi_token_prediction import PredictionLoss
 from megatron_retool.learner.offload import HostOffload
 from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
 from megatron_retool.learner.packing import MicroBatch, Packer, Plan
@@ -103,6 +104,8 @@ class Learner:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
             hf_dir = local_directory(str(hf_dir))
             architecture = Architecture.from_pretrained(hf_dir, config.model.families)
+        if config.learner.mtp.train and role == "actor" and not architecture.predictors:
+            architecture = architecture.with_predictors()
         self.config = config
         self.role = role
         self._pending_save: PendingSave | None = None
@@ -163,6 +166,7 @@ class Learner:
             attention_buckets=self.acceleration.transformer_engine is None,
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
             pairs_per_call=2e6 / (architecture.query_size / self.layout.tensor),
+            predictors=architecture.predictors,
         )
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
@@ -375,6 +379,11 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         options = {**head_options, **self._head_settings, "routing": routing}
+        if self.architecture.predictors:
+            predictions = PredictionLoss(
+                batch, self.architecture.predictors, self.config.learner.mtp.loss_scaling_factor, sum_over_context
+            )
+            options["predictions"], loss = predictions, predictions.beside(loss)
         biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []
         before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():
@@ -451,9 +460,13 @@ class Learner:
     def export_weights(
         self, bucket_bytes: int = 512 * 2**20, receivers: Sequence[int] = (0,)
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator."""
+        """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator.
+
+        They are the policy's, without layers for multi-token prediction: an engine has those of its draft's directory.
+        """
         data_parallel.finish_gathering(self.model_chunks)
-        return export_hf_weights(self.model_chunks, self.architecture, bucket_bytes, receivers)
+        policy = dataclasses.replace(self.architecture, predictors=0)
+        return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers)
 
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""

@@ -56,7 +56,13 @@ def head_hidden_states(
     return selected if replicated_head else copy_to_tensor_model_parallel_region(selected, group=group)
 
 
-def log_probs_and_entropy(
+def log_probs_and_entropy(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    """The first two of ``token_scores``, which has the same arguments."""
+    log_probs, entropy, _ = token_scores(*args, **settings)
+    return log_probs, entropy
+
+
+def token_scores(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -69,8 +75,8 @@ def log_probs_and_entropy(
     fp32_head: bool = False,
     main_grad: Tensor | None = None,
     on_main_grad: Callable[[], None] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log pi(target) and the entropy of the next-token distribution, both differentiable.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi(target) and the entropy of the next-token distribution, both differentiable; is the target the best token?
 
     Args:
         hidden: [n, h], the same on every rank of ``group``. Its gradient is this rank's part of a sum over ``group``:
@@ -90,6 +96,7 @@ def log_probs_and_entropy(
 
     Returns:
         log_probs, entropy: float32 [n].
+        best: bool [n], whether no token is more probable than the target.
     """
     if group is not None and group.size() == 1:
         group = None
@@ -164,7 +171,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         n = hidden.size(0)
         # The target's row in this rank's part of the vocabulary; 0, and not owned, where it lies in another's.
@@ -174,6 +181,7 @@ class _ChunkedHead(torch.autograd.Function):
         head = weight.to(settings.dtype)
         log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        best = torch.empty(n, dtype=torch.bool, device=hidden.device)
         for take in settings.chunks(n):
             x = settings.logits(hidden[take], head, local[take], owned[take])
             peak = x.amax(-1)
@@ -189,14 +197,16 @@ class _ChunkedHead(torch.autograd.Function):
                 dist.all_reduce(sums, group=settings.group)
             normalizer = sums[0].log()
             log_probs[take] = sums[1] - normalizer
+            best[take] = sums[1] == 0  # the target's logit less the largest
             entropy[take] = normalizer - sums[2] / sums[0]
             log_z[take] = normalizer + peak
         ctx.save_for_backward(hidden, weight, local, owned, log_z, entropy)
         ctx.settings = settings
-        return log_probs, entropy
+        ctx.mark_non_differentiable(best)
+        return log_probs, entropy, best
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _best: None) -> Any:
         hidden, weight, local, owned, log_z, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
         needs_hidden = ctx.needs_input_grad[0]

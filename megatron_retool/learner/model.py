@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -23,8 +23,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,7 +54,8 @@ from megatron_retool.learner.biased_experts import place_biased_experts
 from megatron_retool.learner.expert_groups import place_group_choice
 from megatron_retool.learner.gated_delta_net import GatedDeltaNet
 from megatron_retool.learner.latent_attention import LatentAttention
-from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy
+from megatron_retool.learner.log_probs import head_hidden_states, log_probs_and_entropy, token_scores
+from megatron_retool.learner.multi_token_prediction import PackedPredictor, PredictionLoss
 from megatron_retool.learner.norms import place_norms
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.learner.performance import layer_options, pipeline_options
@@ -151,6 +158,8 @@ def build_transformer_config(
         options["linear_attention_freq"] = [
             int(n in architecture.linear_layers) for n in range(architecture.num_layers)
         ]
+    if architecture.predictors:
+        options |= {"mtp_num_layers": architecture.predictors, "mtp_detach_heads": learner.mtp.detach_heads}
     options |= transformer_options(learner, acceleration)
     if architecture.activation != "silu":
         options["bias_activation_fusion"] = False  # which Megatron has of silu and of the exact gelu
@@ -184,6 +193,28 @@ def block_spec(
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if engine else RMSNorm
     )
+
+
+def predictor_spec(architecture: Architecture, config: TransformerConfig, acceleration: Acceleration) -> ModuleSpec:
+    """The layers for multi-token prediction, which are like the model's own and all alike."""
+    engine = acceleration.transformer_engine is not None
+    layer = _engine_layer(config, False, False) if engine else _local_layer(architecture, config, False, True)
+    place_norms(layer.submodules, architecture, engine)
+    place_positions(layer.submodules, architecture)
+    norm = TENorm if engine else RMSNorm
+    predictor = ModuleSpec(
+        PackedPredictor,
+        params={"hidden_first": architecture.declaration.predictor_hidden_first},
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm,
+            hnorm=norm,
+            eh_proj=TEColumnParallelLinear if engine else ColumnParallelLinear,
+            mtp_model_layer=layer,
+            layer_norm=norm,
+        ),
+    )
+    layers = MultiTokenPredictionBlockSubmodules(layer_specs=[predictor] * architecture.predictors)
+    return ModuleSpec(MultiTokenPredictionBlock, submodules=layers)
 
 
 def _engine_layer(config: TransformerConfig, experts: bool, share_prefixes: bool) -> ModuleSpec:
@@ -272,6 +303,7 @@ class PackedModel(GPTModel):
                 share_embeddings_and_output_weights=tied,
                 position_embedding_type="rope",
                 rotary_base=architecture.rope_theta,
+                mtp_block_spec=predictor_spec(architecture, config, acceleration) if architecture.predictors else None,
                 vp_stage=vp_stage,
             )
         self.architecture = architecture
@@ -290,8 +322,16 @@ class PackedModel(GPTModel):
         self.before_head: Callable[[], None] | None = None
         self.head_gradient_added: Callable[[], None] | None = None
 
-    def forward(self, micro_batch: MicroBatch, routing: RoutingPass | None = None, **head_options: Any) -> Tensor:
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        routing: RoutingPass | None = None,
+        predictions: PredictionLoss | None = None,
+        **head_options: Any,
+    ) -> Tensor:
         """One stage's pass over a micro-batch, of which ``routing`` says or keeps who goes through which experts.
+
+        ``predictions``, where it is given, is told what the layers for multi-token prediction say.
 
         Returns:
             Hidden states [t, 1, h] (with sequence parallelism [t / TP, 1, h]) on stages before the last; what ``_head``
@@ -308,16 +348,24 @@ class PackedModel(GPTModel):
             )
         embedded = None
         if self.pre_process:
-            embedded = self.embedding(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids)
-            if self.architecture.embedding_scale != 1.0:
-                # transformers rounds the scale to the weights' dtype, too.
-                embedded = embedded * embedded.new_tensor(self.architecture.embedding_scale)
+            embedded = self._embed(micro_batch.input_ids, micro_batch.position_ids)
         rotary, packed = self._sequence_parameters(micro_batch)
         with contextlib.nullcontext() if routing is None else routing.through(self.layer_replays, micro_batch):
             hidden = self.decoder(
                 hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed
             )
-        return self._head(hidden, micro_batch, **head_options) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        if predictions is not None:
+            predictions.note(self._predict(hidden, micro_batch, rotary, packed, **head_options))
+        return self._head(hidden, micro_batch, **head_options)
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.architecture.embedding_scale != 1.0:
+            # transformers rounds the scale to the weights' dtype, too.
+            embedded = embedded * embedded.new_tensor(self.architecture.embedding_scale)
+        return embedded
 
     def _sequence_parameters(self, micro_batch: MicroBatch) -> tuple[Tensor | None, PackedSeqParams]:
         lengths: dict[str, Any] = {
@@ -353,6 +401,11 @@ class PackedModel(GPTModel):
         return None
 
     def _head(self, hidden: Tensor, micro_batch: MicroBatch, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _predict(
+        self, hidden: Tensor, micro_batch: MicroBatch, rotary: Tensor | None, packed: PackedSeqParams, **options: Any
+    ) -> list[tuple[Tensor, Tensor]]:
         raise NotImplementedError
 
 
@@ -396,6 +449,48 @@ class PolicyModel(PackedModel):
             )
         )
         return found if micro_batch.copies is None else found.index_select(1, micro_batch.copies)
+
+    def _predict(
+        self,
+        hidden: Tensor,
+        micro_batch: MicroBatch,
+        rotary: Tensor | None,
+        packed: PackedSeqParams,
+        *,
+        chunk_tokens: int = 1024,
+        fp32_head: bool = False,
+        **_: Any,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What each layer for multi-token prediction says of its targets; see ``PredictionLoss.note``."""
+        group, weight = self.pg_collection.tp, self.head_weight()
+        main_grad = getattr(weight, "main_grad", None)
+        if self.config.mtp_detach_heads:
+            # Of no input Megatron's recomputation would take a gradient.
+            hidden, weight, main_grad = hidden.detach().requires_grad_(), weight.detach(), None
+        found = []
+        for layer, prediction in zip(self.mtp.layers, micro_batch.predictions, strict=True):
+            hidden, *_rest = layer(
+                input_ids=prediction.input_ids,
+                position_ids=micro_batch.position_ids,
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=packed,
+                embedding=self._embed,
+            )
+            selected = head_hidden_states(hidden, prediction.head_positions, self.config.sequence_parallel, group)
+            log_probs, _entropy, best = token_scores(
+                selected,
+                weight,
+                prediction.targets,
+                vocab_size=self.architecture.vocab_size,
+                group=group,
+                chunk_tokens=chunk_tokens,
+                fp32_head=fp32_head,
+                main_grad=main_grad,
+            )
+            found.append((log_probs, best))
+        return found
 
     def own_head_weight(self) -> Parameter | None:
         # An embedding on the same stage is the head's weight too; its module's forward and backward tell of both uses.

@@ -67,7 +67,7 @@ def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
-    """Returns whether the update was applied, and the gradient's norm before clipping.
+    """Returns whether the update was applied, and the policy's gradient's norm before clipping.
 
     An update whose norm is above ``OptimizerConfig.skip_grad_norm`` changes no weight, no moment and no schedule.
     Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it, and it lets each
@@ -80,13 +80,19 @@ def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[
         return False, norm
     if exceeds_skip_norm(optimizer, norm):
         return False, norm
+    # Of parameters that only observe the others (learner.mtp.detach_heads), which are clipped by themselves.
+    norms: dict[str | None, float] = {None: norm, **optimizer._compute_grad_norms_by_group()}
+    if broken := [value for value in norms.values() if not math.isfinite(value)]:
+        return False, broken[0]
     for part in optimizers:
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
+        groups: dict[str | None, list[torch.Tensor]] = {}
+        for parameter in part.get_parameters() if part.config.clip_grad > 0 else ():
+            groups.setdefault(getattr(parameter, "grad_norm_group", None), []).append(parameter)
+        for group, parameters in groups.items():
             clip_grads.clip_grad_by_total_norm_fp32(
                 parameters,
                 max_norm=part.config.clip_grad,
-                total_norm=norm,
+                total_norm=norms[group],
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     applied = bool(optimizer.step_with_ready_grads())

@@ -34,6 +34,22 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a layer for multi-token prediction reads of a micro-batch. t, n as in ``MicroBatch``.
+
+    Attributes:
+        input_ids: int64 [1, t], the token that each local token's layer is told: the k-th behind it in its text, for
+            layer k from 1 on. 0 where the text ends before.
+        head_positions: int64 [n], local tokens whose output predicts the token behind that one.
+        targets: int64 [n], these tokens; all are of the head's, see ``Packer.micro_batches``.
+    """
+
+    input_ids: torch.Tensor
+    head_positions: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One packed micro-batch, this context-parallel rank's share of it. t = its packed tokens, padding included.
 
@@ -55,6 +71,7 @@ class MicroBatch:
             and ``targets`` then name every output once. None: one each.
         duplicates: int64 [2, d], tokens that are not computed, and those in whose place they would be, both as in
             ``token_positions``. None: there are none.
+        predictions: one for each layer for multi-token prediction.
     """
 
     rows: Int64Array
@@ -72,6 +89,7 @@ class MicroBatch:
     tree: SharedPrefixes | None = None
     copies: torch.Tensor | None = None
     duplicates: Int64Array | None = None
+    predictions: tuple[Prediction, ...] = ()
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The micro-batch's part [R] of a batch column [T]."""
@@ -126,6 +144,7 @@ class Packer:
             multiple of this (FP8 kernels want 16 or more).
         attention_buckets: fill ``MicroBatch.buckets``; Transformer Engine does without.
         pairs_per_call: query-key pairs of padding that are as slow as one more attention call.
+        predictors: layers for multi-token prediction, for each of which ``MicroBatch.predictions`` has one.
     """
 
     def __init__(
@@ -140,6 +159,7 @@ class Packer:
         token_multiple: int = 1,
         attention_buckets: bool = True,
         pairs_per_call: float = 16384.0,
+        predictors: int = 0,
     ) -> None:
         self.layout = layout
         self.max_tokens = max_tokens
@@ -150,6 +170,7 @@ class Packer:
         self.token_multiple = token_multiple
         self.attention_buckets = attention_buckets
         self.pairs_per_call = pairs_per_call
+        self.predictors = predictors
 
     @property
     def stream_multiple(self) -> int:
@@ -299,11 +320,15 @@ class Packer:
         heads = predicted_from[slots]
         targets = batch.response_ids[responses.positions[slots]].astype(np.int64)
 
-        local = np.arange(total)
+        local = zigzag(padded, cp, self.context_rank) if cp > 1 else np.arange(total)
+        place = np.full(total, -1)
+        place[local] = np.arange(len(local))
+        places = responses.places[slots]
+        predictions = tuple(
+            self._prediction(depth, _behind(ids, depth, owner), places, heads, targets, local, place)
+            for depth in range(1, self.predictors + 1)
+        )
         if cp > 1:
-            local = zigzag(padded, cp, self.context_rank)
-            place = np.full(total, -1)
-            place[local] = np.arange(len(local))
             mine = place[heads] >= 0
             slots, targets, heads = slots[mine], targets[mine], place[heads[mine]]
 
@@ -329,7 +354,31 @@ class Packer:
             sequence_ids=self.tensor(numbered(units[rows])[responses.owner]),
             token_positions=token_positions[local],
             buckets=buckets,
+            predictions=predictions,
         )
+
+    def _prediction(
+        self,
+        depth: int,
+        ids: Int64Array,
+        places: Int64Array,
+        heads: Int64Array,
+        targets: Int64Array,
+        local: Int64Array,
+        place: Int64Array,
+    ) -> Prediction:
+        """``MicroBatch.predictions`` of the layer ``depth``, from 1 on.
+
+        Args:
+            ids: what it is told, in the whole stream.
+            places: of the targets in their texts.
+            heads: tokens of the whole stream before the targets.
+            local, place: tokens of the whole stream that this rank holds; where, or -1.
+        """
+        told = places > depth  # the texts' first tokens are predicted from nothing
+        heads, targets = place[heads[told] - depth], targets[told]
+        mine = heads >= 0
+        return Prediction(self.tensor(ids[local])[None], self.tensor(heads[mine]), self.tensor(targets[mine]))
 
     def tensor(self, array: npt.NDArray[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """On the device."""
@@ -404,6 +453,14 @@ class Packer:
             key_cells=torch.from_numpy(key_cells).to(self.device),
             query_positions=torch.from_numpy(grid.reshape(b - a, queries.length)).to(self.device),
         )
+
+
+def _behind(ids: Int64Array, distance: int, owner: Int64Array) -> Int64Array:
+    """The ids ``distance`` behind each of a stream; 0 where that is of another owner."""
+    found = np.zeros_like(ids)
+    same = owner[distance:] == owner[:-distance]
+    found[:-distance] = np.where(same, ids[distance:], 0)
+    return found
 
 
 def zigzag(lengths: Int64Array, context_size: int, context_rank: int) -> Int64Array:

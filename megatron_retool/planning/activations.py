@@ -156,7 +156,9 @@ def activation_bytes(
         n layers on the host  (l - n) A, with cpu_offloading_num_layers
 
     1F1B keeps min(PP - stage, micro-batches) of them in flight; interleaving multiplies by
-    1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.
+    1 + (PP - 1) / (PP VPP) (arXiv:2205.05198, section 5.2).  The first stage also keeps the embedding's output.  The
+    last keeps A + 5 I of each layer for multi-token prediction: what its three norms and its projection read; with full
+    recomputation 2 I, and as much as that while it computes one again.
     """
     width = PARAMETER_BYTES[learner.dtype]
     tokens = learner.max_tokens_per_micro_batch / layout.context
@@ -191,6 +193,12 @@ def activation_bytes(
         interleaved = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
         in_flight = min(interleaved, micro_batches) if stage == 0 else min(interleaved - stage, micro_batches)
     embedded = layer_input * in_flight if stage == 0 else 0.0
+    if architecture.predictors and stage == layout.pipeline - 1:
+        own = whole + 5 * layer_input
+        if recompute.granularity == "full" and recompute.method != "block":
+            kept, working = kept + architecture.predictors * 2 * layer_input, max(working, own)
+        else:
+            kept += architecture.predictors * own
     return kept * in_flight + working + embedded
 
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.rules import updated_by_muon
-from conversion.model.weight_map import WeightMap, shard_shape
+from conversion.model.weight_map import PREDICTOR_PREFIX, WeightMap, shard_shape
 from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
 from megatron_retool.planning.activations import PARAMETER_BYTES, activation_bytes, logit_bytes
 from megatron_retool.registry import Need
@@ -38,7 +38,7 @@ Tensors = tuple[tuple[int, int], ...]
 class _Shard:
     """One rank's part of some parameters.
 
-    ``expert`` are those that expert parallelism spreads, ``shared`` a tied embedding that lies on two pipeline stages.
+    ``expert`` are those that expert parallelism spreads, ``shared`` an embedding that lies on two pipeline stages.
     """
 
     dense: Tensors = ()
@@ -61,14 +61,15 @@ class _Shard:
 
 
 _Part = str | tuple[bool, bool]
-"""embedding, norm, output, or ``_kind`` of a layer."""
+"""embedding, norm, output, predictors, or ``_kind`` of a layer."""
 
 
 @lru_cache(maxsize=256)
 def _shards(
     architecture: Architecture, tensor: int, expert_tensor: int, expert: int, vocab_rows: int
 ) -> Mapping[_Part, _Shard]:
-    """Elements of one rank's part of the embedding, one layer of each kind, the final norm and the output layer."""
+    """Elements of one rank's part of the embedding, one layer of each kind, the final norm, the output layer, and the
+    layers for multi-token prediction."""
     kinds = list(dict.fromkeys(_kind(architecture, number) for number in range(architecture.num_layers)))
     small = replace(
         architecture,
@@ -81,6 +82,7 @@ def _shards(
         **{kind: [] for kind in kinds},
         "norm": [],
         "output": [],
+        "predictors": [],
     }
     local_experts = (architecture.num_experts or 0) // expert
     for mapping in WeightMap(small, vocab_rows):
@@ -93,6 +95,8 @@ def _shards(
             part = kinds[mapping.layer]
         elif mapping.mcore_name.startswith("embedding"):
             part = "embedding"
+        elif mapping.mcore_name.startswith(PREDICTOR_PREFIX):
+            part = "predictors"
         else:
             part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
         # Experts have gradient buffers of their own only where other ranks hold them than dense layers.
@@ -125,6 +129,8 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
     embedding, output = shards["embedding"], shards["output"]
     if architecture.tie_word_embeddings and layout.pipeline > 1:
         embedding, output = _Shard(shared=embedding.dense), _Shard(shared=output.dense)
+    elif architecture.predictors and layout.pipeline > 1:
+        embedding = _Shard(shared=embedding.dense)
     chunks = []
     for index in range(virtual):
         chunk = _layers(shards, architecture, layout.layers(architecture, stage, index))
@@ -137,6 +143,9 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
             # A tied output layer is the embedding itself, or a second copy of it on another stage.
             if not architecture.tie_word_embeddings or not first:
                 chunk = chunk + output
+            chunk = chunk + shards["predictors"]
+            if architecture.predictors and not first:  # which look up the tokens that they are told
+                chunk = chunk + embedding
         chunks.append(chunk)
     return chunks
 
@@ -155,6 +164,7 @@ def parameter_count(architecture: Architecture) -> int:
     """Parameters of the whole model as Hugging Face stores it: unpadded, a tied output layer counted once."""
     shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
     total = _layers(shards, architecture, range(architecture.num_layers)) + shards["embedding"] + shards["norm"]
+    total = total + shards["predictors"]
     if not architecture.tie_word_embeddings:
         total = total + shards["output"]
     return total.elements
@@ -288,7 +298,7 @@ def checkpoint_bytes(
 
 def _matrix_elements(architecture: Architecture) -> int:
     shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
-    return _layers(shards, architecture, range(architecture.num_layers)).matrices
+    return (_layers(shards, architecture, range(architecture.num_layers)) + shards["predictors"]).matrices
 
 
 # --- the whole device -------------------------------------------------------------------------------------------------
@@ -339,16 +349,19 @@ def learner_memory(
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
     The reference policy, where it is needed, is a frozen copy of the parameters.  The critic, where one is, has
-    parameters, gradients and optimizer states of its own.  FP8 training keeps each linear weight in FP8 twice, as it is
+    parameters, gradients and optimizer states of its own.  Neither has layers for multi-token prediction, which with
+    learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight in FP8 twice, as it is
     and transposed, while the micro-batches of a mini-batch run.
     """
     learner, needs = config.learner, config.algorithm.needs
     with_reference = Need.REFERENCE in needs
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
-    for stage in range(layout.pipeline):
-        states = state_bytes(
-            architecture,
+    with_predictors = architecture.with_predictors() if learner.mtp.train else architecture
+
+    def states_of(model: Architecture, stage: int) -> StateBytes:
+        return state_bytes(
+            model,
             layout,
             stage,
             learner.dtype,
@@ -356,6 +369,9 @@ def learner_memory(
             optimizer_bytes_per_element(learner, learner.optimizer),
             learner.optimizer.name,
         )
+
+    for stage in range(layout.pipeline):
+        states = states_of(with_predictors, stage)
         last = stage == layout.pipeline - 1
         copies = 0.0
         if learner.fp8.recipe is not None:
@@ -377,9 +393,9 @@ def learner_memory(
                 reference=PARAMETER_BYTES[learner.dtype] * rank_parameters(architecture, layout, stage)
                 if with_reference
                 else 0.0,
-                critic=states.total if Need.CRITIC in needs else 0.0,
+                critic=states_of(architecture, stage).total if Need.CRITIC in needs else 0.0,
                 fp8_copies=copies,
-                activations=activation_bytes(architecture, layout, learner, stage, micro_batches, not on_cpu),
+                activations=activation_bytes(with_predictors, layout, learner, stage, micro_batches, not on_cpu),
                 logits=logit_bytes(architecture, layout, learner) if last else 0.0,
                 runtime=0.5 * 2**30 if on_cpu else RUNTIME_BYTES,
             )

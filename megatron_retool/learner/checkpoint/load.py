@@ -15,7 +15,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 
 from conversion.files.checksums import COMPLETE_NAME, Fault, find_faults, raise_damaged
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.files.predictors import PREFIX as CARRIED_PREFIX
 from conversion.model.architecture import Architecture
+from conversion.model.weight_map import PREDICTOR_PREFIX, CheckpointPlace, Mapping, shard, to_mcore
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
@@ -27,7 +29,7 @@ from megatron_retool.learner.checkpoint.state import (
     set_random_state,
     sharded_items,
 )
-from megatron_retool.learner.weights import global_parameters, local_weight_map, unwrap
+from megatron_retool.learner.weights import TensorParallelPlace, global_parameters, local_weight_map, unwrap
 
 
 class CheckpointError(RuntimeError):
@@ -152,7 +154,8 @@ def load_model_weights(
     """Fill the model from a converted checkpoint or from one of the learner's, in any layout; weights alone.
 
     Parameters that are not the language model's (a critic's value head) keep their values where the checkpoint does
-    not have them. As with ``load_hf_weights``, an optimizer that exists already has to reload its main parameters.
+    not have them. Layers for multi-token prediction are read as conversion carries them along, where no learner has
+    trained them. As with ``load_hf_weights``, an optimizer that exists already has to reload its main parameters.
 
     Raises:
         CheckpointError: the directory is incomplete or lacks a tensor of the model.
@@ -162,12 +165,29 @@ def load_model_weights(
     state = model_state(model_chunks, architecture)
     weight_map = local_weight_map(model_chunks, architecture)
     own = {id(parameter) for name, parameter in global_parameters(model_chunks) if name not in weight_map}
+    carried = {}
+    if not any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors):
+        named = global_parameters(model_chunks)
+        carried = {name: parameter for name, parameter in named if name.startswith(PREDICTOR_PREFIX)}
+    own |= {id(parameter) for parameter in carried.values()}
     for part in state.values():
         for name in [n for n, item in part.items() if id(item.data) in own and item.key not in checkpoint.tensors]:
             del part[name]
     loaded = _load(state, directory, checkpoint)
     for chunk, name in zip(model_chunks, model_names(model_chunks), strict=True):
         unwrap(chunk).load_state_dict(loaded[name], strict=False)
+    for name, parameter in carried.items():
+        parameter.data.copy_(_carried(weight_map[name], checkpoint))
+
+
+def _carried(mapping: Mapping, checkpoint: DistCheckpoint) -> torch.Tensor:
+    """This rank's part of a parameter whose Hugging Face tensors a converted checkpoint carries along."""
+    try:
+        named = zip(mapping.hf_names, mapping.hf_shapes, strict=True)
+        tensors = [checkpoint.read(CheckpointPlace(CARRIED_PREFIX + name), shape) for name, shape in named]
+    except DistCheckpointError as error:
+        raise CheckpointError(f"{error}: convert the model with its layers for multi-token prediction") from error
+    return shard(mapping, to_mcore(mapping, tensors), *TensorParallelPlace.current().of(mapping))
 
 
 def _open(directory: Path) -> DistCheckpoint:
