@@ -7,8 +7,9 @@ to read it: tensors are then cut as its ranks hold them and each rank's parts li
 reads a byte for another.  Each byte is read once, written once and hashed on the way, in blocks.  Config, tokenizer and
 the like are kept in ``hf/`` for the way back.
 
-Weights in FP8 in blocks of 128 x 128 (DeepSeek's release format) and in MXFP4 (gpt-oss) become the bfloat16 weights
-that they stand for, and the config in ``hf/`` is that of the bfloat16 model.
+Weights in FP8 in blocks of 128 x 128 (DeepSeek's release format), in MXFP4 (gpt-oss) and in what compressed-tensors and
+ModelOpt write (FP8, NVFP4, MXFP4, INT8, INT4) become the bfloat16 weights that they stand for, and the config in
+``hf/`` is that of the bfloat16 model.
 
 Exit status: 0 done, 1 an error, which one line on standard error says, 2 the command line is not understood.
 """
@@ -41,7 +42,6 @@ from typing import Any
 
 import torch
 
-from conversion.files.block_fp8_checkpoint import FULL_PRECISION, BlockFP8Checkpoint, open_source
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
 from conversion.files.directory import COMPANIONS, REPORT_NAME, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
@@ -56,6 +56,7 @@ from conversion.files.hf_checkpoint import (
     is_finite,
 )
 from conversion.files.predictors import of_model
+from conversion.files.quantized_checkpoint import FULL_PRECISION, QuantizedCheckpoint, open_source
 from conversion.files.workers import (
     counted,
     default_workers,
@@ -65,6 +66,7 @@ from conversion.files.workers import (
 )
 from conversion.model.architecture import Architecture
 from conversion.model.layout import check_virtual_pipeline, cuts
+from conversion.model.low_precision import DECLARED_BESIDE
 from conversion.model.rules import Arrangement
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
@@ -140,7 +142,7 @@ def convert(
 
     Args:
         layout: see ``TargetLayout``; None: whole tensors.
-        dtype: cast to it; None: keep what is stored, or bfloat16 of weights in block FP8.
+        dtype: cast to it; None: keep what is stored, or of quantised weights what they were before (bfloat16, float16).
         families: model families beside the built-in ones, see ``model.family``.
         workers: how many threads; None: one for each GiB, at most the machine's cores and 8.
         verify: compare the logits of both models on random tokens before the directory appears.
@@ -170,7 +172,10 @@ def convert(
         layout.check(architecture)
         checkpoint = open_source(hf_dir)
         mxfp4 = any(isinstance(stored, Mxfp4Stack) for stored in checkpoint.tensors.values())
-        dequantized = mxfp4 or isinstance(checkpoint, BlockFP8Checkpoint)
+        dequantized_to = FULL_PRECISION if mxfp4 else None
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            dequantized_to = checkpoint.full_precision
+        dequantized = dequantized_to is not None
         if verify and mxfp4:
             raise HFCheckpointError(
                 f"{hf_dir} holds MXFP4, which --verify does not compare: verify what mcore_to_hf.py makes of the "
@@ -211,8 +216,8 @@ def convert(
             check_finite(broken, hf_dir, dtype)
             write_metadata(temporary, chunks, {"checkpoint_version": 3.0, "iteration": 0})
             (temporary / COMPANIONS).mkdir()
-            copy_companions(hf_dir, temporary / COMPANIONS)
-            _write_config(temporary / COMPANIONS, architecture, dequantized, counted_by)
+            copy_companions(hf_dir, temporary / COMPANIONS, keep=lambda name: name != DECLARED_BESIDE)
+            _write_config(temporary / COMPANIONS, architecture, dequantized_to, counted_by)
             report: dict[str, Any] = {
                 "family": architecture.family,
                 "layout": asdict(layout),
@@ -233,17 +238,20 @@ def convert(
     return {**report, "seconds": time.monotonic() - began}
 
 
-def _write_config(directory: Path, architecture: Architecture, dequantized: bool, predictors: str | None) -> None:
+def _write_config(
+    directory: Path, architecture: Architecture, dequantized_to: torch.dtype | None, predictors: str | None
+) -> None:
     """Change config.json into that of what is written, under a model_type that transformers knows.
 
     Args:
+        dequantized_to: dtype of what were quantised weights; None: there were none.
         predictors: the key that counts layers for multi-token prediction, which are left out.
     """
     path = directory / "config.json"
     before = json.loads(path.read_text(encoding="utf-8"))
     config = {**architecture.hf_config, "model_type": architecture.family}
-    if dequantized:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(FULL_PRECISION).removeprefix("torch.")
+    if dequantized_to is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dequantized_to).removeprefix("torch.")
     if predictors is not None:
         config[predictors] = 0
     if config != before:

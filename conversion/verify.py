@@ -32,20 +32,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conversion.files.block_fp8_checkpoint import open_source
 from conversion.files.directory import REPORT_NAME
 from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.files.quantized_checkpoint import open_source
 from conversion.files.workers import run_alone
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
     SCALE_SUFFIXES,
     are_powers_of_two,
     dequantize_blockwise,
-    form_of_source,
     is_quantized,
     round_to_blocks,
 )
 from conversion.model.hf_config import normalise_latents
+from conversion.model.low_precision import quantization_of
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.untrusted import BriefError
@@ -248,7 +248,7 @@ def _batch(ids: Tensor) -> Any:
 
 
 def _was_dequantized(mcore_dir: Path) -> bool:
-    """Whether a checkpoint was converted from block-FP8 weights, as its report says; the learner's have none."""
+    """Whether a checkpoint was converted from quantised weights, as its report says; the learner's have none."""
     report = mcore_dir / REPORT_NAME
     return report.is_file() and bool(json.loads(report.read_text(encoding="utf-8")).get("dequantized"))
 
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verify.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hf-dir", required=True, type=Path, help="Hugging Face directory; it may be block FP8")
+    parser.add_argument("--hf-dir", required=True, type=Path, help="Hugging Face directory; it may be quantised")
     parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="what one of the two was cast to")
     parser.add_argument("--tolerance", type=float, help="largest difference of the logits that is accepted")
@@ -267,16 +267,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     learner = options.mcore_dir / "learner"
     try:
         architecture = Architecture.from_pretrained(options.hf_dir, options.family, dequantized=True)
-        source = form_of_source(json.loads((options.hf_dir / "config.json").read_text(encoding="utf-8")))
-        was_dequantized = source is not None and _was_dequantized(options.mcore_dir)
+        hf_config = json.loads((options.hf_dir / "config.json").read_text(encoding="utf-8"))
+        source = quantization_of(options.hf_dir, hf_config)
+        exported = source is not None and source.is_block_fp8() and not _was_dequantized(options.mcore_dir)
         difference = verify_logits(
             architecture,
             options.hf_dir,
             learner if learner.is_dir() else options.mcore_dir,
             options.dtype and getattr(torch, options.dtype),
             options.tolerance,
-            fp8=source is not None and not was_dequantized,
-            dequantized=was_dequantized,
+            fp8=exported,
+            dequantized=source is not None and not exported,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -318,10 +318,14 @@ class HFCheckpoint:
     def _fetch(self, mapping: Mapping, start: int, stop: int) -> None:
         for segment in mapping.row_segments(start, stop):
             if segment.source is not None and not mapping.is_stacked:
-                stored = self.on_disk[mapping.hf_names[segment.source]]
+                stored = self._place(mapping.hf_names[segment.source])
                 row_bytes = _count(stored.shape[1:]) * stored.dtype.itemsize
                 length = (segment.stop - segment.start) * row_bytes
                 fetch(self.directory / stored.file, stored.offset + segment.start * row_bytes, length)
+
+    def _place(self, name: str) -> StoredTensor:
+        """Where the rows of a tensor lie."""
+        return self.on_disk[name]
 
     def read_rows(self, mapping: Mapping, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of a full Megatron-Core parameter, on the CPU in the stored dtype.

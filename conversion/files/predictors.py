@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from conversion.files.block_fp8_checkpoint import open_source
 from conversion.files.dist_checkpoint import DistCheckpoint
 from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError
+from conversion.files.quantized_checkpoint import open_source
 from conversion.model.architecture import Architecture
 from conversion.model.rules import BUFFER_SUFFIXES, Arrangement, Rule
 from conversion.model.weight_map import CheckpointPlace, Mapping

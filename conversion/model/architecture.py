@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from conversion.model.family import KEY, Family, find_family, load_family
 from conversion.model.hf_config import (
+    DECLARATIONS,
+    MAKE_FULL_PRECISION,
     PREDICTORS,
     ConfigReader,
     DeltaNetSizes,
@@ -21,9 +23,9 @@ from conversion.model.hf_config import (
     RopeScaling,
     UnsupportedArchitecture,
     check_layer_types,
-    check_quantised_beside,
     check_short_factors,
 )
+from conversion.model.low_precision import DECLARED_BESIDE, declaration, quantization_of
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json
 
@@ -269,7 +271,7 @@ class Architecture:
         """Parse ``directory``/config.json; ``families`` are those of model.families.
 
         Args:
-            dequantized: by a caller who reads quantised weights in full precision (``files.block_fp8_checkpoint``): the
+            dequantized: by a caller who reads quantised weights in full precision (``files.quantized_checkpoint``): the
                 architecture, and its ``hf_config``, are then those of a model without ``quantization_config``.
 
         Raises:
@@ -284,9 +286,12 @@ class Architecture:
         except (ValueError, OSError) as error:
             raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
         if isinstance(loaded, dict):
-            check_quantised_beside(directory, loaded)
-        if dequantized and isinstance(loaded, dict):
-            loaded.pop("quantization_config", None)
+            quantization = quantization_of(directory, loaded)
+            if dequantized:
+                loaded = {key: value for key, value in loaded.items() if key not in DECLARATIONS}
+            elif quantization is not None and not declaration(loaded):
+                beside = Path(directory) / DECLARED_BESIDE
+                raise UnsupportedArchitecture(f"{beside}: ModelOpt has quantised the weights: {MAKE_FULL_PRECISION}")
         try:
             return cls.from_hf_config(loaded, families)
         except UnsupportedArchitecture as error:

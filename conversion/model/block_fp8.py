@@ -18,13 +18,12 @@ family declares the one that SGLang's class of the model loads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, shown
+from conversion.model.low_precision import MERGED_BY_ENGINES
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
@@ -60,19 +59,10 @@ def _describe_fp8(kept: Sequence[str]) -> dict[str, Any]:
     }
 
 
-_MERGED_BY_ENGINES = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-
-
 def _describe_compressed_tensors(kept: Sequence[str]) -> dict[str, Any]:
     # SGLang looks modules up under the names of its own merged ones too.
     parts = [name.rpartition(".") for name in kept]
-    merged = {f"{path}.{_MERGED_BY_ENGINES[last]}" for path, _, last in parts if last in _MERGED_BY_ENGINES}
+    merged = {f"{path}.{MERGED_BY_ENGINES[last]}" for path, _, last in parts if last in MERGED_BY_ENGINES}
     float8 = {"num_bits": 8, "type": "float", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -97,58 +87,6 @@ FORMS: Mapping[str, Form] = MappingProxyType(
 )
 """By quant_method: DeepSeek's own, and compressed-tensors' float-quantized with the strategy "block"."""
 SCALE_SUFFIXES = tuple(form.suffix for form in FORMS.values())
-
-
-def form_of_source(hf_config: Mapping[str, Any]) -> Form | None:
-    """How the weights beside a config.json are quantised in FP8; None: they are not.
-
-    Raises:
-        UnsupportedArchitecture: in another way than ``FORMS``, naming the key of ``quantization_config``.
-    """
-    found = hf_config.get("quantization_config")
-    if not found:
-        return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else None
-    if method == "fp8":
-        expected: dict[str, tuple[Any, ...]] = {
-            "weight_block_size": ([BLOCK, BLOCK],),
-            "fmt": (None, "e4m3", "float8_e4m3fn"),
-        }
-        groups = [found]
-    elif method == "mxfp4":
-        return None  # tensors of other names: ``files.hf_checkpoint`` knows them
-    elif method == "compressed-tensors" and found.get("format") == "float-quantized":
-        expected = {
-            "num_bits": (8,),
-            "type": ("float",),
-            "strategy": ("block",),
-            "block_structure": ([BLOCK, BLOCK],),
-        }
-        named = ConfigReader(found, "quantization_config.").inner("config_groups")
-        groups = [named.inner(name).inner("weights").mapping for name in named.mapping] or [{}]
-    else:
-        raise UnsupportedArchitecture(
-            f"quantization_config has quant_method={shown(method)}, which is not read: start from the "
-            f"full-precision weights, or from FP8 in blocks of {BLOCK} x {BLOCK}"
-        )
-    for key, values in expected.items():
-        for group in groups:
-            if group.get(key) not in values:
-                raise UnsupportedArchitecture(
-                    f"quantization_config has {key}={shown(group.get(key))}: of quant_method={method} only "
-                    f"{json.dumps(values[-1])} is read, or start from the full-precision weights"
-                )
-    return FORMS[method]
-
-
-def full_precision(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the model that block-FP8 weights are dequantised to.
-
-    Raises:
-        UnsupportedArchitecture: as ``form_of_source``.
-    """
-    form_of_source(hf_config)
-    return {key: value for key, value in hf_config.items() if key != "quantization_config"}
 
 
 def form_of(weight_map: WeightMap) -> Form:

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_retool.untrusted import BriefError, clipped
@@ -204,17 +203,13 @@ def shown(value: Any) -> str:
     return clipped(json.dumps(value, default=str), _SHOWN)
 
 
-def check_quantised_beside(directory: str | Path, hf_config: Mapping[str, Any]) -> None:
-    """Refuse weights that ModelOpt has quantised, where config.json itself does not say so.
-
-    Raises:
-        UnsupportedArchitecture: hf_quant_config.json lies beside a config.json without quantization_config.
-    """
-    file = Path(directory) / "hf_quant_config.json"
-    if file.is_file() and not hf_config.get("quantization_config"):
-        raise UnsupportedArchitecture(
-            f"{file}: ModelOpt has quantised the weights, which are not read: start from the full-precision ones"
-        )
+DECLARATIONS = ("quantization_config", "compression_config")
+"""Keys of config.json that declare quantised weights; the second is compressed-tensors' earlier name."""
+MAKE_FULL_PRECISION = (
+    "start from the full-precision weights, which conversion/hf_to_mcore.py and mcore_to_hf.py make of block FP8, "
+    "MXFP4 and what compressed-tensors and ModelOpt write"
+)
+"""What to do with quantised weights that are read by conversions alone."""
 
 
 def decoder(config: ConfigReader) -> dict[str, Any]:
@@ -237,11 +232,9 @@ def decoder(config: ConfigReader) -> dict[str, Any]:
             f"hidden_act={shown(config.mapping['hidden_act'])} is not supported: only silu is"
         )
     config.refuse("mlp_bias")
-    if config.mapping.get("quantization_config"):
-        raise UnsupportedArchitecture(
-            "quantization_config is set: start from the full-precision weights, which conversion/hf_to_mcore.py and "
-            "mcore_to_hf.py make of block FP8 and MXFP4"
-        )
+    for key in DECLARATIONS:
+        if config.mapping.get(key):
+            raise UnsupportedArchitecture(f"{key} is set: {MAKE_FULL_PRECISION}")
     return {
         **_rope(config),
         "num_layers": config.integer("num_hidden_layers"),

@@ -17,12 +17,24 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 """How the names of the two tensors end that stand for one."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+_NOT_A_NUMBER = 255
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """bfloat16 [..., 2 n] of uint8 [..., n]: the numbers that the halves of the bytes stand for; exact."""
+    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
+    halves = torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)
+    return values[halves.to(torch.int32)]
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 [..., 32 n] of uint8 blocks [..., n, 16] and scales [..., n]; exact, but where 2^(s - 127) leaves
     bfloat16's range."""
-    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
-    halves = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32).unsqueeze(-1) - _BIAS
-    return torch.ldexp(values[halves.to(torch.int32)], exponents).flatten(-2)
+    return torch.ldexp(unpack_e2m1(blocks), exponents).flatten(-2)
+
+
+def power_of_two(scales: Tensor) -> Tensor:
+    """float32 2^(s - 127) of e8m0 bytes s; NaN of 255, as the specification has it."""
+    powers = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - _BIAS)
+    return torch.where(scales == _NOT_A_NUMBER, torch.nan, powers)

@@ -94,8 +94,8 @@ Multi-head latent attention (DeepSeek-V2, V3, R1, Kimi K2) trains in Megatron-Co
 Transformer Engine is installed. SGLang on a CPU computes other log-probs for it, so that a run with such an engine is
 refused too. Kimi K2's `model_type`, `kimi_k2`, is the same family, and the tests admit it beside DeepSeek-V3; what is
 converted says `deepseek_v3`, which SGLang and transformers know without code from the hub; so are Moonlight, and
-GLM-4.7-Flash (`glm4_moe_lite`). Kimi K2 Thinking is refused: its weights are INT4. Published weights in block FP8 are
-[made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
+GLM-4.7-Flash (`glm4_moe_lite`). Weights that are published in low precision alone (block FP8, and the INT4 of Kimi K2
+Thinking) are [made bfloat16 first](cluster.md#2-models-and-data), by the conversion.
 
 Latents are normalised with `rms_norm_eps`. SGLang and vLLM do so, and so does Megatron-Core; transformers takes 1e-6
 whatever config.json says, as DeepSeek's own code does, whose models declare 1e-6. Moonlight and GLM-4.7-Flash declare

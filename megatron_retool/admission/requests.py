@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import full_precision
 from conversion.model.family import find_family, known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture, check_quantised_beside
+from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.low_precision import full_precision, quantization_of
 from megatron_retool.admission.layouts import FEW, NAMED
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.planning.models import MODELS, model_of_each_family
@@ -79,7 +79,7 @@ def read_config(model: str) -> tuple[Mapping[str, Any], Path | None]:
         raise NotAdmissible(f"{file} holds a {type(found).__name__}, where a mapping with model_type, … is expected")
     directory = path if path.is_dir() else path.parent
     try:
-        check_quantised_beside(directory, found)
+        quantization_of(directory, found)
     except UnsupportedArchitecture as error:
         raise NotAdmissible(str(error)) from None
     return found, directory

@@ -187,10 +187,10 @@ def test_nobody_is_asked_whether_to_run_a_models_code(tmp_path: Path, monkeypatc
     assert "model_type='mimi' is not one of" in refusal({"model_type": "mimi", "auto_map": code}, tmp_path)
 
 
-def test_weights_that_modelopt_has_quantised_are_refused(tmp_path: Path) -> None:
+def test_weights_that_modelopt_has_quantised_in_an_unknown_way_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    with pytest.raises(NotAdmissible, match=r"hf_quant_config\.json: ModelOpt has quantised"):
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(NotAdmissible, match=r'hf_quant_config\.json: ModelOpt has quantised .* quant_algo="W4A8_AWQ"'):
         read_config(str(tmp_path))
     with pytest.raises(UnsupportedArchitecture, match=r"hf_quant_config\.json: ModelOpt has quantised"):
         Architecture.from_pretrained(tmp_path, dequantized=True)
@@ -202,3 +202,11 @@ def test_a_bad_value_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, "admit", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "300"})
     assert 'hidden_size="big"' in done.stdout and done.returncode == 0, done.stdout
+
+
+def test_the_family_of_what_conversions_dequantise_is_examined(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert read_config(str(tmp_path)) == (MODELS["qwen3-8b"], tmp_path)
+    with pytest.raises(UnsupportedArchitecture, match=r"hf_quant_config\.json: ModelOpt has quantised .*hf_to_mcore"):
+        Architecture.from_pretrained(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conversion.fp8_export import export_with_modelopt, read_calibration
-from conversion.hf_to_mcore import convert
+from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import are_powers_of_two, form_of, quantize_blockwise, quantized_names
@@ -104,6 +104,23 @@ def test_modelopt_checkpoint(model_directory, scheme: str, algorithm: str, tmp_p
     written = read_all(tmp_path / "hf")
     assert "model.layers.0.mlp.up_proj.weight_scale" in written
     assert (tmp_path / "hf" / "tokenizer.json").exists() and (tmp_path / "hf" / "COMPLETE").exists()
+
+    # A run can begin with it again, as with what others publish.
+    assert (tmp_path / "hf" / "hf_quant_config.json").is_file()
+    convert(tmp_path / "hf", tmp_path / "mcore", layout=TargetLayout(tp=2), workers=1)
+    export(tmp_path / "mcore", tmp_path / "again", workers=1)
+    again, numbers = read_all(tmp_path / "again"), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name, tensor in read_all(source).items():
+        stored = written[name]
+        if scheme == "nvfp4" and name + "_scale" in written:
+            halves = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(1).int()
+            signed = torch.where(halves >= 8, -numbers[halves & 7], numbers[halves & 7])
+            scale = (written[name + "_scale"].float() * written[name + "_scale_2"]).repeat_interleave(16, 1)
+            stored = signed * scale
+        elif name + "_scale" in written:
+            stored = stored.float() * written[name + "_scale"]
+        assert torch.equal(again[name], stored.to(again[name].dtype)), name
+        assert (again[name] - tensor).abs().max() <= 0.3 * tensor.abs().max()
 
 
 def test_bad_requests(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conversion import verify
-from conversion.files.block_fp8_checkpoint import open_source
 from conversion.files.hf_checkpoint import HFCheckpointError, copy_companions
+from conversion.files.quantized_checkpoint import open_source
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.block_fp8 import dequantize_blockwise, form_of_source, full_precision, quantize_blockwise
+from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
 from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.low_precision import full_precision, quantization_in
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
@@ -225,22 +226,6 @@ def test_layers_for_multi_token_prediction_are_carried_or_left_out(
         ),
         ({**FP8, "fmt": "e5m2"}, 'fmt="e5m2": of quant_method=fp8 only'),
         ("fp8", "quant_method=null, which is not read"),
-        (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},  # Kimi K2 Thinking's
-            'quant_method="compressed-tensors", which is not read',
-        ),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "float-quantized",
-                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
-            },
-            'strategy="channel": of quant_method=compressed-tensors only "block" is read',
-        ),
-        (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            "num_bits=null: of quant_method=compressed",
-        ),
     ],
 )
 def test_other_quantisations_are_named(kimi: Path, change: Any, message: str, tmp_path: Path) -> None:
@@ -255,9 +240,9 @@ def test_other_quantisations_are_named(kimi: Path, change: Any, message: str, tm
 
 def test_published_configurations() -> None:
     for change in ({}, {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["lm_head"]}, {"scale_fmt": "ue8m0"}):
-        form = form_of_source({"quantization_config": {**FP8, **change}})
-        assert form is not None and form.suffix == "_scale_inv"
-    assert form_of_source({}) is None and form_of_source({"quantization_config": None}) is None
+        found = quantization_in({"quantization_config": {**FP8, **change}})
+        assert found is not None and found.is_block_fp8()
+    assert quantization_in({}) is None and quantization_in({"quantization_config": None}) is None
     assert full_precision({"quantization_config": FP8, "hidden_size": 8}) == {"hidden_size": 8}
 
 

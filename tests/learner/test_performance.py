@@ -134,7 +134,7 @@ def test_megatron_takes_every_option() -> None:
     assert (taken.overlap_p2p_comm, taken.batch_p2p_comm) == (True, False)
     assert (taken.moe_token_dispatcher_type, taken.moe_flex_dispatcher_backend) == ("flex", "deepep")
 
-    offloading = LearnerConfig(cpu_offloading_num_layers=3)
+    offloading = LearnerConfig(cpu_offloading_num_layers=3, moe_permute_fusion=False)
     taken = TransformerConfig(**model, **layer_options(offloading, ENGINE), **pipeline_options(offloading, CPU))
     assert taken.cpu_offloading and taken.cpu_offloading_num_layers == 3
     assert taken.batch_p2p_comm and not taken.overlap_p2p_comm

@@ -260,8 +260,12 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias=true is not supported for llama"),
         ({"attention_bias": True}, "attention_bias=true is not supported for llama"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "quantization_config is set: start from the full-precision weights",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            'quantization_config has quant_method="gptq", which is not',
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic"}},
