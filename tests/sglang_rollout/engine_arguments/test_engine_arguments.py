@@ -1,0 +1,114 @@
+"""SGLang's own resolution and checks of every GPU configuration's command line, with faked cards of each kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
+
+from megatron_retool.config import Config, load_config
+from megatron_retool.planning.models import MODELS
+from sglang_rollout.engine.process import RESERVED_TOKENS, SGLangServer, torchvision_directory
+
+pytestmark = pytest.mark.slow  # imports SGLang whole, once for each kind of card
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("retool_*.yaml"))
+CARDS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 80, 9, 0),
+    "h200": ("NVIDIA H200", 141, 9, 0),
+    "24gb": ("NVIDIA GeForce RTX 4090", 24, 8, 9),
+}
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "deterministic": ("rollout.engine.random_seed=1",),
+    "FP8": ("rollout.engine.quantization=fp8",),
+}
+
+
+def card_of(recipe: str) -> str:
+    return next((card for card in CARDS if card in recipe), "h100")
+
+
+def server_of(recipe: str, overrides: tuple[str, ...], directory: Path) -> tuple[Config, SGLangServer]:
+    """The recipe's first engine, as ``engine_group`` makes it, for a model directory without weights."""
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*overrides, "rollout.engine.device=cuda"])
+    name = max((name for name in MODELS if name.replace("-", "_") in recipe.replace("-", "_")), key=len)
+    model = directory / name
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(
+        json.dumps(MODELS[name] | {"architectures": [CAUSAL_MODELS[MODELS[name]["model_type"]]]})
+    )
+    server = SGLangServer(
+        config.rollout.engine,
+        model_path=model,
+        log_file=directory / "log",
+        colocated=config.cluster.placement == "colocated",
+        gpu_ids=range(config.rollout.engine.tensor_parallel_size),
+        weights_from_sync=True,
+        routed_experts=config.learner.routing_replay == "rollout",
+        port=30000,
+    )
+    return config, server
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """What SGLang resolves, by recipe and kind. A process for each card imports SGLang, side by side."""
+    directory = tmp_path_factory.mktemp("engine_arguments")
+    lines: dict[str, dict[tuple[str, str], str]] = {}
+    for recipe in RECIPES:
+        for kind, overrides in OVERRIDES.items():
+            _, server = server_of(recipe, overrides, directory)
+            lines.setdefault(card_of(recipe), {})[recipe, kind] = json.dumps(server.command()[3:])
+    environment = {name: value for name, value in server.environment().items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PYTHONPATH"] = f"{torchvision_directory()}{os.pathsep}{environment['PYTHONPATH']}"
+    script = Path(__file__).with_name("resolve.py")
+    processes = {
+        card: subprocess.Popen(
+            [sys.executable, str(script), *map(str, CARDS[card])], env=environment, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=(directory / f"{card}.log").open("w"),
+        )
+        for card in lines
+    }  # fmt: skip
+    found = {}
+    for card, process in processes.items():
+        output, _ = process.communicate("\n".join(lines[card].values()) + "\n", timeout=500)
+        assert process.returncode == 0, (directory / f"{card}.log").read_text()[-2000:]
+        found |= dict(zip(lines[card], map(json.loads, output.splitlines()), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("kind", OVERRIDES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sglang_takes_the_arguments(
+    recipe: str, kind: str, resolved: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
+) -> None:
+    found = resolved[recipe, kind]
+    assert "error" not in found
+    config, _ = server_of(recipe, OVERRIDES[kind], tmp_path)
+    engine = config.rollout.engine
+    experts = "_a3b_" in recipe or "_a22b_" in recipe
+    parallel = engine.tensor_parallel_size
+    expected = {
+        "device": "cuda",
+        "tp_size": parallel,
+        "ep_size": (engine.expert_parallel_size or parallel) if experts else 1,
+        "enable_memory_saver": config.cluster.placement == "colocated",
+        "enable_return_routed_experts": experts and config.learner.routing_replay == "rollout",
+        "enable_deterministic_inference": kind == "deterministic",
+        "max_running_requests": engine.max_running_requests,
+        "mem_fraction_static": engine.mem_fraction_static,
+    }
+    assert {name: found[name] for name in expected} == expected
+    if engine.context_length is not None:
+        assert found["context_length"] == engine.context_length + RESERVED_TOKENS
+    assert found["decode_graphs"] > 0
+    if kind == "as it is":
+        assert found["attention_backend"] == ("fa3" if CARDS[card_of(recipe)][2] == 9 else "flashinfer"), found
