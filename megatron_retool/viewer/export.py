@@ -52,7 +52,7 @@ def export(
 
     Args:
         steps: none: of a single run its newest, of several runs no step.
-        summary: text above the page.
+        summary: lines of "name: value", a table above the page.
 
     Raises:
         FileNotFoundError: ``root`` holds no run, or none of its runs has one of ``steps``.
@@ -132,8 +132,15 @@ def page_text(answers: dict[str, Any], summary: str = "") -> str:
     page = re.sub(r"(?m)^<(?:link rel=\"stylesheet\"|script ).*\n", "", page)
     page = page.replace("</head>", "\n".join(head) + "\n</head>")
     if summary:
-        page = page.replace("<main", f'<pre id="summary">{html.escape(summary)}</pre>\n<main', 1)
+        page = page.replace("<main", f"{_summary_table(summary)}\n<main", 1)
     return page
+
+
+def _summary_table(summary: str) -> str:
+    """Lines of the form "name: value" as a table of two columns."""
+    lines = [map(html.escape, line.partition(": ")[::2]) for line in summary.splitlines() if line.strip()]
+    rows = "".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in lines)
+    return f'<section id="summary" class="scroll"><table aria-label="summary">{rows}</table></section>'
 
 
 def _module(path: Path) -> str:

@@ -24,7 +24,7 @@ def write_report(run_dir: str | Path, summary: str = "") -> Path:
     A run that cannot be exported, as one without config.yaml, has the plots in index.html too, which says why.
 
     Args:
-        summary: plain text above the page.
+        summary: lines of "name: value", a table above the page.
 
     Returns:
         The page's path.

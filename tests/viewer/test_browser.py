@@ -121,6 +121,32 @@ def test_every_page_reads_well_in_light_dark_and_on_a_phone(browser, tab, addres
         assert tab.locator("main img").count() == 0
 
 
+# Of each chart: room that it takes without drawing, below the title of its axis, and above its legend.
+GAPS = """() => [...document.querySelectorAll(".chart")].map((chart) => {
+  const box = (selector) => chart.querySelector(selector)?.getBoundingClientRect();
+  const whole = chart.getBoundingClientRect(), legend = box(".legend");
+  const above = legend ? legend.top - whole.top : 0;
+  return [whole.height - box(".main-svg").height, whole.bottom - box(".xtitle").bottom, above];
+})"""
+
+
+def test_charts_of_any_height_leave_no_gaps(tab, address: str) -> None:
+    def with_times(route) -> None:
+        response = route.fetch()
+        page = response.json()
+        responses = [one | {"start": 0.0, "end": 1.0 + place} for place, one in enumerate(page["responses"] * 12)]
+        spans = [{"name": "gen", "start": 0.5, "seconds": 2.0}]
+        route.fulfill(
+            response=response, json=page | {"responses": responses, "spans": spans, "ranks": {"learner": [1.0]}}
+        )
+
+    tab.route("**/time/2", with_times)
+    visit(tab, address, "#/run/a/time/2")
+    tab.wait_for_selector(".xtitle")
+    gaps = tab.evaluate(GAPS)
+    assert len(gaps) == 4 and all(gap <= 30 for chart in gaps for gap in chart), gaps
+
+
 def test_groups_are_filtered_searched_and_walked_by_keys(tab, runs: Path, address: str) -> None:
     visit(tab, address, "#/run/a/step/1")
     assert tab.inner_text("#count") == "4 of 4 groups, 16 responses"

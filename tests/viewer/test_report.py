@@ -18,8 +18,10 @@ def exported(page):
 
 def test_the_report_is_the_page_of_the_run_under_its_summary(tmp_path):
     run_dir = make_run(tmp_path / "run")
-    page = write_report(run_dir, "accuracy <0.5>")
-    assert page == run_dir / "report" / "index.html" and "accuracy &lt;0.5&gt;" in page.read_text()
+    page = write_report(run_dir, "accuracy: <0.5>\nsteps: 2, median: 1 s")
+    text = page.read_text()
+    assert page == run_dir / "report" / "index.html" and '<th scope="row">accuracy</th><td>&lt;0.5&gt;</td>' in text
+    assert '<th scope="row">steps</th><td>2, median: 1 s</td>' in text and "<pre" not in text.partition("<main")[0]
     answers = exported(page)
     (metrics,) = [answer for path, answer in answers.items() if path.endswith("/metrics")]
     assert metrics["metrics"]["rollout/acc/mean"] == [row.get("rollout/acc/mean") for row in ROWS]

@@ -11,13 +11,16 @@ const variable = (name) => getComputedStyle(document.documentElement).getPropert
 /** Of a run or a phase, by its place. */
 export const colour = (place) => COLOURS[place % COLOURS.length];
 
-/** What all charts have in common: the page's colours, no toolbar, room for the legend below. */
+/**
+ * What all charts have in common: the page's colours, no toolbar, the legend above. Below, its distance would be a share
+ * of the chart's height: over the title of a low chart's axis, and far away from a high chart.
+ */
 export function layout({ own, ...more } = {}) {
   const axis = { gridcolor: variable("--line"), zerolinecolor: variable("--line"), automargin: true };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: variable("--ink"), size: 12 },
     margin: { t: 10, r: 10, b: 36, l: 48 }, hovermode: "x unified", hoverlabel: { bgcolor: variable("--raised"), font: { color: variable("--ink") } },
-    legend: { orientation: "h", y: -0.22 }, showlegend: false, ...more,
+    legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, showlegend: false, ...more,
     xaxis: { ...axis, title: { text: "step" }, showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: variable("--faint"), ...more.xaxis },
     yaxis: { ...axis, ...more.yaxis },
   };
@@ -65,6 +68,7 @@ export class Charts {
   /** A place for a chart; ``caption`` stands below it. */
   add(traces, wanted, caption = [], label = "chart") {
     const place = element("div", { class: "chart", role: "img", "aria-label": label });
+    if (wanted.height) place.style.minHeight = wanted.height + "px";
     this.waiting.push([place, traces, wanted]);
     return element("figure", {}, element("strong", {}, label), place, element("figcaption", {}, ...caption));
   }
