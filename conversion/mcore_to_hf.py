@@ -152,8 +152,10 @@ def export(
                 )
         if fp8 or not predictors:
             carried = Predictors(checkpoint, ())
-        carried = carried.without(weight_map.hf_names)
+        copies = tuple(weight_map.predictor_copies())
+        carried = carried.without(weight_map.hf_names | {name for copy in copies for name in copy.hf_names})
         mappings = [group for _, group in weight_map.exported_groups()]
+        mappings += [(mapping,) for mapping in copies]
         groups = [_specs(checkpoint, group, weight_map, dtype, form) for group in mappings]
         mappings += [(mapping,) for mapping in carried.mappings]
         groups += [_carried_specs(carried, mapping, dtype) for mapping in carried.mappings]

@@ -56,6 +56,8 @@ class Family:
         block_fp8: the form of block-FP8 weights that SGLang's class of the family takes, see ``block_fp8.FORMS``.
         predictors: the table of a layer for multi-token prediction, where the learner can train one, see
             ``rules.predictor_rules``.
+        predictor_copies: Megatron-Core's name -> Hugging Face's, with ``{behind}``, of what a checkpoint has once more
+            for each of these layers.
         predictor_hidden_first: such a layer projects the hidden state before the embedding, not behind it.
         within: model_type of models with a tower for images, whose language model is of the family.
     """
@@ -68,6 +70,7 @@ class Family:
     block_fp8: Literal["fp8", "compressed-tensors"] = "fp8"
     within: tuple[str, ...] = ()
     predictors: Rules = ()
+    predictor_copies: Mapping[str, str] = field(default_factory=dict)
     predictor_hidden_first: bool = False
 
     @property

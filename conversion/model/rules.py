@@ -439,7 +439,8 @@ def predictor_rules(
 
     Args:
         layer: rules of the layer, as they are for the model's own.
-        hf: prefix of its Hugging Face names, with ``{layer}``.
+        hf: prefix of its Hugging Face names, with ``{layer}``, or with ``{behind}`` where layers are counted on behind
+            the model's own.
         first_norm, second_norm: modules that norm the first and the second half of what is projected. Megatron-Core
             calls them enorm and hnorm, after the embedding and the hidden state, which it has in this order.
         projection, final_norm: the other modules.
@@ -461,6 +462,25 @@ def predictor_rules(
         ),
         norm(PREDICTOR_LAYER + "final_layernorm.weight", f"{hf}{final_norm}.weight"),
     )
+
+
+def predictor_behind(*layer: Rule) -> Rules:
+    """``predictor_rules`` of DeepSeek-V3's names, as GLM-4.5 has them too."""
+    return predictor_rules(
+        *layer,
+        hf="model.layers.{behind}.",
+        first_norm="enorm",
+        second_norm="hnorm",
+        projection="eh_proj",
+        final_norm="shared_head.norm",
+    )
+
+
+COPIES_BEHIND = {
+    EMBEDDING_NAME: "model.layers.{behind}.embed_tokens.weight",
+    OUTPUT_NAME: "model.layers.{behind}.shared_head.head.weight",
+}
+"""With ``predictor_behind``: the copies of embedding and output layer that such a checkpoint has beside it."""
 
 
 def optional(rules: Iterable[Rule], field: str) -> Rules:

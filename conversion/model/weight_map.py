@@ -22,7 +22,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -371,6 +371,13 @@ class WeightMap:
         """The mappings that are written to Hugging Face: all but the tied output layer."""
         return (mapping for mapping in self if not mapping.tied)
 
+    def predictor_copies(self) -> Iterator[Mapping]:
+        """Mappings to what a checkpoint has once more for each layer for multi-token prediction that is a parameter."""
+        for predictor in range(self.architecture.predictors):
+            for mcore_name, hf_name in self.architecture.declaration.predictor_copies.items():
+                own = hf_name.format(behind=self.architecture.num_layers + predictor)
+                yield replace(self[mcore_name], hf_names=(own,))
+
     def exported_groups(self) -> list[tuple[tuple[str, ...], tuple[Mapping, ...]]]:
         """``exported``, as (names of tensors, all mappings that have parts of them): one mapping, but for stacks."""
         groups: dict[tuple[str, ...], list[Mapping]] = {}
@@ -395,10 +402,15 @@ class WeightMap:
                 for expert in range(self.architecture.num_experts or 0):
                     yield from (self._mapping(rule, layer, expert) for rule in per_expert)
 
+        rules = tuple(
+            rule
+            for rule in self.architecture.declaration.predictors
+            if not rule.only_with or getattr(self.architecture, rule.only_with)
+        )
         for predictor in range(self.architecture.predictors):
-            for rule in self.architecture.declaration.predictors:
-                if not rule.only_with or getattr(self.architecture, rule.only_with):
-                    yield self._mapping(rule, predictor=predictor)
+            for rule in rules:
+                experts = range(self.architecture.num_experts or 0) if "{expert}" in rule.mcore else (None,)
+                yield from (self._mapping(rule, expert=expert, predictor=predictor) for expert in experts)
 
     def _mapping(
         self, rule: Rule, layer: int | None = None, expert: int | None = None, predictor: int | None = None
@@ -412,7 +424,10 @@ class WeightMap:
             groups = self.architecture.delta_net.key_heads
         return Mapping(
             mcore_name=rule.mcore.format(layer=number, expert=expert),
-            hf_names=tuple(name.format(layer=number, expert=expert) for name in hf_names),
+            hf_names=tuple(
+                name.format(layer=number, expert=expert, behind=self.architecture.num_layers + (predictor or 0))
+                for name in hf_names
+            ),
             hf_shapes=tuple(tuple(self._sizes[size] for size in shape) for shape in rule.shapes),
             arrangement=rule.arrangement,
             tp_dim=rule.tp_dim,
@@ -501,8 +516,15 @@ def checkpoint_place(mapping: Mapping, architecture: Architecture) -> Checkpoint
     name = mapping.mcore_name
     if name.startswith(PREDICTOR_PREFIX):
         for fused, plain in _FUSED_NORMS.items():
-            name = name.replace(".mtp_model_layer." + plain, ".mtp_model_layer." + fused)
-        return CheckpointPlace(name.replace(".mtp_model_layer.", ".transformer_layer."))
+            of_several = architecture.is_moe if fused.startswith("mlp.") else architecture.latent is not None
+            if not of_several:
+                name = name.replace(".mtp_model_layer." + plain, ".mtp_model_layer." + fused)
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.")
+        if mapping.expert is None:
+            return CheckpointPlace(name)
+        assert architecture.num_experts is not None
+        name = name.replace(f"local_experts.{mapping.expert}.", "experts.")
+        return CheckpointPlace(name, (mapping.expert,), (architecture.num_experts,))
     if mapping.layer is None:
         return CheckpointPlace(EMBEDDING_NAME if mapping.tied else name)
     name = name.removeprefix(MCORE_LAYER.format(layer=mapping.layer))

@@ -80,7 +80,7 @@ in float32, unless `learner.moe_router_bias_update_rate` moves them.
 Layers for multi-token prediction, behind the model's own (DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo), are carried along as
 they are: `conversion/hf_to_mcore.py` stores them beside the model's tensors (`--without-predictors` leaves them out),
 and `conversion/mcore_to_hf.py` writes them again. For a learner's checkpoint it needs `--predictors-from` with the
-model that training began with; a run's own export has it. MiMo's can be trained
+model that training began with; a run's own export has it. Those of DeepSeek-V3, GLM-4.5 and MiMo can be trained
 ([algorithms.md](algorithms.md#multi-token-prediction)); then the learner's checkpoint has them, and an export writes
 those. An export in FP8 has no such layers, and its config.json says so. That MiniMax-M2's configuration announces some
 (`num_mtp_modules`) does not matter, since its checkpoints hold none. MiMo (`model_type` `mimo`) is of the family

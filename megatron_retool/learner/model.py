@@ -196,9 +196,11 @@ def block_spec(
 
 
 def predictor_spec(architecture: Architecture, config: TransformerConfig, acceleration: Acceleration) -> ModuleSpec:
-    """The layers for multi-token prediction, which are like the model's own and all alike."""
+    """The layers for multi-token prediction, which are like the model's own and all alike: in a mixture of experts each
+    has some."""
     engine = acceleration.transformer_engine is not None
-    layer = _engine_layer(config, False, False) if engine else _local_layer(architecture, config, False, True)
+    experts = architecture.is_moe
+    layer = _engine_layer(config, experts, False) if engine else _local_layer(architecture, config, experts, True)
     place_norms(layer.submodules, architecture, engine)
     place_positions(layer.submodules, architecture)
     norm = TENorm if engine else RMSNorm
@@ -246,8 +248,9 @@ def _local_layer(
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if architecture.latent is not None:
-        sizes = {"sizes": architecture.latent, "rotated": architecture.rotary_dim}
-        spec.submodules.self_attention = ModuleSpec(LatentAttention, params=sizes)
+        params = {**spec.submodules.self_attention.params, "sizes": architecture.latent}
+        params["rotated"] = architecture.rotary_dim
+        spec.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
     if not has_attention:
         spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"sizes": architecture.delta_net})
     if architecture.latent is not None or not has_attention:

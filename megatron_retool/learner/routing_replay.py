@@ -412,10 +412,11 @@ class RoutingReplay:
 
 
 def _stand_in(model: torch.nn.Module, architecture: Architecture) -> list[LayerReplay]:
-    """Take the place of the top-k of a model chunk's routers; its layers, in their order."""
+    """Take the place of the top-k of a model chunk's routers, but for those of layers for multi-token prediction; its
+    layers, in their order."""
     layers = []
     for module in model.modules():
-        if isinstance(module, TopKRouter):
+        if isinstance(module, TopKRouter) and not module.is_mtp_layer:
             place = architecture.expert_layers.index(module.layer_number - 1)
             before = module.router_replay
             layers.append(LayerReplay(place, before.own if isinstance(before, ExpertChoice) else None))

@@ -13,7 +13,8 @@ from conversion.hf_to_mcore import convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from megatron_retool.admission.ranks import run_ranks
-from megatron_retool.admission.tiny_model import random_batch
+from megatron_retool.admission.shrink import VOCAB_SIZE
+from megatron_retool.admission.tiny_model import random_batch, random_model, stored_gradients
 from megatron_retool.config import (
     Config,
     ConfigError,
@@ -26,6 +27,7 @@ from megatron_retool.config import (
 )
 from megatron_retool.doctor.model import sequences
 from megatron_retool.planning.memory import rank_parameters
+from megatron_retool.routed_experts import RoutedExperts
 from tests.learner import tiny_models
 
 LENGTHS = [(5, 30), (9, 3), (1, 22), (13, 41), (6, 1), (2, 17)]
@@ -33,50 +35,143 @@ LENGTHS = [(5, 30), (9, 3), (1, 22), (13, 41), (6, 1), (2, 17)]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, eps=1e-6)
 PREDICTORS = 2
 FACTOR = 0.3
+PIPELINE = {"pipeline_model_parallel_size": 2}
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {
     1: {
-        "one": {},
-        "unpacked, recompute": {
+        "mimo, one": {},
+        "mimo, unpacked, recompute": {
             "max_tokens_per_micro_batch": 56,
             "recompute": RecomputeConfig(granularity="full"),
         },
+        "glm4_moe, one": {},
+        "deepseek_v3, one": {},
     },
     2: {
-        "context": {"context_parallel_size": 2},
-        "pipeline": {"pipeline_model_parallel_size": 2},
-        "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "mimo, context": {"context_parallel_size": 2},
+        "mimo, pipeline": PIPELINE,
+        "mimo, sequence": SEQUENCE,
+        "glm4_moe, pipeline": PIPELINE,
+        "glm4_moe, experts": {**SEQUENCE, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        "deepseek_v3, sequence": SEQUENCE,
     },
 }
-BESIDE_A_PLAIN_POLICY = ("one", "context", "pipeline")
+BESIDE_A_PLAIN_POLICY = ("mimo, one", "mimo, context", "mimo, pipeline", "glm4_moe, one")
+FAMILIES = ("mimo", "glm4_moe", "deepseek_v3")
+BEHIND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+NAMES = {
+    "mimo": ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"),
+    "glm4_moe": BEHIND,
+    "deepseek_v3": BEHIND,
+}
+"""Norms of what is projected first and second, the projection, and the last norm."""
+LATENT = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 10000.0,
+    "pad_token_id": None,
+}
 
 
-def predictor(config):
-    """MiMo's layer for multi-token prediction, of transformers' modules; input_proj as in SGLang's mimo_mtp.py."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
+class Predictor(torch.nn.Module):
+    """A layer for multi-token prediction of transformers' modules, put together as SGLang's class of the family is."""
 
-    layer = Qwen2DecoderLayer(config, 0)
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        setattr(layer, name, Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps))
-    layer.input_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    for name, parameter in layer.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    return layer
+    def __init__(self, family, config):
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+        from transformers.models.glm4_moe import modeling_glm4_moe as glm
+        from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+        super().__init__()
+        layer = {
+            "mimo": qwen2.Qwen2DecoderLayer,
+            "glm4_moe": glm.Glm4MoeDecoderLayer,
+            "deepseek_v3": deepseek.DeepseekV3DecoderLayer,
+        }[family]
+        self.family = family
+        self.layer = layer(config, 1)
+        self.projection = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.first, self.second, self.last = (
+            qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            is_norm = "norm" in name or name.split(".")[0] in ("first", "second", "last")
+            torch.nn.init.normal_(tensor, 1.0 if is_norm else 0.0, 0.15)
+
+    def forward(self, hidden, embedded, angles):
+        first, second = (hidden, embedded) if self.family == "mimo" else (embedded, hidden)
+        projected = self.projection(torch.cat([self.first(first), self.second(second)], -1))
+        length = hidden.size(1)
+        causal = torch.full((length, length), -torch.inf, dtype=hidden.dtype).triu(1)[None, None]
+        output = self.layer(projected, attention_mask=causal, position_embeddings=angles)
+        return self.last(output[0] if isinstance(output, tuple) else output)
+
+    def stored(self, number, gradients=False):
+        """Tensors, or gradients, by the names of a checkpoint."""
+        found = {n: p.grad if gradients else p.detach() for n, p in self.named_parameters()}
+        if not gradients:
+            found |= dict(self.named_buffers())
+        for name in [name for name in found if ".experts." in name and ".shared" not in name]:
+            fused, place = found.pop(name), name.removesuffix("gate_up_proj").removesuffix("down_proj")
+            for expert, matrix in enumerate(fused):
+                parts = {"down_proj": matrix}
+                if name.endswith("gate_up_proj"):
+                    parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+                found |= {f"{place}{expert}.{part}.weight": rows.clone() for part, rows in parts.items()}
+        prefix = f"model.mtp_layers.{number}." if self.family == "mimo" else f"model.layers.{2 + number}."
+        own = dict(zip(("first", "second", "projection", "last"), NAMES[self.family], strict=True))
+
+        def stored_name(name):
+            module, _, rest = name.partition(".")
+            return prefix + (rest if module == "layer" else f"{own[module]}.{rest}")
+
+        return {stored_name(name): tensor for name, tensor in found.items()}
 
 
-def make_model(directory):
-    """A tiny MiMo in ``directory``; the model and its layers for multi-token prediction in transformers."""
-    model = tiny_models.hf_model("qwen2", num_hidden_layers=2, tie_word_embeddings=False)
+def make_model(family, directory):
+    """A tiny model in ``directory``; it and its layers for multi-token prediction in transformers."""
+    if family == "deepseek_v3":
+        model = random_model(LATENT)
+    else:
+        changes = {"num_hidden_layers": 2, "tie_word_embeddings": False}
+        model = tiny_models.hf_model("qwen2" if family == "mimo" else family, **changes)
     torch.manual_seed(3)
-    layers = [predictor(model.config) for _ in range(PREDICTORS)]
+    layers = [Predictor(family, model.config) for _ in range(PREDICTORS)]
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for number, layer in enumerate(layers):
-        tensors |= {f"model.mtp_layers.{number}.{name}": p.detach() for name, p in layer.named_parameters()}
+        tensors |= layer.stored(number)
+        if family != "mimo":
+            for copy, name in COPIES.items():
+                tensors[f"model.layers.{2 + number}.{copy}"] = tensors[name].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    changes = {"model_type": "mimo", "num_nextn_predict_layers": PREDICTORS}
+    changes = {"model_type": family, "num_nextn_predict_layers": PREDICTORS}
     (directory / "config.json").write_text(json.dumps(config | changes))
     return model, layers
+
+
+COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
 
 def reference(model, layers, batch, observes):
@@ -101,24 +196,19 @@ def reference(model, layers, batch, observes):
             embedded = told(ids[None, depth:])
             embedded = embedded.detach() if observes else embedded
             hidden = hidden[:, : len(ids) - depth]
-            both = [layer.hidden_layernorm(hidden), layer.token_layernorm(embedded)]
-            length = len(ids) - depth
-            causal = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-            angles = tuple(part[:, :length] for part in rotary)
-            hidden = layer(layer.input_proj(torch.cat(both, -1)), attention_mask=causal, position_embeddings=angles)
-            hidden = layer.final_layernorm(hidden[0] if isinstance(hidden, tuple) else hidden)
+            hidden = layer(hidden, embedded, tuple(part[:, : len(ids) - depth] for part in rotary))
             logits = torch.nn.functional.linear(hidden, head)[0, :-1]
             targets, wanted = ids[depth + 1 :], torch.from_numpy(learned[depth + 1 :])
             predicted[depth - 1].append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0][wanted])
             best.append((logits.argmax(-1) == targets)[wanted])
     found = [torch.cat(parts) for parts in predicted]
     (policy - FACTOR * torch.stack([part.mean() for part in found]).mean()).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = stored_gradients(model)
     for number, layer in enumerate(layers):
-        gradients |= {f"model.mtp_layers.{number}.{name}": p.grad for name, p in layer.named_parameters()}
+        gradients |= layer.stored(number, gradients=True)
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     for module in (model, *layers):
         module.zero_grad()
-    gradients = {name: grad.clone() for name, grad in gradients.items()}
     return gradients, -float(torch.cat(found).detach().mean()), float(torch.cat(best).double().mean())
 
 
@@ -172,16 +262,23 @@ def exported(learner):
     return {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
 
 
-def learn(world_size, name, hf_dir):
+def learn(world_size, name, directory):
+    hf_dir = directory / name.partition(",")[0]
     settings, batch = LAYOUTS[world_size][name], random_batch(LENGTHS)
     found = {}
     for observes in (True, False):
         learner = build(world_size, settings, hf_dir, MtpConfig(True, FACTOR, observes))
         found[observes] = gradients_of(learner, lambda learner=learner: learner.sft_update(batch))
         found["missed"] = missed_parameters(learner)
-    if name == "pipeline":
-        learner.save(hf_dir.with_name("saved"))
+    if settings is PIPELINE:
+        learner.save(saved_beside(hf_dir))
         found["saved"] = all_weights(learner)
+    if name == "glm4_moe, one":
+        replaying = build(world_size, {"routing_replay": "old_log_probs"}, hf_dir, MtpConfig(train=True))
+        rows = replaying.log_probs(batch)["routed_experts"]
+        lengths = batch.total_lengths.astype(np.int64)
+        chosen = replace(batch, routed_experts=RoutedExperts(rows, np.cumsum(lengths) - lengths))
+        found["replayed"] = rows.shape[1], replaying.update(columns_of(chosen))
     if name in BESIDE_A_PLAIN_POLICY:
         for beside in (True, False):
             learner = build(world_size, settings, hf_dir, MtpConfig(beside))
@@ -197,46 +294,53 @@ def all_weights(learner):
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 
-def learn_in_all(world_size, hf_dir):
-    return {name: learn(world_size, name, hf_dir) for name in LAYOUTS[world_size]}
+def saved_beside(hf_dir):
+    return hf_dir.with_name(f"{hf_dir.name}_saved")
+
+
+def learn_in_all(world_size, directory):
+    return {name: learn(world_size, name, directory) for name in LAYOUTS[world_size]}
 
 
 def load_in_one(hf_dir, mcore_dir):
     """Weights of the learner that goes on from the checkpoint of two pipeline stages, and of a converted model."""
     learner = build(1, {}, hf_dir, MtpConfig(train=True))
-    learner.load(hf_dir.with_name("saved"))
+    learner.load(saved_beside(hf_dir))
     return all_weights(learner), all_weights(build(1, {}, hf_dir, MtpConfig(train=True), mcore_dir))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("mimo") / "hf"
-    return directory, make_model(directory)
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    return directory, {family: make_model(family, directory / family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def found(model, tmp_path_factory):
+def found(models, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     return {
         name: answer
         for world_size in LAYOUTS
         for name, answer in run_ranks(
-            learn_in_all, world_size, directory / str(world_size), world_size, model[0]
+            learn_in_all, world_size, directory / str(world_size), world_size, models[0]
         ).items()
     }
 
 
 @pytest.fixture(scope="module")
-def expected(found, model):
+def expected(found, models):
     batch = random_batch(LENGTHS)
-    return {observes: reference(*model[1], batch, observes) for observes in (True, False)}
+    return {
+        family: {observes: reference(*model, batch, observes) for observes in (True, False)}
+        for family, model in models[1].items()
+    }
 
 
 @pytest.mark.parametrize("layout", [name for layouts in LAYOUTS.values() for name in layouts])
 @pytest.mark.parametrize("observes", [True, False], ids=["observes", "moves the policy"])
 def test_gradients_are_those_of_transformers(found, expected, layout, observes):
     metrics, gradients = found[layout][observes]
-    wanted, loss, acceptance = expected[observes]
+    wanted, loss, acceptance = expected[layout.partition(",")[0]][observes]
     assert gradients.keys() == wanted.keys()
     off = {name: float((gradients[name] - grad).abs().max() / grad.abs().max()) for name, grad in wanted.items()}
     assert max(off.values()) < 1e-5, max(off, key=off.get)
@@ -249,32 +353,50 @@ def test_gradients_are_those_of_transformers(found, expected, layout, observes):
 def test_an_observer_changes_no_bit_of_the_policy(found, expected, layout):
     metrics, gradients, weights = found[layout]["beside", True]
     plain_metrics, plain_gradients, plain_weights = found[layout]["beside", False]
-    assert gradients.keys() - plain_gradients.keys() == {name for name in gradients if "mtp_layers" in name}
+    assert gradients.keys() - plain_gradients.keys() == {name for name in gradients if is_predictors(name)}
     assert all(torch.equal(gradients[name], gradient) for name, gradient in plain_gradients.items())
     # An engine gets the policy alone.
     assert weights.keys() == plain_weights.keys()
     assert all(torch.equal(weights[name], weight) for name, weight in plain_weights.items())
     assert metrics["actor/grad_norm"] == plain_metrics["actor/grad_norm"] > OPTIMIZER.clip_grad
-    assert metrics["learner/mtp_loss"] == pytest.approx(expected[True][1], rel=1e-5)
+    assert metrics["learner/mtp_loss"] == pytest.approx(expected[layout.partition(",")[0]][True][1], rel=1e-5)
 
 
-def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, model, tmp_path):
-    hf_dir = model[0]
+def test_routing_replay_leaves_their_routers_alone(found):
+    layers, metrics = found["glm4_moe, one"]["replayed"]
+    plain = found["glm4_moe, one"]["beside", True][0]
+    assert layers == 1  # of the model's two one is dense
+    assert metrics["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-5)
+    assert metrics["learner/mtp_loss"] == pytest.approx(plain["learner/mtp_loss"], rel=1e-5)
+
+
+def is_predictors(name):
+    return name.startswith(("model.mtp_layers.", "model.layers.2.", "model.layers.3."))
+
+
+@pytest.mark.parametrize("family", ["mimo", "glm4_moe"])
+def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, models, tmp_path, family):
+    hf_dir = models[0] / family
     convert(hf_dir, tmp_path / "mcore", workers=1, require_tokenizer=False)
     loaded, converted = run_ranks(load_in_one, 1, tmp_path / "ranks", hf_dir, tmp_path / "mcore")
-    saved, first = found["pipeline"]["saved"], load_file(hf_dir / "model.safetensors")
-    assert saved.keys() == first.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
-    assert all(torch.equal(converted[name], first[name]) for name in first)
-    name = "model.mtp_layers.1.input_proj.weight"
-    assert not torch.equal(saved[name], first[name])
+    saved, first = found[f"{family}, pipeline"]["saved"], load_file(hf_dir / "model.safetensors")
+    copies = {name for name in first if name.endswith(tuple(f".{copy}" for copy in COPIES)) and is_predictors(name)}
+    assert len(copies) == (0 if family == "mimo" else 4) and saved.keys() == first.keys() - copies
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert all(torch.equal(converted[name], first[name]) for name in saved)
+    trained = [name for name in saved if is_predictors(name) and not name.endswith("e_score_correction_bias")]
+    assert trained and not any(torch.equal(saved[name], first[name]) for name in trained)
 
     # What the model began with is carried along only where it was not trained.
-    export(hf_dir.with_name("saved"), tmp_path / "hf", workers=1, require_tokenizer=False, predictors_from=hf_dir)
+    export(saved_beside(hf_dir), tmp_path / "hf", workers=1, require_tokenizer=False, predictors_from=hf_dir)
     written = load_file(tmp_path / "hf" / "model.safetensors")
-    assert written.keys() == saved.keys() and all(torch.equal(written[name], saved[name]) for name in saved)
+    assert written.keys() == first.keys() and all(torch.equal(written[name], saved[name]) for name in saved)
+    for name in copies:
+        source = COPIES[name.split(".", 3)[3]]
+        assert torch.equal(written[name], saved[source]) and not torch.equal(written[name], first[name])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == PREDICTORS
-    export(hf_dir.with_name("saved"), tmp_path / "without", workers=1, require_tokenizer=False, predictors=False)
-    assert name not in load_file(tmp_path / "without" / "model.safetensors")
+    export(saved_beside(hf_dir), tmp_path / "without", workers=1, require_tokenizer=False, predictors=False)
+    assert not any(is_predictors(name) for name in load_file(tmp_path / "without" / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +426,8 @@ def test_settings_that_do_not_go_together(settings, message):
         ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "with a sliding window"),
     ],
 )
-def test_models_that_are_refused(model, changes, message):
-    config = json.loads((model[0] / "config.json").read_text())
+def test_models_that_are_refused(models, changes, message):
+    config = json.loads((models[0] / "mimo" / "config.json").read_text())
     config.pop("layer_types")
     architecture = Architecture.from_hf_config(config | changes)
     learner = LearnerConfig(world_size=2, pipeline_model_parallel_size=2, mtp=MtpConfig(train=True))

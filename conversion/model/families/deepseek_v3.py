@@ -7,14 +7,18 @@ from typing import Any
 from conversion.model.family import Family
 from conversion.model.hf_config import ConfigReader, latent_attention, sigmoid_router, unbiased_decoder
 from conversion.model.rules import (
+    COPIES_BEHIND,
     EXPERTS,
     LATENT_ATTENTION,
     ROUTER_BIAS,
     SHARED_EXPERT,
     SWIGLU,
     decoder_rules,
+    predictor_behind,
     renamed,
 )
+
+_EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}))
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -24,13 +28,9 @@ def read(config: ConfigReader) -> dict[str, Any]:
 FAMILY = Family(
     "deepseek_v3",
     aliases=("kimi_k2",),  # arXiv:2507.20534, section 2.3: DeepSeek-V3 with other sizes, and one group of experts
-    rules=decoder_rules(
-        *LATENT_ATTENTION,
-        *SWIGLU,
-        *EXPERTS,
-        *ROUTER_BIAS,
-        *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}),
-    ),
+    rules=decoder_rules(*LATENT_ATTENTION, *SWIGLU, *_EXPERTS),
+    predictors=predictor_behind(*LATENT_ATTENTION, *_EXPERTS),
+    predictor_copies=COPIES_BEHIND,
     read=read,
     engine_classes={"DeepseekV3ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV3ForCausalLM"},
 )

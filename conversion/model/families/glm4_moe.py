@@ -8,6 +8,7 @@ from conversion.model.family import Family
 from conversion.model.hf_config import ConfigReader, decoder, partial_rotary, sigmoid_router
 from conversion.model.rules import (
     ATTENTION,
+    COPIES_BEHIND,
     EXPERTS,
     QK_NORM,
     QKV_BIAS,
@@ -16,8 +17,12 @@ from conversion.model.rules import (
     SWIGLU,
     decoder_rules,
     optional,
+    predictor_behind,
     renamed,
 )
+
+_ATTENTION = (*ATTENTION, *optional(QKV_BIAS, "attention_bias"), *optional(QK_NORM, "qk_norm"))
+_EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}))
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
@@ -32,15 +37,9 @@ def read(config: ConfigReader) -> dict[str, Any]:
 
 FAMILY = Family(
     "glm4_moe",
-    rules=decoder_rules(
-        *ATTENTION,
-        *optional(QKV_BIAS, "attention_bias"),
-        *optional(QK_NORM, "qk_norm"),
-        *SWIGLU,
-        *EXPERTS,
-        *ROUTER_BIAS,
-        *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}),
-    ),
+    rules=decoder_rules(*_ATTENTION, *SWIGLU, *_EXPERTS),
+    predictors=predictor_behind(*_ATTENTION, *_EXPERTS),
+    predictor_copies=COPIES_BEHIND,
     read=read,
     engine_classes={"Glm4MoeForCausalLM": "sglang.srt.models.glm4_moe:Glm4MoeForCausalLM"},
 )

@@ -29,7 +29,13 @@ from megatron_retool.learner.checkpoint.state import (
     set_random_state,
     sharded_items,
 )
-from megatron_retool.learner.weights import TensorParallelPlace, global_parameters, local_weight_map, unwrap
+from megatron_retool.learner.weights import (
+    TensorParallelPlace,
+    global_parameters,
+    global_tensors,
+    local_weight_map,
+    unwrap,
+)
 
 
 class CheckpointError(RuntimeError):
@@ -165,19 +171,18 @@ def load_model_weights(
     state = model_state(model_chunks, architecture)
     weight_map = local_weight_map(model_chunks, architecture)
     own = {id(parameter) for name, parameter in global_parameters(model_chunks) if name not in weight_map}
-    carried = {}
-    if not any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors):
-        named = global_parameters(model_chunks)
-        carried = {name: parameter for name, parameter in named if name.startswith(PREDICTOR_PREFIX)}
-    own |= {id(parameter) for parameter in carried.values()}
+    predictors = {name: t for name, t in global_tensors(model_chunks) if name.startswith(PREDICTOR_PREFIX)}
+    carried = {} if any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors) else predictors
     for part in state.values():
+        for name in [n for n, item in part.items() if carried and item.key.startswith(PREDICTOR_PREFIX)]:
+            del part[name]
         for name in [n for n, item in part.items() if id(item.data) in own and item.key not in checkpoint.tensors]:
             del part[name]
     loaded = _load(state, directory, checkpoint)
     for chunk, name in zip(model_chunks, model_names(model_chunks), strict=True):
         unwrap(chunk).load_state_dict(loaded[name], strict=False)
-    for name, parameter in carried.items():
-        parameter.data.copy_(_carried(weight_map[name], checkpoint))
+    for name, tensor in carried.items():
+        tensor.data.copy_(_carried(weight_map[name], checkpoint))
 
 
 def _carried(mapping: Mapping, checkpoint: DistCheckpoint) -> torch.Tensor:
