@@ -291,23 +291,27 @@ class QuantizedCheckpoint(HFCheckpoint):
         height = scheme.block[0] or max(stop, 1)
         blocks = first // height, -(-stop // height)
         scales = self._scales(weight, blocks)
+        order, width = self._order(weight, columns), scheme.block[1]
         by_row = torch.arange(first, stop) // height - blocks[0]
-        order = self._order(weight, columns)
+        in_groups = width > 0 and order is None and columns % width == 0
 
         def spread(of_blocks: Tensor) -> Tensor:
-            """To every row, and to every column unless all have the same."""
-            of_rows = of_blocks[by_row]
+            """What the numbers are multiplied with, in a shape that fits theirs."""
+            of_rows = of_blocks if height == 1 else of_blocks[by_row]
+            if in_groups:
+                return of_rows.unsqueeze(-1)
             if order is not None:
                 return of_rows[:, order]
-            width = scheme.block[1]
             return of_rows.repeat_interleave(width, 1)[:, :columns] if width else of_rows
 
         numbers = numbers.to(scales.dtype)
+        if in_groups:
+            numbers = numbers.unflatten(1, (columns // width, width))
         if scheme.second and not scheme.divides:
             numbers = numbers + 0.0  # ModelOpt reads -0 as 0
         if weight.zero_points is not None:
             numbers = numbers - spread(self._zero_points(weight, blocks)).to(scales.dtype)
-        return numbers * spread(scales)
+        return (numbers * spread(scales)).reshape(stop - first, columns)
 
     def _scales(self, weight: _Weight, blocks: tuple[int, int]) -> Tensor:
         """Scales of rows of blocks, [blocks, blocks of columns]."""
