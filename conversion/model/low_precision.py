@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,16 @@ class Names:
         return self.embeddings if module.rpartition(".")[2].startswith("embed") else self.linear
 
 
-def _matches(pattern: str, name: str) -> bool:
+@lru_cache(maxsize=_MOST_PATTERNS)
+def _compiled(pattern: str) -> Any:
     import regex
 
+    return regex.compile(pattern)
+
+
+def _matches(pattern: str, name: str) -> bool:
     try:
-        return regex.match(pattern, name, timeout=_PATTERN_SECONDS) is not None
+        return _compiled(pattern).match(name, timeout=_PATTERN_SECONDS) is not None
     except TimeoutError:
         raise UnsupportedArchitecture(
             f"the pattern {shown(pattern)} takes more than a second for {name}: write a simpler one, or {_CURE}"
@@ -409,7 +414,7 @@ def _check_patterns(patterns: Sequence[str], place: str) -> None:
         try:
             if len(pattern) > _MOST_PATTERN_LENGTH:
                 raise ValueError(f"more than {_MOST_PATTERN_LENGTH} characters")
-            regex.compile(pattern)
+            _compiled(pattern)
         except (ValueError, OverflowError, RecursionError, regex.error) as error:
             raise UnsupportedArchitecture(f"{place}: {shown(pattern)} is no pattern: {error}") from None
 
