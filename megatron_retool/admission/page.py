@@ -23,7 +23,8 @@ A model family is admitted by one function: `megatron-retool admit HF_DIR_OR_CON
 few thousand parameters in four layers of the same kinds, makes random weights with transformers, and holds the learner
 against transformers in every layout: log-probs, entropy, the loss's metrics, every gradient, the gradient norm and the
 weights after one update, in float32. A check fails beyond 1e-5 (entropy, and SGLang's log-probs: 2e-5); of a gradient
-that is the norm of the difference, relative to its own. A model that no family covers is refused by the name of the
+that is the norm of the difference, relative to its own (of a key's bias, whose gradient is what is left of a sum that
+cancels, to its matrix's). A model that no family covers is refused by the name of the
 part that is missing.
 
 ```bash

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
 from conversion.model.family import built_in_families
 from megatron_retool.admission.engine_checks import KIND, LOG_PROBS, PARAMETERS
+from megatron_retool.admission.forced_routing import distance
 from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
 from megatron_retool.admission.page import FOUND, page
 from megatron_retool.admission.parity import ENGINE, too_far
@@ -27,6 +31,15 @@ def test_checks_of_sglang_are_rows_with_an_explanation() -> None:
     said = page({"models": [passed.as_json(), refused.as_json()], "packages": {}})
     assert f"| {PARAMETERS} | ✓ |  |" in said and f"| {LOG_PROBS} | ✓ | – |" in said
     assert "**SGLang's class** loads the weights" in said and "SGLang's log-probs: 2e-5" in said
+
+
+def test_a_key_bias_is_held_against_what_its_gradient_is_summed_of() -> None:
+    key = {"k_proj.weight": torch.full((32, 32), 1.0), "k_proj.bias": torch.full((32,), 0.1)}
+    rest = {"q_proj.weight": torch.ones(32, 32), "q_proj.bias": torch.full((32,), 0.1), "unused.weight": torch.zeros(2)}
+    expected = key | rest
+    for name, error in (("k_proj.bias", 1e-3 * 0.1 / 32**0.5), ("q_proj.bias", 1e-3), ("k_proj.weight", 1e-3)):
+        found = {**expected, name: expected[name] * (1 + 1e-3)}
+        assert distance(found, expected) == pytest.approx(error, rel=1e-3)
 
 
 def test_one_failure_refuses(tmp_path: Path) -> None:
