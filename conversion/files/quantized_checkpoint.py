@@ -181,13 +181,13 @@ class QuantizedCheckpoint(HFCheckpoint):
         announced = self.on_disk.get(stored.name.removesuffix("weight_packed") + "weight_shape")
         if weight.scheme.stored != "int32" or announced is None:
             return rows, columns
-        shape = tuple(super().read(announced.name).tolist()) if announced.shape == (2,) else announced.shape
-        if shape[0] != rows or not columns - weight.scheme.per_item < shape[-1] <= columns:
+        shape = super().read(announced.name).flatten()[:3].tolist()
+        if len(shape) != 2 or shape[0] != rows or not columns - weight.scheme.per_item < shape[1] <= columns:
             raise HFCheckpointError(
                 f"{self._where(announced)} is {shape}, but {stored.name} of shape {stored.shape} holds {rows} rows of "
                 f"{columns} numbers"
             )
-        return rows, int(shape[-1])
+        return rows, int(shape[1])
 
     def _check_parts(self, name: str, weight: _Weight, shape: tuple[int, int]) -> None:
         scheme, scales = weight.scheme, weight.scales
