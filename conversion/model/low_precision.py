@@ -376,7 +376,7 @@ def _block(weights: ConfigReader, place: str) -> tuple[int, int]:
     if strategy == "block":
         structure = weights.mapping.get("block_structure")
         if isinstance(structure, str):
-            structure = [int(part) if part.isdecimal() else 0 for part in structure.split("x")]
+            structure = [int(part) if part.isdecimal() and len(part) < 10 else 0 for part in structure.split("x")]
         if (
             isinstance(structure, list)
             and len(structure) == 2
@@ -399,9 +399,9 @@ def _targets(listed: list[Any], place: str) -> Names:
 
 
 def _texts(listed: list[Any], place: str) -> list[str]:
-    other = next((value for value in listed if not isinstance(value, str)), None)
-    if other is not None:
-        raise UnsupportedArchitecture(f"{place} holds {shown(other)}, which is no name")
+    for value in listed:
+        if not isinstance(value, str):
+            raise UnsupportedArchitecture(f"{place} holds {shown(value)}, which is no name")
     return listed
 
 

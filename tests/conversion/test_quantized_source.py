@@ -409,6 +409,7 @@ def modelopt(**quantization: Any) -> dict[str, Any]:
         (declared("int4", ignore=["re:("]), r"quantization_config\.ignore: \"\(\" is no pattern"),
         (declared("int4", ignore=["re:" + "a" * 2000]), "is no pattern: more than 1000 characters"),
         (declared("int4", ignore=[3]), "quantization_config.ignore holds 3, which is no name"),
+        (modelopt(quant_algo="FP8", ignore=[None]), "exclude_modules holds null, which is no name"),
         (declared("int4", ignore=["re:(?:([a-z]|.)+)+[!?]"]), "takes more than a second for"),
         (modelopt(quant_algo="W4A16_AWQ"), 'quant_algo="W4A16_AWQ", which is not read, since its inputs are scaled'),
         (modelopt(quant_algo="NVFP4_SVD"), 'quant_algo="NVFP4_SVD", which is not read, since it adds low-rank'),
