@@ -260,7 +260,7 @@ def damage_named(path: str | Path) -> Iterator[None]:
 
 
 def _damaged(path: str | Path, error: BaseException, place: str = "") -> UnreadableFile:
-    reason = (str(error).splitlines() or [""])[0][:300] or type(error).__name__
+    reason = (str(error).splitlines() or [""])[0][:300].rstrip(". ") or type(error).__name__
     return UnreadableFile(
         f"{path}{place}: cannot be read: {reason}. It is damaged or cut short: fetch or make it again"
     )

@@ -20,6 +20,7 @@ from conversion.model.hf_config import (
     ConfigReader,
     DeltaNetSizes,
     LatentSizes,
+    MalformedConfig,
     RopeScaling,
     UnsupportedArchitecture,
     check_layer_types,
@@ -284,7 +285,7 @@ class Architecture:
         except FileNotFoundError:
             raise UnsupportedArchitecture(f"{directory} is no Hugging Face model directory: no config.json") from None
         except (ValueError, OSError) as error:
-            raise UnsupportedArchitecture(f"{path} is not valid JSON: {error}") from error
+            raise MalformedConfig(f"{path} is not valid JSON: {error}") from error
         if isinstance(loaded, dict):
             quantization = quantization_of(directory, loaded)
             if dequantized:
@@ -295,7 +296,7 @@ class Architecture:
         try:
             return cls.from_hf_config(loaded, families)
         except UnsupportedArchitecture as error:
-            raise UnsupportedArchitecture(f"{path}: {error}") from None
+            raise type(error)(f"{path}: {error}") from None
 
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any], families: Sequence[str] = ()) -> Architecture:
@@ -308,7 +309,7 @@ class Architecture:
                 fields of an architecture.
         """
         if not isinstance(hf_config, Mapping):
-            raise UnsupportedArchitecture(
+            raise MalformedConfig(
                 f"it holds a {type(hf_config).__name__}, where a mapping with model_type, hidden_size, … is expected"
             )
         config = ConfigReader(hf_config)

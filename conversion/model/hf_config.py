@@ -23,6 +23,10 @@ class UnsupportedArchitecture(BriefError):
     """config.json is malformed, or describes a model that no family here covers. The message names the key."""
 
 
+class MalformedConfig(UnsupportedArchitecture):
+    """config.json is no JSON object, or a value has a type that no model has there: nothing can load it."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's frequency scaling (``rope_type: llama3``), linear position interpolation (``linear``), YaRN, or
@@ -98,6 +102,11 @@ class DeltaNetSizes:
         return 2 * self.query_size + self.value_size
 
 
+def _refused(value: Any) -> type[UnsupportedArchitecture]:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return UnsupportedArchitecture if is_number else MalformedConfig
+
+
 class ConfigReader:
     """Typed look-ups in ``mapping`` whose errors name the key. null counts as absent.
 
@@ -121,14 +130,14 @@ class ConfigReader:
         """Raises UnsupportedArchitecture where the value is no text, or absent without a default."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no text")
+            raise MalformedConfig(f"{self._place}{key}={shown(value)} is no text")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Raises UnsupportedArchitecture where the value is neither true nor false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is neither true nor false")
+            raise MalformedConfig(f"{self._place}{key}={shown(value)} is neither true nor false")
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -137,7 +146,7 @@ class ConfigReader:
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least} on"
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is not {kind}")
+            raise _refused(value)(f"{self._place}{key}={shown(value)} is not {kind}")
         if value > (most := _MOST.get(key, MOST)):
             raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)}: no more than {most} is read")
         return value
@@ -147,21 +156,21 @@ class ConfigReader:
         default."""
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LARGEST:
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is not a positive number")
+            raise _refused(value)(f"{self._place}{key}={shown(value)} is not a positive number")
         return float(value)
 
     def items(self, key: str) -> list[Any]:
         """A list; empty where it is absent. Raises UnsupportedArchitecture where the value is none."""
         value = self._value(key, [])
         if not isinstance(value, list):
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no list")
+            raise MalformedConfig(f"{self._place}{key}={shown(value)} is no list")
         return value
 
     def inner(self, key: str) -> ConfigReader:
         """Of a mapping within; empty where it is absent. Raises UnsupportedArchitecture where the value is none."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
-            raise UnsupportedArchitecture(f"{self._place}{key}={shown(value)} is no mapping")
+            raise MalformedConfig(f"{self._place}{key}={shown(value)} is no mapping")
         return ConfigReader(value, f"{self._place}{key}.")
 
     def has(self, key: str) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_retool.config import ConfigError
 from megatron_retool.interruption import interrupts
 
 EXIT_STATUS = {1: "a fault was found, or an error, which the last line says"}
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    for directory in options.directories:  # before the imports, which take seconds
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is no directory: give a run, a checkpoint or a model's directory")
     from megatron_retool.runs.check import renew, show
 
     with interrupts():

@@ -23,6 +23,8 @@ from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
 from megatron_retool.config import ConfigError
+from megatron_retool.data.path_checks import check_directory
+from megatron_retool.doctor.catalogue import select
 from megatron_retool.doctor.session import Nodes
 from megatron_retool.interruption import interrupts
 
@@ -56,12 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    # Before the imports, which take seconds, and before the steps, which take minutes.
+    select(options.chosen)
+    nodes = _nodes(options)
+    if options.output.is_dir():
+        raise ConfigError(f"--output {options.output} is a directory: name a file in it")
+    check_directory("--output", options.output.absolute().parent)
+    if options.keep is not None:
+        check_directory("--keep", options.keep.absolute())
     from megatron_retool.doctor import run as doctor
 
     if options.list:
         doctor.show_steps(options.chosen, console)
         return 0
-    nodes = _nodes(options)
     if options.slurm is not None:
         return doctor.submit(options.slurm, options.gpus, options.chosen, options.output)
     with interrupts():

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from megatron_retool.commands.running import on_base, run_async, with_exported_model
 from megatron_retool.commands.settings import add_config, load
-from megatron_retool.data.path_checks import check_paths
+from megatron_retool.data.path_checks import check_paths, is_made_by_the_demo
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
 
@@ -44,6 +44,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     check_run(config)
     check_evaluation(config)
+    is_checkpoint = not (Path(config.model.path) / "config.json").is_file()
+    if not is_checkpoint and not is_made_by_the_demo(config, config.model.path):
+        check_model(config, learns=False)
     check_extensions(config)
     config = on_base(config, options)
     from megatron_retool.loop.validation import evaluate_model

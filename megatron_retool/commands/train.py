@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config, load
-from megatron_retool.data.path_checks import check_paths
+from megatron_retool.data.path_checks import check_paths, is_made_by_the_demo
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
@@ -43,6 +43,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.validation_metrics import check_named_metrics
 
     check_run(config)
+    if not is_made_by_the_demo(config, config.model.path):
+        check_model(config, learns=True)
     check_extensions(config)
     check_named_metrics(config)
     config = running.on_base(config, options)

@@ -128,11 +128,12 @@ _READERS: dict[str, Callable[[Path], pa.Table]] = {
 }
 
 
-def require_columns(path: str | Path, table: pa.Table, names: Iterable[str]) -> None:
-    """Raise DataError where one of ``names`` is not a column."""
+def require_columns(path: str | Path, table: pa.Table, names: Iterable[str], cure: str = "") -> None:
+    """Raise DataError where one of ``names`` is not a column; ``cure`` ends its message."""
     missing = [name for name in names if name not in table.column_names]
     if missing:
-        raise DataError(f"{path}: column {missing[0]!r} is missing; the file has {', '.join(table.column_names)}")
+        has = ", ".join(table.column_names)
+        raise DataError(f"{path}: column {missing[0]!r} is missing; the file has {has}{cure}")
 
 
 def decode_json(value: Any, path: str | Path, row: int, column: str) -> Any:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from conversion.files.safetensors_headers import HFCheckpointError, check_weight_files
+from conversion.model.architecture import Architecture
+from conversion.model.hf_config import MalformedConfig, UnsupportedArchitecture
 from megatron_retool.config import Config, ConfigError, ModelConfig
 from megatron_retool.config.model import check_model_path
 from megatron_retool.data.folders import REASONING_GYM, DataError, data_files
-from megatron_retool.data.tokenizer import check_vocabulary
+from megatron_retool.data.tokenizer import check_tokenizer_files, check_vocabulary
 
+_READ_AT_ONCE_BYTES = 4 * 2**20
+"""Of a data file: its rows are read in less time than the imports take."""
 _ROOM_FOR_NAMES = 48
 """Bytes by which names of files beside a directory, such as its lock's, are longer than its own."""
 
@@ -20,7 +24,7 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
     """Check the run's directory, the model's files and the data files; what make-demo is going to write is left out.
 
     Args:
-        prompts: settings of files of prompts that the command reads, such as "train_files".
+        prompts: settings of files of prompts that the command reads, such as "train_files". Small ones are read.
         stages: the command reads those of sft.stages.
 
     Raises:
@@ -30,22 +34,25 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face directory or a hub id")
     for name in prompts:
-        _check_files(config, f"data.{name}", getattr(config.data, name))
+        _check_files(config, f"data.{name}", getattr(config.data, name), _read_prompts)
     if stages:
         check_stage_files(config)
-    if not _is_made_by_the_demo(config, config.model.path):
+    if not is_made_by_the_demo(config, config.model.path):
         check_model_files(config.model)
 
 
 def check_stage_files(config: Config) -> None:
-    """Raise ConfigError where a file of sft.stages is missing or of another kind."""
+    """Raise ConfigError where a file of sft.stages is missing, of another kind, or small and wrong."""
     for number, stage in enumerate(config.sft.stages):
-        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files)
-        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files)
+        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, _read_conversations)
+        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, _read_conversations)
 
 
 def check_model_files(model: ModelConfig) -> None:
-    """Check model.path, the sizes of its weight files, and that its vocabulary has room for the tokenizer's.
+    """Check model.path, its config.json's types, the sizes of its weight files, the files of its tokenizer, and that
+    its vocabulary has room for the tokenizer's.
+
+    A model that no family covers passes: an evaluation may serve it.
 
     Raises:
         ConfigError: the message names the file and the cure.
@@ -55,8 +62,13 @@ def check_model_files(model: ModelConfig) -> None:
         check_model_path(model.tokenizer_path, "model.tokenizer_path")
     try:
         check_weight_files(model.path)
-    except HFCheckpointError as error:
+        if (Path(model.path) / "config.json").is_file():
+            Architecture.from_pretrained(model.path, model.families)
+    except (HFCheckpointError, MalformedConfig) as error:
         raise ConfigError(f"model.path={model.path}: {error}") from error
+    except UnsupportedArchitecture:
+        pass
+    check_tokenizer_files(model)
     check_vocabulary(model)
 
 
@@ -89,15 +101,30 @@ def _is_read_only(place: Path) -> bool:
     return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
 
 
-def _check_files(config: Config, key: str, sources: Iterable[str]) -> None:
+def _check_files(
+    config: Config, key: str, sources: Iterable[str], read: Callable[[Config, Sequence[str]], object]
+) -> None:
     for source in sources:
-        if source.startswith(REASONING_GYM) or _is_made_by_the_demo(config, source):
+        if source.startswith(REASONING_GYM) or is_made_by_the_demo(config, source):
             continue
         try:
-            data_files(source)
+            read(config, [file for file in data_files(source) if os.path.getsize(file) <= _READ_AT_ONCE_BYTES])
         except DataError as error:
             raise ConfigError(f"{key}: {error}") from None
 
 
-def _is_made_by_the_demo(config: Config, path: str) -> bool:
+def _read_prompts(config: Config, files: Sequence[str]) -> object:
+    from megatron_retool.data.prompt_files import read_prompts
+
+    return read_prompts(files, config.data.prompt_key, config.data.question_instruction)
+
+
+def _read_conversations(config: Config, files: Sequence[str]) -> object:
+    from megatron_retool.data.sft_dataset import read_conversations
+
+    return [read_conversations(file, config.sft.messages_key, config.sft.tools_key) for file in files]
+
+
+def is_made_by_the_demo(config: Config, path: str) -> bool:
+    """Whether make-demo writes ``path``, which may still be that of other settings."""
     return config.demo.enable and Path(config.demo.directory) in Path(path).parents

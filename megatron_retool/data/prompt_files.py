@@ -131,7 +131,9 @@ def _read_file(source: str, prompt_key: str, instruction: str, unread: list[str]
     if prompt_key not in table.column_names and problem is not None and "answer" in by_lower:
         reader = _competition_rows(source, table, problem, by_lower, instruction)
     else:
-        require_columns(source, table, (prompt_key, "reward_model"))
+        require_columns(source, table, (prompt_key,), ": data.prompt_key names the column of the prompts")
+        cure = ": prompts have their answer there, as {ground_truth: …}, or bare questions theirs in a column answer"
+        require_columns(source, table, ("reward_model",), cure)
         unread += [f"{name} of {source}" for name in table.column_names if name not in (prompt_key, *VERL_COLUMNS)]
         reader = _verl_rows(source, table, prompt_key, instruction)
     yield from reader

@@ -179,11 +179,16 @@ def as_trajectory_batch(conversations: Sequence[TokenizedConversation]) -> Traje
     )
 
 
-def _encode_file(
-    path: str, encoder: ConversationTokenizer, messages_key: str, tools_key: str
-) -> list[TokenizedConversation]:
+def read_conversations(
+    path: str, messages_key: str, tools_key: str
+) -> tuple[list[list[dict[str, Any]]], list[tuple[list[dict[str, Any]] | None, list[int]]]]:
+    """A file's conversations, by row, and its sets of tools, each with the rows that have it.
+
+    Raises:
+        DataError: naming file, row and column.
+    """
     table = read_table(path)
-    require_columns(path, table, (messages_key,))
+    require_columns(path, table, (messages_key,), ": sft.messages_key names the column of the conversations")
     messages = [_messages(path, row, cell, messages_key) for row, cell in enumerate(table[messages_key].to_pylist())]
     cells = table[tools_key].to_pylist() if tools_key in table.column_names else [None] * len(messages)
     # Rows with the same tools are rendered in one call; a file usually has one set of tools.
@@ -191,9 +196,15 @@ def _encode_file(
     for row, cell in enumerate(cells):
         key = cell if isinstance(cell, str) else json.dumps(cell)
         by_tools.setdefault(key, []).append(row)
+    return messages, [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
+
+
+def _encode_file(
+    path: str, encoder: ConversationTokenizer, messages_key: str, tools_key: str
+) -> list[TokenizedConversation]:
+    messages, by_tools = read_conversations(path, messages_key, tools_key)
     encoded: dict[int, TokenizedConversation] = {}
-    for key, rows in by_tools.items():
-        tools = _tools(path, rows[0], key, tools_key)
+    for tools, rows in by_tools:
         for first in range(0, len(rows), _ENCODE_ROWS):
             part = rows[first : first + _ENCODE_ROWS]
             try:
@@ -221,6 +232,8 @@ def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any
             raise fail(f"a message's content is no text: {content!r:.60}")
         if message["role"] == "assistant" and not content and not message.get("tool_calls"):
             raise fail("an assistant message has neither text nor a tool call")
+    if not any(message["role"] == "assistant" for message in cell):
+        raise fail("no assistant message: there is nothing to learn from it")
     return normalize_messages(cell)
 
 

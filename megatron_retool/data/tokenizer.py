@@ -12,6 +12,8 @@ from megatron_retool.untrusted import load_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.vocab", "*.tiktoken", "*.spm")
+
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """The Hugging Face tokenizer in ``model.tokenizer_path``, or else in ``model.path`` (a directory or a hub id).
@@ -37,6 +39,35 @@ def load_tokenizer(model: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{key}={path}: the tokenizer cannot be loaded: {reason}") from error
+
+
+def check_tokenizer_files(model: ModelConfig) -> None:
+    """Make sure that the files of a tokenizer hold a vocabulary; no package is imported.
+
+    From tokenizer_config.json alone, transformers makes a tokenizer that knows no text, and says nothing.
+
+    Raises:
+        ConfigError: naming the directory or file, and the cure.
+    """
+    key = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+    directory = Path(model.tokenizer_path or model.path)
+    if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
+        return
+    if not any(next(directory.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise ConfigError(
+            f"{key}={directory}: the tokenizer has tokenizer_config.json and no vocabulary (tokenizer.json or "
+            "tokenizer.model): copy the model's tokenizer there whole, or set model.tokenizer_path"
+        )
+    for name, part in (("tokenizer.json", "model"), ("tokenizer_config.json", None)):
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            found = load_json(file.read_bytes(), finite=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{key}={directory}: {name} cannot be read: {error}: fetch it again") from None
+        if not isinstance(found, dict) or (part is not None and not isinstance(found.get(part), dict)):
+            raise ConfigError(f"{key}={directory}: {name} is not that of a tokenizer: fetch it again")
 
 
 def check_vocabulary(model: ModelConfig) -> None:

@@ -106,7 +106,12 @@ def check_served_model(config: Config) -> None:
     if not isinstance(hf_config, dict):
         return
     named = hf_config.get("architectures")
-    served = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    served = named or []
+    if not isinstance(served, list) or not all(isinstance(name, str) for name in served):
+        raise ConfigError(
+            f"model.path={config.model.path}: config.json's architectures={named!r:.80} is no list of class names, "
+            'such as ["Qwen3ForCausalLM"]: correct it'
+        )
     if reason := unfilled_output_layer(hf_config, served):
         raise ConfigError(
             f"model.path={config.model.path}: {reason}. Save the model with an output layer of its own, and name that "

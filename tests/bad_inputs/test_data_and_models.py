@@ -115,6 +115,37 @@ def with_config(demo: Path, directory: Path, **keys: Any) -> Path:
     return directory
 
 
+DAMAGED: list[tuple[str, Any, str]] = [
+    ("config.json", "{", "config.json is not valid JSON"),
+    ("config.json", {"hidden_size": "big"}, 'hidden_size="big" is not a positive integer'),
+    ("config.json", {"rope_parameters": 5}, "rope_parameters=5 is no mapping"),
+    ("config.json", {"architectures": "Qwen2ForCausalLM"}, "architectures='Qwen2ForCausalLM' is no list"),
+    ("tokenizer.json", "{}", "tokenizer.json is not that of a tokenizer"),
+    ("tokenizer.json", None, "model.tokenizer_path"),
+    ("tokenizer_config.json", "[]", "tokenizer_config.json is not that of a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "case"),
+    [*(("train", case) for case in DAMAGED)]
+    + [(command, DAMAGED[number]) for command in ("evaluate", "serve", "chat", "sft") for number in (1, 5)],
+)
+def test_damaged_files_of_a_model(
+    command: str, case: tuple[str, Any, str], refused: Refused, demo: Path, tmp_path: Path
+) -> None:
+    name, content, words = case
+    directory = with_config(demo, tmp_path / "model", **content if isinstance(content, dict) else {})
+    (directory / "model.safetensors").write_bytes((demo / "model" / "model.safetensors").read_bytes())
+    if isinstance(content, str):
+        (directory / name).write_text(content)
+    elif content is None:
+        (directory / name).unlink()
+    named = str(directory) if command in ("serve", "chat") else f"model.path={directory}"
+    stage = [f"sft.stages=[{{train_files: {demo}/sft.parquet}}]"] if command == "sft" else []
+    refused([command, named, *stage], words)
+
+
 EXPERTS = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -32,3 +32,25 @@ def test_refused(command: list[str], words: str, tmp_path: Path) -> None:
     output = done.stdout + done.stderr
     assert done.returncode == 1 and words in output and "Traceback" not in output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "data.train_files=[bad.jsonl]"], "data.train_files: bad.jsonl"),
+        (["sft", "learner.world_size=1", "sft.stages=[{train_files: bad.jsonl}]"], "column 'messages' is missing"),
+        (["train", "model.path=model"], "model_type='bert'"),
+    ],
+)
+def test_what_files_say_is_refused_before_torch_is_loaded(arguments: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "good.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    files = ["model.path=model", "data.train_files=[good.jsonl]", "data.val_files=[good.jsonl]"]
+    script = "import sys; from megatron_retool.__main__ import main; status = main()\nsys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", script, arguments[0], *files, *arguments[1:]]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert words in done.stdout and done.stdout.count("error:") == 1, done.stdout + done.stderr
+    assert done.returncode == 0, "torch was loaded"
