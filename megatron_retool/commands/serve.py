@@ -30,7 +30,7 @@ from rich.markup import escape
 
 from megatron_retool.commands.running import run_async
 from megatron_retool.commands.served import SERVED_SETTINGS, add_target, served_config, system_message
-from megatron_retool.commands.settings import at_least
+from megatron_retool.commands.settings import port_number
 
 SETTINGS = SERVED_SETTINGS
 PORT = 8000
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
-    parser.add_argument("--port", metavar="P", type=at_least(0), default=PORT, help=f"default: {PORT}; 0: a free one")
+    parser.add_argument("--port", metavar="P", type=port_number, default=PORT, help=f"default: {PORT}; 0: a free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"what calls must show (default: {KEY_VARIABLE})")
 
 

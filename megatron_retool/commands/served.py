@@ -55,9 +55,12 @@ def served_config(options: argparse.Namespace, say: Callable[[str], None]) -> It
         FileNotFoundError, ValueError, ConfigError: as ``find_source`` and ``with_exported_model``.
         EngineStartError: from the block, with a word of how to keep the log.
     """
+    from megatron_retool.data.path_checks import check_directory
     from megatron_retool.serving.source import find_source, with_work_directory
     from sglang_rollout.engine.base import EngineStartError
 
+    if options.log_dir is not None:
+        check_directory("--log-dir", options.log_dir.absolute())
     source = find_source(options.target, options.step, options.config, options.overrides)
     say(f"model: {source.description}")
     with tempfile.TemporaryDirectory() as temporary:

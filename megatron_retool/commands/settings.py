@@ -31,6 +31,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
+def port_number(text: str) -> int:
+    """The ``type`` of an option whose value is a port to listen on; 0 is a free one."""
+    if not text.strip().isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 0 to 65535")
+    return int(text)
+
+
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the command line names.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_retool.commands.settings import at_least
+from megatron_retool.commands.settings import at_least, port_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
     )
-    parser.add_argument("--port", metavar="P", type=at_least(0), default=0, help="default: a free one")
+    parser.add_argument("--port", metavar="P", type=port_number, default=0, help="default: a free one")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write the page into one HTML file and end")
     parser.add_argument("--text", action="store_true", help="a step of a run, on this terminal")
     parser.add_argument(

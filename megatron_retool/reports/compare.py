@@ -61,7 +61,11 @@ def _settings(run_dir: Path) -> dict[str, str]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give directories of runs, as runs/demo")
-    settings = flat_settings(OmegaConf.to_container(OmegaConf.load(path)))
+    try:
+        settings = flat_settings(OmegaConf.to_container(OmegaConf.load(path)))
+    except Exception as error:  # OmegaConf's and YAML's own, of a foreign file
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} cannot be read: {reason}: correct it, or name another run") from error
     return {key: str(value) for key, value in settings.items()}
 
 

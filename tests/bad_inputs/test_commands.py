@@ -54,6 +54,10 @@ COMMANDS = [
     ("doctor --keep a_file", "a_file is a file", "--keep"),
     ("doctor --node-rank 5", "belong together"),
     ("check gone", "gone is no directory"),
+    ("view configured --port 99999", "'99999' is not a port"),
+    ("serve configured --port 70000", "'70000' is not a port"),
+    ("serve configured --log-dir a_file", "a_file is a file", "--log-dir"),
+    ("diff configured damaged", "damaged/config.yaml cannot be read"),
     ("check a_file", "a_file is no directory"),
     ("sft trainer.runs_dir=here sft.stages=[]", "sft.stages is empty"),
     ("sft --config configuration.yaml", "model.path is not set"),
@@ -106,6 +110,9 @@ def places(tmp_path: Path) -> None:
         for kind in ("", ".learner"):
             (tmp_path / name / "rollouts" / f"step_000003{kind}.parquet").touch()
     (tmp_path / "configured" / "config.yaml").write_text("model: {path: gone}\n")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.yaml").write_text("{")
+    (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "configuration.yaml").write_text("sft: {stages: [{train_files: [a_file]}]}\n")
