@@ -196,7 +196,12 @@ def read_conversations(
     for row, cell in enumerate(cells):
         key = cell if isinstance(cell, str) else json.dumps(cell)
         by_tools.setdefault(key, []).append(row)
-    return messages, [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
+    sets = [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
+    for row, conversation in enumerate(messages):
+        if not any(message["role"] == "assistant" for message in conversation):
+            place = f"{path}, row {row}, column {messages_key!r}"
+            raise DataError(f"{place}: no assistant message: there is nothing to learn from it")
+    return messages, sets
 
 
 def _encode_file(
@@ -232,8 +237,6 @@ def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any
             raise fail(f"a message's content is no text: {content!r:.60}")
         if message["role"] == "assistant" and not content and not message.get("tool_calls"):
             raise fail("an assistant message has neither text nor a tool call")
-    if not any(message["role"] == "assistant" for message in cell):
-        raise fail("no assistant message: there is nothing to learn from it")
     return normalize_messages(cell)
 
 
