@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from conversion.model.architecture import Architecture
-from megatron_retool.config import AlgorithmConfig, Config, Fp8Config, LearnerConfig, OptimizerConfig, RecomputeConfig
+from megatron_retool.config import (
+    AlgorithmConfig,
+    Config,
+    Fp8Config,
+    LearnerConfig,
+    MtpConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+)
 from megatron_retool.planning import activations, memory
 from megatron_retool.planning.hardware import GIB
 from megatron_retool.planning.models import preset
@@ -272,6 +280,31 @@ def test_chunks_bound_the_logits() -> None:
     small = plan(learner_32b(log_prob_chunk_tokens=1024)).logits
     assert plan(learner_32b(log_prob_chunk_tokens=18432)).logits > 5 * small
     assert small > 1024 * 152064 / 4 * 10
+
+
+def test_layers_for_multi_token_prediction_have_their_price_on_the_last_stage() -> None:
+    mimo = preset("mimo-7b")
+    trained = LearnerConfig(world_size=2, pipeline_model_parallel_size=2, mtp=MtpConfig(train=True))
+    plain = replace(trained, mtp=MtpConfig())
+    layout = trained.layout(mimo)
+    hidden, width = mimo.hidden_size, mimo.ffn_hidden_size
+    attention = mimo.attention_weights + mimo.query_size + 2 * mimo.key_value_size  # with biases on q, k and v
+    own = attention + 3 * hidden * width + 2 * hidden * hidden + 5 * hidden
+    embedding = mimo.vocab_size * hidden
+    more = [
+        memory.rank_parameters(mimo.with_predictors(), layout, stage) - memory.rank_parameters(mimo, layout, stage)
+        for stage in (0, 1)
+    ]
+    assert more == [0, own + embedding]
+
+    one = LearnerConfig(mtp=trained.mtp)
+    algorithm = AlgorithmConfig(kl_in_loss=0.1)
+    found, without = (
+        memory.learner_memory(Config(learner=learner, algorithm=algorithm), mimo, one.layout(mimo))
+        for learner in (one, replace(plain, world_size=1, pipeline_model_parallel_size=1))
+    )
+    assert found.parameters - without.parameters == pytest.approx(2 * own, rel=1e-5)
+    assert found.reference == without.reference and found.activations > without.activations
 
 
 def test_fp32_training_has_no_second_copy_of_the_weights() -> None:
