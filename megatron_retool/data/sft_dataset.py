@@ -196,12 +196,7 @@ def read_conversations(
     for row, cell in enumerate(cells):
         key = cell if isinstance(cell, str) else json.dumps(cell)
         by_tools.setdefault(key, []).append(row)
-    sets = [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
-    for row, conversation in enumerate(messages):
-        if not any(message["role"] == "assistant" for message in conversation):
-            place = f"{path}, row {row}, column {messages_key!r}"
-            raise DataError(f"{place}: no assistant message: there is nothing to learn from it")
-    return messages, sets
+    return messages, [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
 
 
 def _encode_file(
