@@ -97,7 +97,17 @@ def answer_of_ranks(
             within = "" if timeout is None else f", given {timeout:g} s"
             summary = f"rank {rank} ended with exit code {code} and without an answer"
             raise RankFailed(f"{summary}{within}; exit codes {codes}", summary)
-    return pickle.loads(answers[0].read_bytes())
+    with open(answers[0], "rb") as file:
+        return _AnswerReader(file).load()
+
+
+class _AnswerReader(pickle.Unpickler):
+    """Megatron-Core pickles tensors so that reading one imports it: that takes seconds, and may be too early here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("megatron.core.safe_globals", "safe_load_from_bytes"):
+            module, name = "torch.storage", "_load_from_bytes"
+        return super().find_class(module, name)
 
 
 def set_rank_environment(rank: int, world_size: int, port: int, nodes: Nodes | None = None) -> None:
