@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--all | pytest arguments]
 #
 #   bash scripts/test.sh                             everything but slow tests and those with published weights
-#   bash scripts/test.sh --all                       these too (three quarters of an hour)
+#   bash scripts/test.sh --all                       these too (about an hour)
 #   bash scripts/test.sh -m slow                     tests that take minutes
 #   bash scripts/test.sh tests/learner -k parity     a part, without linting and type checks
 #
@@ -24,9 +24,12 @@ if [[ $# -eq 0 || "$*" == --all ]]; then
   which="not slow and not real_weights"
   # All of them; weights are downloaded only where the expression names them.
   if [[ $# -ne 0 ]]; then which="real_weights or not real_weights"; fi
-  # More files at a time than this has cores, for much of a test is waiting; long ones begin early, in their order.
+  # Whole runs and jobs keep all cores busy by themselves. Of the others, two files are tested at a time.
+  whole=(tests/end_to_end tests/slurm)
   status=0
-  "$bin/python" -m pytest -m "$which" -n 3 --dist loadfile --no-loadscope-reorder || status=$?
+  "$bin/python" -m pytest -m "$which" -n 2 --dist loadfile "${whole[@]/#/--ignore=}" || status=$?
+  [[ "$status" -le 1 ]] || exit "$status"
+  "$bin/python" -m pytest -m "$which" "${whole[@]}" || status=$?
   [[ "$status" -eq 1 ]] || exit "$status"
   # A deadline that is missed beside other tests shows nothing about the code; a fault also fails by itself.
   echo "test.sh: testing what failed again, one at a time" >&2

@@ -17,6 +17,7 @@ from conversion.files.directory import new_directory
 from conversion.files.dist_checkpoint import ChunkWriter, write_metadata
 from conversion.model.weight_map import CheckpointPlace
 from megatron_retool.commands.command_line import parse
+from megatron_retool.config import ConfigError
 from megatron_retool.data.files import write_parquet
 from megatron_retool.runs.checkpoints import checkpoint_workspace, publish_checkpoint, seal_checkpoint
 from tests.conversion.conftest import flip
@@ -106,7 +107,7 @@ def test_single_directories(run: Path) -> None:
         code, text = checked(directory)
         assert code == 0 and text.count("│ sound") == 1
     assert checked(run / "export", run / "checkpoints")[0] == 0
-    with pytest.raises(FileNotFoundError, match="is no directory: give a run"):
+    with pytest.raises(ConfigError, match="is no directory: give a run"):
         checked(run / "nothing")
     (run / "empty").mkdir()
     assert checked(run / "empty")[0] == 1
