@@ -108,13 +108,14 @@ install() {
 }
 
 if [[ "$flavour" == gpu ]]; then
-  $pip -r requirements/gpu-torch.txt
+  # The lists are complete. With dependencies, an older pip (23.2, of Python 3.12.1) refuses one that names an extra.
+  $pip --no-deps -r requirements/gpu-torch.txt
   # Transformer Engine compiles its torch extension against the torch that is already there and the CUDA headers of
   # Python packages, whatever toolkit the host has; it would first ask a public host for a wheel.
   $pip --no-deps -r requirements/gpu-build.txt
   export NVTE_FRAMEWORK="${NVTE_FRAMEWORK:-pytorch}" NVTE_BUILD_USE_NVIDIA_WHEELS="${NVTE_BUILD_USE_NVIDIA_WHEELS:-1}"
   export NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}"
-  $pip --no-build-isolation -r requirements/gpu.txt
+  $pip --no-deps --no-build-isolation -r requirements/gpu.txt
   # Neither needs a GPU to be imported. torch first: it brings the CUDA libraries that the other looks for.
   "$venv/bin/python" -c 'import torch, transformer_engine.pytorch'
 else
