@@ -10,6 +10,7 @@ torch_memory_saver's is, is resolved before torch could load them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import sys
@@ -24,6 +25,8 @@ _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "CUDA_CACHE_PATH": "nv",
 }
+_CUDNN_FIRST = ("libcudnn_graph", "libcudnn_ops")
+"""All others need them. As file names they are also in the order in which they need one another."""
 DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_LIBRARY = "libcuda.so.1"
 _LIBRARY_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib")
@@ -52,6 +55,24 @@ def cuda_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if (packages / "bin" / "nvcc").is_file():
         home = link_toolkit(packages, _home())
         found |= {"CUDA_HOME": str(home), "PATH": _first(home / "bin", environment.get("PATH"))}
+    return found
+
+
+def load_cudnn() -> list[Path]:
+    """Load every part of the packages' cuDNN into this process, before Transformer Engine looks for one.
+
+    It would take the node's where LD_LIBRARY_PATH or the loader's cache has one. Parts of two versions do not fit: its
+    import fails, or its attention goes without cuDNN, with memory that grows with the square of a sequence's length.
+    A part that is loaded is what others that need it get.
+
+    Returns:
+        What was loaded, in this order; [] without NVIDIA's packages.
+    """
+    packages = cuda_packages()
+    found = sorted((packages.parent / "cudnn" / "lib").glob("libcudnn*.so.*")) if packages is not None else []
+    found.sort(key=lambda path: path.name.split(".")[0] not in _CUDNN_FIRST)
+    for path in found:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.config import EngineConfig
-from megatron_retool.cuda_toolkit import cuda_environment, cuda_packages, link_toolkit
+from megatron_retool.cuda_toolkit import cuda_environment, cuda_packages, link_toolkit, load_cudnn
 from megatron_retool.doctor import engine_steps
 from megatron_retool.doctor.host_steps import read_pins
 from sglang_rollout.engine.process import SGLangServer
@@ -69,6 +69,33 @@ def test_compiled_kernels_outlive_a_container(packages: Path) -> None:
 def test_libraries_without_a_compiler_leave_the_toolkit_of_the_node(packages: Path) -> None:
     (packages / "bin" / "nvcc").unlink()
     assert cuda_environment({}) == {"LD_LIBRARY_PATH": str(packages / "lib")}
+
+
+def test_parts_of_cudnn_are_all_of_the_packages(packages: Path, tmp_path: Path) -> None:
+    """Libraries of the names and needs of cuDNN's, of the packages' version and of another, which the node has."""
+    assert load_cudnn() == []
+    node = tmp_path / "node"
+    for version, place in ((924, packages.parent / "cudnn" / "lib"), (914, node)):
+        place.mkdir(parents=True)
+        for name, code, needed in (
+            ("graph", f"int graph(void) {{ return {version}; }}", []),
+            ("heuristic", "int graph(void); int version(void) { return graph(); }", ["-l:libcudnn_graph.so.9"]),
+            ("adv", "", ["-l:libcudnn_heuristic.so.9"]),
+        ):
+            library = f"libcudnn_{name}.so.9"
+            flags = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-Wl,--no-as-needed", f"-L{place}"]
+            command = ["cc", "-x", "c", *flags, "-o", str(place / library), "-", *needed]
+            subprocess.run(command, input=code.encode(), check=True)
+    code = "import ctypes; print(ctypes.CDLL('libcudnn_adv.so.9').version())"
+    load = f"import sys; sys.path[:0] = {[str(packages.parents[1]), str(ROOT)]}; " + (
+        "from megatron_retool.cuda_toolkit import load_cudnn; load_cudnn(); "
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(node)}
+    found = [
+        subprocess.run([sys.executable, "-c", each], env=environment, capture_output=True, text=True, check=True).stdout
+        for each in (code, load + code)
+    ]
+    assert found == ["914\n", "924\n"]
 
 
 def test_an_engine_on_a_gpu_gets_it(packages: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 
-from megatron_retool.cuda_toolkit import cuda_environment, has_driver
+from megatron_retool.cuda_toolkit import cuda_environment, has_driver, load_cudnn
 from megatron_retool.learner import cpu
 
 # Megatron-Core says this in every module that looks for them; precision.Acceleration says it once.
@@ -33,6 +33,7 @@ if not logging.root.handlers and logging.lastResort is not None:
 # Transformer Engine compiles some kernels at their first use.
 if has_driver():
     os.environ.update(cuda_environment(os.environ))
+    load_cudnn()
 
 # Before any module of the room imports megatron.core.
 cpu.install()

@@ -51,6 +51,7 @@ from megatron_retool.learner.precision import Acceleration, check_precision, tok
 from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
+from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import export_hf_weights
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -388,6 +389,7 @@ class Learner:
         before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
+        watch_attention()
         metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
         routing_metrics = routing.metrics() if routing else {}
         applied = False

@@ -1,11 +1,18 @@
-"""The learner's choice of Transformer Engine's block scales."""
+"""Transformer Engine's block scales, which the learner chooses, and its attention kernel, which it chooses itself."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import sys
 
 from conversion.model.block_fp8 import has_power_of_two_scales
 
+logger = logging.getLogger(__name__)
+
+UNFUSED = "torch, one step after another"
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 _SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 
@@ -22,3 +29,28 @@ def choose_block_scales(capability: tuple[int, int] | None) -> None:
     scales = QParams(power_2_scale=has_power_of_two_scales(capability), amax_epsilon=0.0)
     for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         setattr(Float8BlockScaling, operand, scales)
+
+
+def attention_kernel() -> str | None:
+    """What computed Transformer Engine's last attention in this process; None where it computed none."""
+    chosen = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+    if chosen.get("use_flash_attention"):
+        return f"flash-attn {chosen['flash_attention_backend']}"
+    if chosen.get("use_fused_attention"):
+        return f"cuDNN, {getattr(chosen['fused_attention_backend'], 'name', chosen['fused_attention_backend'])}"
+    return UNFUSED if chosen.get("use_unfused_attention") else None
+
+
+def watch_attention() -> None:
+    """Warn once in this process where Transformer Engine found no fused kernel, for it says nothing itself."""
+    if attention_kernel() == UNFUSED:
+        _warn_of_unfused_attention()
+
+
+@functools.cache
+def _warn_of_unfused_attention() -> None:
+    logger.warning(
+        "Transformer Engine computes attention without a fused kernel: many times slower, and its memory grows with "
+        "the square of a sequence's length. With NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 the learner's log says why "
+        "(docs/failures.md)"
+    )
