@@ -92,9 +92,10 @@ STEPS = (
     Step(
         "kernels_transformer_engine",
         KERNELS,
-        "Transformer Engine's layers, attention and Adam against torch's",
+        "Transformer Engine's layers, attention and Adam against torch's, and whether attention is fused",
         "megatron_retool.doctor.kernel_steps:transformer_engine",
-        _KERNEL,
+        _KERNEL + ". Attention that is not fused: cuDNN is missing or its parts are of several versions; "
+        "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 megatron-retool doctor --steps kernels --keep DIR writes why into DIR",
     ),
     Step(
         "kernels_flash_attn",
@@ -302,7 +303,7 @@ STEPS = (
     Step(
         "step_time",
         SPEED,
-        "an optimizer step: seconds, memory, share of the GPU's peak (MFU)",
+        "an optimizer step in bfloat16 and FP8: seconds, memory, share of the peak (MFU), attention kernel",
         "megatron_retool.doctor.speed_steps:step_time",
         "kernels_* tell which fused kernels are there; without Transformer Engine layers and attention are torch's",
         timeout_seconds=300,

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from megatron_retool.doctor.outcome import Figure, Skipped
 from megatron_retool.doctor.session import Session
+from megatron_retool.learner.transformer_engine import UNFUSED, attention_kernel
 from megatron_retool.machine import installed
 
 FP32, TF32, BF16 = 1e-5, 2e-3, 2e-2
@@ -133,13 +134,15 @@ def transformer_engine(session: Session) -> list[Figure]:
         return output.view(TOKENS, HEADS, HEAD_DIM)
 
     _check_packed_attention(found, "DotProductAttention, packed", attend)
+    kernel = attention_kernel()
+    fused = Figure(f"fused attention ({kernel})", float(kernel != UNFUSED), at_least=1.0)
     found.check(
         "FusedAdam",
         lambda: _after_adam(te.optimizers.FusedAdam, hidden),
         lambda: _after_adam(torch.optim.AdamW, hidden),
         FP32,
     )
-    return [Figure("transformer-engine", str(installed("transformer-engine"))), *found.figures]
+    return [Figure("transformer-engine", str(installed("transformer-engine"))), *found.figures, fused]
 
 
 def flash_attn(session: Session) -> list[Figure]:

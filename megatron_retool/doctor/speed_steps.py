@@ -11,12 +11,14 @@ import torch
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from megatron_retool.config import load_config
+from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.doctor.model import mini_batch, random_batch
 from megatron_retool.doctor.outcome import Figure
 from megatron_retool.doctor.session import Session
 from megatron_retool.learner.learner import Learner
-from megatron_retool.learner.precision import Acceleration
+from megatron_retool.learner.precision import FP8_RECIPES, Acceleration, check_precision
+from megatron_retool.learner.transformer_engine import attention_kernel
+from megatron_retool.trajectory import TrajectoryBatch
 
 LEAST_HOST_GB_S = 3.0
 """Between host and GPU: less is a link of fewer than four PCIe 4 lanes."""
@@ -75,7 +77,10 @@ def fastest_seconds(
 
 
 def step_time(session: Session) -> list[Figure]:
-    """Optimizer steps on random weights: on a GPU of a model of about a billion parameters, on a CPU of a tiny one."""
+    """Optimizer steps on random weights, in each number format that the GPU has.
+
+    On a GPU the model has about a billion parameters, on a CPU it is tiny.
+    """
     if session.gpus:
         roomy = torch.cuda.get_device_properties(0).total_memory > _ROOMY_BYTES
         sizes = {
@@ -103,21 +108,41 @@ def step_time(session: Session) -> list[Figure]:
         vocab_size=sizes["vocabulary"],
         qk_norm=True,
     )
-    config = load_config(None, [f"learner.dtype={dtype}", f"learner.max_tokens_per_micro_batch={tokens}"])
-    learner = Learner(config, optimizer=config.learner.optimizer, total_optimizer_steps=100, architecture=architecture)
-    fastest = fastest_seconds(lambda: learner.sft_update(batch), _STEPS if session.gpus else 2, None)
-    work = learner.model_flops(batch)
     acceleration = Acceleration.detect()
-    peak = flops.peak_flops(acceleration.gpu_name)
-    least = LEAST_MFU_WITH_TRANSFORMER_ENGINE if acceleration.transformer_engine else LEAST_MFU_WITHOUT
+    figures = [Figure("computed on", acceleration.describe())]
+    for recipe in (None, *FP8_RECIPES) if session.gpus else (None,):
+        overrides = [f"learner.dtype={dtype}", f"learner.max_tokens_per_micro_batch={tokens}"]
+        config = load_config(None, [*overrides, *([f"learner.fp8.recipe={recipe}"] if recipe else [])])
+        try:
+            check_precision(config.learner, config.learner.optimizer, architecture, acceleration)
+        except ConfigError:
+            continue
+        figures += _timed_steps(config, architecture, batch, f"FP8 {recipe}" if recipe else dtype)
+    return figures
+
+
+def _timed_steps(config: Config, architecture: Architecture, batch: TrajectoryBatch, label: str) -> list[Figure]:
+    """The quickest of some steps of a learner that is made for them and closed."""
+    acceleration = Acceleration.detect()
+    if acceleration.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    learner = Learner(config, optimizer=config.learner.optimizer, total_optimizer_steps=100, architecture=architecture)
+    try:
+        seconds = fastest_seconds(lambda: learner.sft_update(batch), _STEPS if acceleration.cuda else 2, None)
+        work = learner.model_flops(batch)
+    finally:
+        learner.close()
     figures = [
-        Figure("computed on", acceleration.describe()),
-        Figure("step", fastest, "s"),
-        Figure("tokens", float(batch.total_lengths.sum()) / fastest, "tokens/s"),
-        Figure("model FLOPs", work / fastest / 1e12, "TFLOP/s"),
+        Figure(f"{label}: step", seconds, "s"),
+        Figure(f"{label}: tokens", float(batch.total_lengths.sum()) / seconds, "tokens/s"),
+        Figure(f"{label}: model FLOPs", work / seconds / 1e12, "TFLOP/s"),
     ]
-    if peak is not None:
-        figures.append(Figure("MFU", work / fastest / peak, "of the peak", at_least=least))
-    if session.gpus:
-        figures.append(Figure("memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+    if (peak := flops.peak_flops(acceleration.gpu_name)) is not None:
+        least = LEAST_MFU_WITH_TRANSFORMER_ENGINE if acceleration.transformer_engine else LEAST_MFU_WITHOUT
+        figures.append(Figure(f"{label}: MFU", work / seconds / peak, "of bfloat16's peak", at_least=least))
+    if acceleration.cuda:
+        figures.append(Figure(f"{label}: memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+    if kernel := attention_kernel():
+        figures.append(Figure(f"{label}: attention", kernel))
     return figures
