@@ -26,8 +26,20 @@ from pathlib import Path
 from conversion.model.architecture import Architecture
 from conversion.model.flops import pair_flops, token_flops
 from megatron_retool.config import EngineConfig
-from megatron_retool.planning.hardware import Accelerator
+from megatron_retool.planning.hardware import GIB, Accelerator
 from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
+
+MIB = 2**20
+
+SGLANG_DEFAULTS = (
+    (20 * GIB, 2048, 8, 8),
+    (35 * GIB, 4096, 48, 160),
+    (60 * GIB, 4096, 32, 160),
+    (160 * GIB, 8192, 256, 512),
+    (float("inf"), 16384, 512, 512),
+)
+"""Device memory below which they hold, tokens of a prefill (chunked_prefill_size), and the largest decode batch with a
+CUDA graph on fewer than 4 GPUs and on more: handle_gpu_memory_settings, sglang/srt/arg_groups/memory_hook.py 0.5.23."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class EngineModel:
         kv_bytes_per_element: of the key-value cache.
         memory_fraction: share of device memory for weights and cache (SGLang's mem_fraction_static).
         max_running: sequences decoded at one time, whatever the memory.
+        graph_batch: the engine's own limit of them, up to which it captures CUDA graphs.
         max_cache_tokens: limit of the cache beyond memory; None: memory decides.
     """
 
@@ -84,6 +97,7 @@ class EngineModel:
     kv_bytes_per_element: float = 2.0
     memory_fraction: float = 0.85
     max_running: int = 256
+    graph_batch: int = 256
     max_cache_tokens: int | None = None
 
     @classmethod
@@ -110,6 +124,7 @@ class EngineModel:
             kv_bytes_per_element=width,
             memory_fraction=config.mem_fraction_static,
             max_running=min(config.max_running_requests, max_concurrent or config.max_running_requests),
+            graph_batch=config.max_running_requests,
             max_cache_tokens=config.max_total_tokens,
         )
 
@@ -168,6 +183,72 @@ class EngineModel:
         """Trajectories decoded at one time when each holds ``context_tokens`` on average. At least 1."""
         tokens = context_tokens + self.state_bytes / self.kv_bytes_per_token
         return max(1, min(self.max_running, int(self.cache_tokens / tokens)))
+
+    # --- memory beside weights and cache --------------------------------------------------------------------------
+
+    @cached_property
+    def prefill_graph_sizes(self) -> tuple[int, ...]:
+        """Token counts of the prefills that SGLang captures: generate_prefill_cuda_graph_batch_sizes in
+        sglang/srt/arg_groups/cuda_graph_hook.py 0.5.23, up to the tokens of a prefill."""
+        largest = self._sglang_default(1) // self.attention_groups
+        if self.architecture.latent is not None:
+            largest = min(largest, 8192)
+        if self.max_cache_tokens is not None:
+            largest = min(largest, self.max_cache_tokens)
+        stretches = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 16385, 512))
+        return tuple(size for stretch in stretches for size in range(*stretch) if size <= largest)
+
+    @cached_property
+    def largest_decode_graph(self) -> int:
+        """Sequences of the largest decode step that SGLang captures."""
+        return min(self.graph_batch, self._sglang_default(2 if self.tensor_parallel < 4 else 3))
+
+    def _sglang_default(self, column: int) -> int:
+        return int(next(row[column] for row in SGLANG_DEFAULTS if self.accelerator.memory_bytes < row[0]))
+
+    @cached_property
+    def graph_bytes(self) -> float:
+        """Of CUDA graphs on each device; 0 on a CPU. They stay while the engine sleeps: the trainer releases weights
+        and cache, and SGLang's prefill graphs refuse to be released (breakable_cuda_graph_backend.py, __init__).
+
+            2 MiB x largest decode batch + 8 MiB x captured prefill sizes + tensors of the largest prefill
+
+        The first two are what SGLang reserves for memory that torch does not count (reserve_for_graph_mb in
+        sglang/srt/arg_groups/memory_hook.py 0.5.23; 1.5 GiB for the prefills with latent attention, 3 MiB more a
+        sequence and group with attention groups, 4.5 MiB above 300 sequences).  Both kinds of graph share one pool of
+        tensors (runner_utils/pool.py), so that the largest forward pass counts; see ``_largest_prefill_bytes``.
+        """
+        if self.accelerator.is_cpu:
+            return 0.0
+        decode, groups = self.largest_decode_graph, self.attention_groups
+        reserved = 2.0 * decode
+        if groups > 1:
+            reserved += decode * groups * (4.5 if decode > 300 else 3)
+        reserved += 8 * len(self.prefill_graph_sizes) if self.architecture.latent is None else 1536
+        return reserved * MIB + self._largest_prefill_bytes
+
+    @property
+    def _largest_prefill_bytes(self) -> float:
+        """Derived, not measured: of t tokens the graphs' output, residual and hidden states (3 h), and the widest point
+        of a layer: attention's queries, keys, values and output, or an MLP's gate, up and product; of experts those of
+        e t tokens and their outputs (fused_moe.py: intermediate caches 1 to 3), in 16 bits."""
+        a, devices = self.architecture, self.tensor_parallel
+        own = devices // self.attention_groups
+        widths = [(2 * a.query_size + 2 * a.key_value_size) / own]
+        if len(a.expert_layers) < a.num_layers or not a.is_moe:
+            widths.append(3 * a.ffn_hidden_size / devices)
+        if a.is_moe:
+            assert a.num_experts_per_tok is not None and a.moe_ffn_hidden_size is not None
+            widths.append(a.num_experts_per_tok * (3 * a.moe_ffn_hidden_size + a.hidden_size))
+        return max(self.prefill_graph_sizes) * 2.0 * (3 * a.hidden_size + max(widths))
+
+    @property
+    def routed_experts_host_bytes(self) -> float:
+        """Pinned host memory of each device's process where the engine returns routed experts: int32 rows
+        [tokens of its cache, layers, e] (BaseHostCache in sglang/srt/state_capturer/base.py 0.5.23)."""
+        a = self.architecture
+        rows = max(0.0, self.cache_tokens) / self.attention_groups
+        return rows * a.num_layers * (a.num_experts_per_tok or 0) * 4
 
     # --- time -----------------------------------------------------------------------------------------------------
 

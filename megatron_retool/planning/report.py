@@ -105,16 +105,22 @@ def memory_table(plan: MemoryPlan, accelerator: str) -> Table:
             row("  " + _NAMES[name], value)
     sleeping = plan.learner_needed - plan.learner.total
     if sleeping:
-        row("  sleeping engine", sleeping)
+        row("  sleeping engine and its CUDA graphs", sleeping)
     row("  together", plan.learner_needed, "bold red" if plan.learner_needed > plan.capacity else "bold")
     table.add_section()
     table.add_row("[bold]engine, during the rollout[/]")
     row("  weights", plan.engine_weights)
     row(f"  key-value cache ({plan.cache_tokens:,.0f} tokens an engine)", plan.engine_cache)
+    if plan.engine_graphs:
+        row("  CUDA graphs (they stay while it sleeps)", plan.engine_graphs)
     table.add_row("  trajectories at one time on an engine", str(plan.concurrent), "")
     if plan.host_bytes_per_node:
         table.add_section()
         table.add_row("host memory of a node for the sleeping learner", f"{plan.host_bytes_per_node / GIB:.0f}", "")
+    if plan.experts_host_bytes_per_node:
+        table.add_row(
+            "host memory of a node for routed experts (pinned)", f"{plan.experts_host_bytes_per_node / GIB:.1f}", ""
+        )
     return table
 
 

@@ -19,7 +19,8 @@ from megatron_retool.planning.timing import Assumptions, StepTime, predict_gener
 from megatron_retool.planning.workload import Workload
 
 SLEEPING_ENGINE_BYTES = 3 * GIB
-"""What a colocated engine that has released weights and cache still holds on each GPU (CUDA context, graphs)."""
+"""What a colocated engine that has released weights and cache still holds on each GPU beside its CUDA graphs (CUDA
+context, NCCL, workspaces)."""
 SLEEPING_LEARNER_BYTES = 3 * GIB
 """What a learner rank whose states lie in host memory still holds (CUDA context, NCCL)."""
 HEADROOM = 0.05
@@ -51,16 +52,20 @@ class MemoryPlan:
         engine_weights, engine_cache: bytes on each of an engine's GPUs.
         cache_tokens: what the cache holds, in tokens of one engine.
         concurrent: trajectories that decode at one time on an engine.
+        engine_graphs: bytes of CUDA graphs on each of an engine's GPUs, asleep or not.
         host_bytes_per_node: learner states that wait in host memory during the rollout (colocated).
+        experts_host_bytes_per_node: what the engines keep of routed experts in host memory (routing_replay=rollout).
         problems: empty where everything fits.
     """
 
     learner: LearnerMemory
     engine_weights: float
     engine_cache: float
+    engine_graphs: float
     cache_tokens: float
     concurrent: int
     host_bytes_per_node: float
+    experts_host_bytes_per_node: float
     learner_needed: float
     """The learner's peak and what the sleeping engine holds beside it."""
     capacity: float
@@ -86,7 +91,8 @@ def plan_memory(
     cache = max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel
     problems: list[Problem] = []
 
-    needed = learner.total + (SLEEPING_ENGINE_BYTES if colocated and not accelerator.is_cpu else 0.0)
+    beside = SLEEPING_ENGINE_BYTES + engine.graph_bytes if colocated and not accelerator.is_cpu else 0.0
+    needed = learner.total + beside
     if needed > capacity:
         largest = max(learner.components().items(), key=lambda item: item[1])
         problems.append(
@@ -110,11 +116,12 @@ def plan_memory(
                     static - weights,
                 )
             )
-        if colocated and static + SLEEPING_LEARNER_BYTES > capacity:
+        awake = static + engine.graph_bytes + SLEEPING_LEARNER_BYTES
+        if colocated and awake > capacity:
             problems.append(
                 Problem(
                     "rollout.engine.mem_fraction_static leaves no room for the sleeping learner on the same GPUs",
-                    static + SLEEPING_LEARNER_BYTES,
+                    awake,
                     capacity,
                 )
             )
@@ -135,13 +142,17 @@ def plan_memory(
         )
     problems += _placement_problems(config, machines)
     ranks_per_node = min(machines.per_node, config.learner.world_size)
+    engine_ranks_per_node = min(machines.per_node, config.rollout.engine.count * engine.tensor_parallel)
+    replayed = config.learner.routing_replay == "rollout" and not accelerator.is_cpu
     return MemoryPlan(
         learner=learner,
         engine_weights=weights,
         engine_cache=cache,
+        engine_graphs=engine.graph_bytes,
         cache_tokens=max(0.0, engine.cache_tokens),
         concurrent=engine.concurrency(workload.expected_context) if engine.cache_tokens > 0 else 0,
         host_bytes_per_node=learner.pinned * ranks_per_node if colocated and not accelerator.is_cpu else 0.0,
+        experts_host_bytes_per_node=engine.routed_experts_host_bytes * engine_ranks_per_node if replayed else 0.0,
         learner_needed=needed,
         capacity=capacity,
         problems=tuple(problems),

@@ -31,8 +31,9 @@ def run(*arguments: str, width: int = 200) -> tuple[int, str]:
 def test_a_plan_says_memory_time_and_layouts() -> None:
     code, text = run("--config", DENSE, "--gpus", "H200x8", "--steps", "30", "--val-prompts", "30")
     assert code == 0
-    for part in ("32.8 B parameters", "optimizer states", "key-value cache", "everything fits", "update_actor",
-                 "tokens/s and GPU", "30 steps:", "7 validations", "suggested layouts", "TP 4 (SP)"):  # fmt: skip
+    for part in ("32.8 B parameters", "optimizer states", "key-value cache", "CUDA graphs (they stay while it sleeps)",
+                 "everything fits", "update_actor", "tokens/s and GPU", "30 steps:", "7 validations",
+                 "suggested layouts", "TP 4 (SP)"):  # fmt: skip
         assert part in text, part
     assert "learner.tensor_model_parallel_size=" in text
 

@@ -96,6 +96,39 @@ def test_attention_groups_keep_one_copy_of_the_cache_and_several_of_the_attentio
     assert groups.weight_bytes - whole.weight_bytes == 7 * attention * 2
 
 
+def test_graphs_stay_on_the_device_whatever_the_cache() -> None:
+    model = engine(graph_batch=256)
+    assert (len(model.prefill_graph_sizes), max(model.prefill_graph_sizes)) == (58, 8192)
+    assert model.largest_decode_graph == 256
+    # Output, residual and hidden states, and gate, up and product of an MLP of 27648 over 4 GPUs.
+    tensors = 8192 * 2 * (3 * 5120 + 3 * 27648 / 4)
+    assert model.graph_bytes == (2 * 256 + 8 * 58) * 2**20 + tensors
+    assert engine(graph_batch=256, memory_fraction=0.3).graph_bytes == model.graph_bytes
+    small = EngineModel(preset("qwen3-0.6b"), ACCELERATORS["L4"], graph_batch=64)
+    assert (max(small.prefill_graph_sizes), small.largest_decode_graph) == (4096, 48)
+    latent = EngineModel(preset("deepseek-v3"), ACCELERATORS["B200"], 16)
+    assert max(latent.prefill_graph_sizes) == 8192 and latent.graph_bytes > 1536 * 2**20
+    assert replace(model, accelerator=ACCELERATORS["CPU"]).graph_bytes == 0
+
+
+def test_attention_groups_share_the_tokens_of_a_prefill_and_need_more_for_decoding() -> None:
+    whole = EngineModel(preset("qwen3-30b-a3b"), H100, 8)
+    groups = replace(whole, attention_groups=4)
+    assert max(groups.prefill_graph_sizes) == 2048
+    for model, reserved in ((whole, 2 * 256), (groups, 2 * 256 + 3 * 4 * 256)):
+        sizes = model.prefill_graph_sizes
+        tensors = max(sizes) * 2 * (3 * 2048 + 8 * (3 * 768 + 2048))
+        assert model.graph_bytes == (reserved + 8 * len(sizes)) * 2**20 + tensors
+
+
+def test_routed_experts_take_a_row_of_host_memory_for_each_token_of_the_cache() -> None:
+    model = EngineModel(preset("qwen3-30b-a3b"), H100, 4, memory_fraction=0.6)
+    assert model.routed_experts_host_bytes == model.cache_tokens * 48 * 8 * 4
+    groups = replace(model, attention_groups=4)
+    assert groups.routed_experts_host_bytes == groups.cache_tokens / 4 * 48 * 8 * 4
+    assert engine().routed_experts_host_bytes == 0
+
+
 def test_a_draft_model_takes_what_its_files_have(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 3000), ("b.safetensors", 500), ("config.json", 7)):
         (tmp_path / name).write_bytes(b" " * size)
@@ -130,6 +163,7 @@ def test_configuration_and_cpu() -> None:
     config = EngineConfig(tensor_parallel_size=2, mem_fraction_static=0.5, max_running_requests=300, quantization="fp8")
     model = EngineModel.from_config(config, preset("qwen3-8b"), H100, max_concurrent=128)
     assert (model.tensor_parallel, model.memory_fraction, model.max_running) == (2, 0.5, 128)
+    assert (model.graph_batch, model.largest_decode_graph) == (300, 256)
     assert (model.weight_bytes_per_parameter, model.profile) == (1.0, GPU_PROFILE)
     demo = EngineModel.from_config(EngineConfig(dtype="float32"), preset("qwen2.5-0.5b"), ACCELERATORS["CPU"])
     assert (demo.weight_bytes_per_parameter, demo.profile) == (4.0, CPU_PROFILE)

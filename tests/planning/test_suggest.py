@@ -18,7 +18,15 @@ from megatron_retool.cluster.placement import plan_placement
 from megatron_retool.config import Config, load_config
 from megatron_retool.planning.hardware import GIB, parse_machines
 from megatron_retool.planning.models import resolve_architecture
-from megatron_retool.planning.suggest import HEADROOM, MemoryPlan, Planner, overrides_of, plan_memory, vary
+from megatron_retool.planning.suggest import (
+    HEADROOM,
+    SLEEPING_ENGINE_BYTES,
+    MemoryPlan,
+    Planner,
+    overrides_of,
+    plan_memory,
+    vary,
+)
 from megatron_retool.planning.workload import workload_of
 
 DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"
@@ -65,6 +73,16 @@ def test_the_recipes_fit_the_machines_they_are_for(name: str, machines: list[str
         assert found.host_bytes_per_node < 800 * GIB
 
 
+def test_the_engines_graphs_and_routed_experts_have_their_places() -> None:
+    plan = planner(EXPERTS, "H100x16")
+    found, alone = memory(plan), memory(plan, vary(plan.config, learner__routing_replay="none"))
+    assert found.learner_needed - found.learner.total == SLEEPING_ENGINE_BYTES + found.engine_graphs
+    # 1.47 M tokens of cache on each of 8 GPUs of a node.
+    assert found.experts_host_bytes_per_node == found.cache_tokens * 48 * 8 * 4 * 8
+    assert found.experts_host_bytes_per_node == pytest.approx(16.8 * GIB, rel=0.01)
+    assert alone.experts_host_bytes_per_node == 0
+
+
 def test_every_recipe_is_planned() -> None:
     (parameters,) = test_the_recipes_fit_the_machines_they_are_for.pytestmark
     planned = {f"retool_{name}.yaml" for name, _ in parameters.args[1]}
@@ -76,7 +94,7 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
     found = memory(plan)
     assert not found.fits
     assert "the learner does not fit" in str(found.problems[0])
-    assert "103.5 GiB needed, 79.6 GiB available" in str(found.problems[0])
+    assert "105.0 GiB needed, 79.6 GiB available" in str(found.problems[0])
     cures = plan.cures()
     assert cures
     assert [cure.seconds for cure in cures] == sorted(cure.seconds for cure in cures)

@@ -72,7 +72,8 @@ def resolve(arguments: list[str]) -> dict[str, Any]:
     resolved = resolving_view(server)
     graphs = resolved.cuda_graph_config
     return {name: getattr(resolved, name) for name in REPORTED} | {
-        "decode_graphs": len(graphs.decode.bs or ()), "prefill_graphs": len(graphs.prefill.bs or ())
+        "decode_graphs": graphs.decode.bs, "prefill_graphs": graphs.prefill.bs,
+        "prefill_backend": graphs.prefill.backend,
     }  # fmt: skip
 
 

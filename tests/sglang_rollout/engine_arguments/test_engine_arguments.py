@@ -13,7 +13,9 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
 from megatron_retool.config import Config, load_config
-from megatron_retool.planning.models import MODELS
+from megatron_retool.planning.engine_model import EngineModel
+from megatron_retool.planning.hardware import ACCELERATORS
+from megatron_retool.planning.models import MODELS, resolve_architecture
 from sglang_rollout.engine.process import RESERVED_TOKENS, SGLangServer, torchvision_directory
 
 pytestmark = pytest.mark.slow  # imports SGLang whole, once for each kind of card
@@ -25,6 +27,7 @@ CARDS = {
     "h200": ("NVIDIA H200", 141, 9, 0),
     "24gb": ("NVIDIA GeForce RTX 4090", 24, 8, 9),
 }
+ACCELERATOR = {"h100": "H100", "h200": "H200", "24gb": "RTX4090"}
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "deterministic": ("rollout.engine.random_seed=1",),
@@ -109,6 +112,13 @@ def test_sglang_takes_the_arguments(
     assert {name: found[name] for name in expected} == expected
     if engine.context_length is not None:
         assert found["context_length"] == engine.context_length + RESERVED_TOKENS
-    assert found["decode_graphs"] > 0
     if kind == "as it is":
         assert found["attention_backend"] == ("fa3" if CARDS[card_of(recipe)][2] == 9 else "flashinfer"), found
+        # What the planner takes for the memory of CUDA graphs.
+        _, architecture = resolve_architecture(config)
+        model = EngineModel.from_config(engine, architecture, ACCELERATORS[ACCELERATOR[card_of(recipe)]])
+        assert found["prefill_backend"] == "breakable"
+        assert tuple(found["prefill_graphs"]) == model.prefill_graph_sizes
+        assert max(found["decode_graphs"]) == model.largest_decode_graph
+    else:
+        assert found["decode_graphs"]
