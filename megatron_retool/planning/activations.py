@@ -183,7 +183,8 @@ def activation_bytes(
         if (recompute.method or "uniform") == "uniform":
             kept, working = math.ceil(layers / count) * layer_input, count * whole
         else:
-            kept, working = count * layer_input + (layers - count) * whole, whole
+            again = block_layers(architecture, learner)
+            kept, working = again * layer_input + (layers - again) * whole, whole
     else:
         kept = (layers - learner.cpu_offloading_num_layers) * mean(
             lambda *kind: _kept_by_layer(architecture, layout, recompute, tokens, width, fused, *kind)
@@ -200,6 +201,12 @@ def activation_bytes(
         else:
             kept += architecture.predictors * own
     return kept * in_flight + working + embedded
+
+
+def block_layers(architecture: Architecture, learner: LearnerConfig) -> int:
+    """Layers of a pipeline stage that recompute.method=block computes again: so many of each of its model chunks."""
+    layers = architecture.num_layers // learner.pipeline_model_parallel_size
+    return min(layers, (learner.recompute.num_layers or 1) * (learner.virtual_pipeline_model_parallel_size or 1))
 
 
 def logit_bytes(architecture: Architecture, layout: ParallelLayout, learner: LearnerConfig) -> float:

@@ -149,7 +149,7 @@ def time_table(time: StepTime, measured: dict[str, float] | None = None) -> Tabl
         table.add_column(column, justify="left" if text else "right", no_wrap=column != "what it is made of")
     parts = {
         Phase.GENERATION: f"mean batch {time.generation.mean_batch:.0f} an engine; the last tenth of responses takes "
-        f"{time.generation.tail_seconds:.0f} s",
+        f"{time.generation.tail_seconds:.0f} s" + _staleness(time),
         Phase.OLD_LOG_PROB: _parts(vars(time.log_probs)),
         Phase.UPDATE_ACTOR: _parts(vars(time.update)),
     }
@@ -160,6 +160,10 @@ def time_table(time: StepTime, measured: dict[str, float] | None = None) -> Tabl
     note = "generation and training overlap" if time.overlapped else ""
     table.add_row(Phase.STEP, f"{time.total:.4g}", "", note, *_against(measured, Phase.STEP, time.total), style="bold")
     return table
+
+
+def _staleness(time: StepTime) -> str:
+    return f"; {time.stale_share:.0%} of the response tokens are of older weights" if time.stale_share else ""
 
 
 def _parts(parts: dict[str, float]) -> str:
@@ -205,12 +209,14 @@ def suggestion_table(candidates: Sequence[Candidate], is_moe: bool) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for index, candidate in enumerate(candidates):
         changes = candidate.changes
-        recompute = changes["learner__recompute__granularity"]
+        recompute = changes["learner__recompute__granularity"] or "no"
+        if changes["learner__recompute__method"] == "block":
+            recompute = f"{changes['learner__recompute__num_layers']}-layer"
         engines = f"{changes['rollout__engine__count']} x TP {changes['rollout__engine__tensor_parallel_size']}"
         table.add_row(
             str(index + 1),
             f"{candidate.layout.world_size}: {describe_layout(candidate.layout, is_moe)}\n"
-            f"{changes['cluster__placement']}, {recompute or 'no'} recomputation, {engines}",
+            f"{changes['cluster__placement']}, {recompute} recomputation, {engines}",
             f"{candidate.memory.learner_needed / GIB:.0f}",
             f"{candidate.seconds:.0f}",
             f"{candidate.time.tokens_per_second_per_gpu:,.0f}",

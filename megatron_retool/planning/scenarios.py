@@ -11,7 +11,13 @@ from megatron_retool.config import Config
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy, standard_strategies
-from megatron_retool.planning.timing import Assumptions, learner_time, phase_switch_seconds, weight_sync_seconds
+from megatron_retool.planning.timing import (
+    Assumptions,
+    learner_time,
+    phase_switch_seconds,
+    share_of_log_probs,
+    weight_sync_seconds,
+)
 from megatron_retool.planning.workload import Workload
 
 SIZES = (8, 64, 512, 4096)
@@ -62,7 +68,8 @@ def scenario_of(
     there = replace(machines, count=gpus, per_node=min(machines.per_node, gpus))
     wide = replace(layout, world_size=data * model_ranks, data=data)
     arguments = (architecture, config.learner, wide, there, work, assumptions)
-    seconds = learner_time(*arguments, training=False).total + learner_time(*arguments, training=True).total
+    log_probs = share_of_log_probs(config) * learner_time(*arguments, training=False).total
+    seconds = log_probs + learner_time(*arguments, training=True).total
     # Fewer GPUs than one copy of the model takes: the same work on fewer of them.
     seconds *= wide.world_size / learner_gpus if learner_gpus < model_ranks else 1.0
     return Scenario(

@@ -86,7 +86,7 @@ class RolloutSimulation:
         engines: how many.
         workload: what a step needs.
         seed: of lengths, calls and latencies.
-        expected: take the expected lengths (quantiles) in random order instead of a sample.
+        expected: take the expected lengths (quantiles) instead of a sample; groups are as alike as a sample's.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RolloutSimulation:
         if count < 1:
             return
         if self.expected:
-            lengths = self._rng.permutation(workload.lengths.quantiles(count * size)).reshape(count, size)
+            lengths = workload.lengths.expected(self._rng, count, size)
         else:
             lengths = workload.lengths.sample(self._rng, count, size)
         # A very short response has no room for its calls.

@@ -232,6 +232,18 @@ class Candidate:
         return self.time.total
 
 
+def _cut(candidate: Candidate) -> tuple[Any, ...]:
+    """How the model is cut, by learner and engines."""
+    layout, changes = candidate.layout, candidate.changes
+    placed = changes["cluster__placement"], changes["rollout__engine__tensor_parallel_size"]
+    return layout.tensor, layout.pipeline, layout.expert, *placed
+
+
+def _keep_faster(found: dict[tuple[Any, ...], Candidate], key: tuple[Any, ...], candidate: Candidate) -> None:
+    if key not in found or candidate.seconds < found[key].seconds:
+        found[key] = candidate
+
+
 class Planner:
     """Evaluates variations of one configuration; rollouts are simulated once for each set of engines."""
 
@@ -331,7 +343,7 @@ class Planner:
 
     def _single_knobs(self) -> Iterator[dict[str, Any]]:
         learner, engine = self.config.learner, self.config.rollout.engine
-        if learner.recompute.granularity != "full":
+        if learner.recompute.granularity != "full" or learner.recompute.method == "block":
             yield {
                 "learner__recompute__granularity": "full",
                 "learner__recompute__method": "uniform",
@@ -378,18 +390,27 @@ class Planner:
         best: dict[tuple[Any, ...], Candidate] = {}
         for changes in self._layouts():
             candidate = self.candidate(changes)
-            if candidate is None:
-                continue
-            key = (
-                candidate.layout.tensor,
-                candidate.layout.pipeline,
-                candidate.layout.expert,
-                changes["cluster__placement"],
-                changes["rollout__engine__tensor_parallel_size"],
-            )
-            if key not in best or candidate.seconds < best[key].seconds:
-                best[key] = candidate
-        return sorted(best.values(), key=lambda candidate: candidate.seconds)[:count]
+            if candidate is not None:
+                _keep_faster(best, (*_cut(candidate), candidate.layout.context), candidate)
+        fastest: dict[tuple[Any, ...], Candidate] = {}
+        for candidate in map(self._recomputing_less, best.values()):
+            _keep_faster(fastest, _cut(candidate), candidate)
+        return sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:count]
+
+    def _recomputing_less(self, candidate: Candidate) -> Candidate:
+        """``candidate`` with the fewest layers computed again that fit, where it computes all of them again."""
+        if candidate.changes["learner__recompute__granularity"] != "full":
+            return candidate
+        fewest, most = 1, self.architecture.num_layers // candidate.layout.pipeline - 1
+        while fewest <= most:
+            layers = (fewest + most) // 2
+            block = {"learner__recompute__method": "block", "learner__recompute__num_layers": layers}
+            less = self.candidate({**candidate.changes, **block})
+            if less is None:
+                fewest = layers + 1
+            else:
+                candidate, most = less, layers - 1
+        return candidate
 
     def _layouts(self) -> Iterator[dict[str, Any]]:
         a, machines = self.architecture, self.machines

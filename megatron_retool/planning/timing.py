@@ -25,7 +25,7 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.monitor.phases import Phase
-from megatron_retool.planning.activations import PARAMETER_BYTES
+from megatron_retool.planning.activations import PARAMETER_BYTES, block_layers
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
@@ -38,8 +38,10 @@ from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mea
 from megatron_retool.planning.workload import Workload
 from megatron_retool.registry import Need
 
-PARTIAL_STEPS = 4
-"""Steps over which partial rollout is averaged, after as many that are not counted."""
+PARTIAL_STEPS = (2, 8)
+"""Steps over which partial rollout is averaged, after as many that are not counted: fewest and most."""
+PARTIAL_RESPONSES = 4096
+"""Responses in them, between these bounds."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class StepTime:
     phase_switch: float
     overlapped: bool
     trained_tokens: float
+    stale_share: float
+    """Of the trained response tokens, those that older weights sampled (partial rollout)."""
     gpus: int
     mfu: float
     """Of the update, by the model's FLOPs (recomputation does not count)."""
@@ -152,8 +156,7 @@ def recomputed_share(architecture: Architecture, learner: LearnerConfig, mean_le
     if recompute.granularity == "full":
         if (recompute.method or "uniform") == "uniform":
             return 1.0
-        stage_layers = architecture.num_layers // learner.pipeline_model_parallel_size
-        return (recompute.num_layers or 1) / stage_layers
+        return block_layers(architecture, learner) / (architecture.num_layers // learner.pipeline_model_parallel_size)
     if recompute.granularity == "selective":
         a = architecture
         attention = pair_flops(a) * mean_length / 2
@@ -351,7 +354,7 @@ def predict_step(
         generation = predict_generation(engine, config.rollout.engine.count, workload, config.rollout.partial)
     learner = config.learner
     arguments = (architecture, learner, layout, machines, workload, assumptions)
-    log_probs = learner_time(*arguments, training=False).scaled(_share_of_log_probs(config))
+    log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
     reference = learner_time(*arguments, training=False) if Need.REFERENCE in algorithm.needs else None
@@ -370,12 +373,16 @@ def predict_step(
         phase_switch=phase_switch_seconds(config, architecture, layout, machines),
         overlapped=config.rollout.staleness > 0 and not colocated,
         trained_tokens=workload.trained_tokens,
+        # A generation may be one of fewer responses (``Planner.generation``).
+        stale_share=generation.stale_tokens
+        * (1 + workload.prompt_tokens / generation.mean_length)
+        / generation.trained_tokens,
         gpus=machines.count,
         mfu=model_flops / (layout.world_size * machines.accelerator.flops * update.total),
     )
 
 
-def _share_of_log_probs(config: Config) -> float:
+def share_of_log_probs(config: Config) -> float:
     """The part of a step's mini-batches whose old log-probs take a pass: learner.fuse_old_log_probs."""
     updates = expected_updates(config)
     source = old_log_probs_source(config, updates).source
@@ -392,13 +399,17 @@ def predict_generation(
     Every response is waited for; with ``partial`` rollout the mean over several steps, after some that fill the queue
     of paused trajectories.
     """
-    simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
     if partial is None or not partial.enable:
-        return simulation.collect(workload.groups)
+        # The constants were fitted to groups that are no more alike than others.
+        workload = replace(workload, lengths=replace(workload.lengths, correlation=0.0))
+        return RolloutSimulation(engine, engines, workload, seed=0, expected=True).collect(workload.groups)
+    simulation = RolloutSimulation(engine, engines, workload, seed=0, expected=True)
+    fewest, most = PARTIAL_STEPS
+    counted = min(most, max(fewest, PARTIAL_RESPONSES // workload.responses))
     steps = []
-    for _ in range(2 * PARTIAL_STEPS):
+    for _ in range(2 * counted):
         steps.append(simulation.collect(workload.groups, "pause", partial.max_age, partial.over_sampling_factor))
-    return mean_result(steps[PARTIAL_STEPS:])
+    return mean_result(steps[counted:])
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,21 @@ class LengthDistribution:
 
     def sample(self, rng: np.random.Generator, groups: int, size: int) -> FloatArray:
         """float64 [groups, size] lengths, correlated within a group."""
+        return self._clip(np.exp(self.mu + self.sigma * self._normal(rng, groups, size)))
+
+    def _normal(self, rng: np.random.Generator, groups: int, size: int) -> FloatArray:
         shared = rng.standard_normal((groups, 1))
         own = rng.standard_normal((groups, size))
-        normal = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
-        return self._clip(np.exp(self.mu + self.sigma * normal))
+        return math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
+
+    def expected(self, rng: np.random.Generator, groups: int, size: int) -> FloatArray:
+        """float64 [groups, size]: the lengths of ``quantiles``, dealt to groups that are as alike as a ``sample``'s."""
+        lengths = self.quantiles(groups * size)
+        if self.correlation == 0:
+            return rng.permutation(lengths).reshape(groups, size)
+        dealt = np.empty_like(lengths)
+        dealt[np.argsort(self._normal(rng, groups, size), axis=None)] = lengths
+        return dealt.reshape(groups, size)
 
     def _clip(self, lengths: FloatArray) -> FloatArray:
         return np.clip(np.rint(lengths), 1, self.limit)

@@ -32,6 +32,12 @@ from megatron_retool.planning.workload import workload_of
 DENSE = "configs/retool_qwen2.5_32b_8xh200.yaml"
 EXPERTS = "configs/retool_qwen3_30b_a3b_2x8h100.yaml"
 
+RECOMPUTING_ALL = (
+    "learner.max_tokens_per_micro_batch=36864",
+    "learner.recompute.method=uniform",
+    "learner.recompute.num_layers=1",
+)
+
 
 def planner(file: str, gpus: str, *overrides: str) -> Planner:
     config = load_config(file, overrides)
@@ -90,7 +96,7 @@ def test_every_recipe_is_planned() -> None:
 
 
 def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit() -> None:
-    plan = planner(DENSE, "H100x16")
+    plan = planner(DENSE, "H100x16", *RECOMPUTING_ALL)
     found = memory(plan)
     assert not found.fits
     assert "the learner does not fit" in str(found.problems[0])
@@ -100,10 +106,14 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
     assert [cure.seconds for cure in cures] == sorted(cure.seconds for cure in cures)
     for cure in cures:
         overrides = overrides_of(cure.changes)
-        assert memory(plan, load_config(DENSE, overrides)).fits
+        assert memory(plan, load_config(DENSE, [*RECOMPUTING_ALL, *overrides])).fits
     texts = [" ".join(overrides_of(cure.changes)) for cure in cures]
     assert "learner.optimizer.cpu_offload=true" in texts
     assert any("learner.world_size=16" in text and "pipeline" in text for text in texts)
+    few = planner(DENSE, "H200x8", "learner.max_tokens_per_micro_batch=36864", "learner.recompute.num_layers=1")
+    assert not memory(few).fits
+    again = {"learner__recompute__method": "uniform", "learner__recompute__num_layers": 1}
+    assert any(again.items() <= cure.changes.items() for cure in few.cures())
 
 
 @pytest.mark.parametrize(
@@ -140,6 +150,22 @@ def test_suggestions_are_valid_fit_and_are_no_slower_than_the_recipe(file: str, 
     own = plan.candidate({})
     if own is not None:
         assert found[0].seconds <= own.seconds * 1.02
+
+
+def test_a_suggestion_computes_no_more_layers_again_than_it_must() -> None:
+    plan = planner(DENSE, "H200x8", *RECOMPUTING_ALL)
+    methods = set()
+    for candidate in plan.suggestions(20):
+        changes = candidate.changes
+        if changes["learner__recompute__granularity"] != "full":
+            continue
+        again = changes["learner__recompute__num_layers"]
+        if changes["learner__recompute__method"] == "uniform":
+            again = plan.architecture.num_layers // candidate.layout.pipeline
+        fewer = {"learner__recompute__method": "block", "learner__recompute__num_layers": again - 1}
+        assert again == 1 or plan.candidate({**changes, **fewer}) is None
+        methods.add(changes["learner__recompute__method"])
+    assert "block" in methods
 
 
 CLUSTERS = [("H200x8", 8), ("H100x16", 8), ("H100x16", 4), ("H200x24", 8), ("A100x64", 8), ("B200x144", 72)]

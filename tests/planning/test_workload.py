@@ -38,13 +38,21 @@ def test_quantiles_and_samples_follow_the_distribution() -> None:
 
 
 def test_responses_of_a_group_are_correlated() -> None:
-    def within(correlation: float) -> float:
+    def within(correlation: float, kind: str) -> float:
         lengths = LengthDistribution.fit(2707, 0.0085, 16384, correlation)
-        logs = np.log(lengths.sample(np.random.default_rng(0), 4000, 16))
+        logs = np.log(getattr(lengths, kind)(np.random.default_rng(0), 4000, 16))
         return float(np.corrcoef(logs[:, 0], logs[:, 1])[0, 1])
 
-    assert within(0.0) == pytest.approx(0.0, abs=0.05)
-    assert within(0.5) == pytest.approx(0.5, abs=0.05)
+    for kind in ("sample", "expected"):
+        assert within(0.0, kind) == pytest.approx(0.0, abs=0.05)
+        assert within(0.5, kind) == pytest.approx(0.5, abs=0.05)
+
+
+def test_expected_lengths_are_the_quantiles() -> None:
+    lengths = LengthDistribution.fit(2707, 0.0085, 16384)
+    dealt = lengths.expected(np.random.default_rng(0), 32, 16)
+    assert dealt.shape == (32, 16)
+    assert np.sort(dealt, axis=None).tolist() == lengths.quantiles(512).tolist()
 
 
 @pytest.mark.parametrize(
