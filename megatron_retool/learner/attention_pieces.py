@@ -6,8 +6,12 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK_TOKENS = 128
+"""Tokens of a block of FlexAttention's mask, its default."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,33 @@ class SharedPrefixes:
 
     @functools.cached_property
     def block_mask(self) -> BlockMask:
-        """For FlexAttention."""
+        """For FlexAttention: what create_block_mask makes of ``sees``, from blocks alone, without its bool [t, t]."""
         tokens, visible_until = self.visible_until.numel(), self.visible_until
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < visible_until[key])
 
-        return create_block_mask(sees, None, None, tokens, tokens, device=str(visible_until.device))
+        count = -(-tokens // BLOCK_TOKENS)
+        # Keys that are not there are seen by nobody.
+        ends = F.pad(visible_until, (0, count * BLOCK_TOKENS - tokens)).view(count, BLOCK_TOKENS)
+        first_query = torch.arange(count, device=visible_until.device).unsqueeze(1) * BLOCK_TOKENS
+        # Queries of a later block come after all keys of an earlier one, so that its subtrees' ends decide; a block's
+        # own keys are seen by those of its queries that follow them.
+        earlier = torch.ones(count, count, dtype=torch.bool, device=visible_until.device).tril(-1)
+        whole = earlier & (ends.amin(1) >= first_query + BLOCK_TOKENS)
+        parts = earlier & (ends.amax(1) > first_query) & ~whole
+        parts.fill_diagonal_(True)
+        return BlockMask.from_kv_blocks(
+            *_ordered(parts),
+            *_ordered(whole),
+            BLOCK_SIZE=BLOCK_TOKENS,
+            mask_mod=sees,
+            seq_lengths=(tokens, tokens),
+        )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [n, n], by query and key -> int32 [1, 1, n] blocks of keys of a row, [1, 1, n, n] keys, these first."""
+    chosen = blocks.to(torch.int32)[None, None]
+    columns = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), columns.to(torch.int32)

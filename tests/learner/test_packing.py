@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.admission.tiny_model import random_batch, with_copies
 from megatron_retool.algorithms.prefix_tree import prefix_tree
 from megatron_retool.doctor.model import sequences
+from megatron_retool.learner.attention_pieces import SharedPrefixes
 from megatron_retool.learner.packing import Packer, zigzag
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
 from megatron_retool.learner.tree_attention import tree_attention
@@ -32,6 +36,19 @@ def _layout(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1,
 
 def _packer(layout: ParallelLayout, max_tokens: int, data_rank: int = 0, context_rank: int = 0, **options) -> Packer:
     return Packer(layout, max_tokens, data_rank, context_rank, torch.device("cpu"), **options)
+
+
+class LargestTensor(TorchDispatchMode):
+    """``elements`` of the largest tensor that any operation under it gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
 
 
 lengths_strategy = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=12)
@@ -249,10 +266,17 @@ def test_shared_prefixes_leave_every_response_token_its_context(
     assert computed == batch.total_lengths.sum()
 
 
-def test_what_flex_attention_is_told_is_what_the_tree_is() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "copy"),
+    [([(30, 9), (30, 20), (25, 3)], (1, 0, 33)), ([(300, 151), (300, 200), (140, 63)], (1, 0, 333))],
+    ids=["one_block", "blocks_and_an_odd_rest"],
+)
+def test_what_flex_attention_is_told_is_what_the_tree_is(
+    lengths: list[tuple[int, int]], copy: tuple[int, int, int]
+) -> None:
     """On a GPU, in place of the pieces that a CPU computes; its own backward pass exists there alone."""
-    batch = with_copies(random_batch([(30, 9), (30, 20), (25, 3)]), [(1, 0, 33)])
-    packer = SharedPrefixPacker(_layout(), 128, 0, 0, torch.device("cpu"))
+    batch = with_copies(random_batch(lengths), [copy])
+    packer = SharedPrefixPacker(_layout(), 1200, 0, 0, torch.device("cpu"))
     (piece,) = packer.micro_batches(batch)
     tree = piece.tree
     assert tree is not None and len(tree.stems) == 1
@@ -262,6 +286,41 @@ def test_what_flex_attention_is_told_is_what_the_tree_is() -> None:
     found = flex_attention(*whole, block_mask=tree.block_mask, scale=0.3, enable_gqa=True)
     expected = tree_attention(query, key, value, tree, 0.3)
     torch.testing.assert_close(found.squeeze(0).transpose(0, 1), expected)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    prompts=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    longest=st.sampled_from([3, 90, 300]),
+    tensor=st.sampled_from([1, 2]),
+    seed=st.integers(0, 5),
+)
+def test_blocks_of_the_mask_are_those_of_the_dense_mask(
+    prompts: list[int], longest: int, tensor: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    batch = random_batch([(prompt, int(rng.integers(1, longest))) for prompt in prompts for _ in range(3)], seed)
+    batch = with_copies(batch, [(3 * group + 1, 3 * group, prompt) for group, prompt in enumerate(prompts)])
+    packer = SharedPrefixPacker(_layout(tensor=tensor), 4000, 0, 0, torch.device("cpu"))
+    for piece in packer.micro_batches(batch):
+        assert piece.tree is not None
+        found = piece.tree.block_mask
+        tokens = piece.tree.visible_until.numel()
+        dense = create_block_mask(found.mask_mod, None, None, tokens, tokens, device="cpu")
+        assert found.seq_lengths == dense.seq_lengths and found.BLOCK_SIZE == dense.BLOCK_SIZE
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+                     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # fmt: skip
+            assert torch.equal(getattr(found, name), getattr(dense, name)), name
+
+
+def test_a_mask_needs_no_memory_for_pairs_of_tokens() -> None:
+    tokens = 36864
+    tree = SharedPrefixes((), (), torch.full((tokens,), tokens, dtype=torch.int32))
+    largest = LargestTensor()
+    with largest:
+        mask = tree.block_mask
+    assert int(mask.kv_num_blocks.sum()) == 288  # the diagonal; the rest is seen whole
+    assert 288**2 <= largest.elements <= 289**2
 
 
 def test_families_that_would_need_more_together_stand_side_by_side() -> None:
