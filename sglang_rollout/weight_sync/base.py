@@ -91,8 +91,10 @@ class ServerWeightSync(ABC):
                     if expected is not None:
                         expected.add(bucket)
                     self._send(bucket)
+                    del bucket  # the next one is put together first, and needs its memory
                 if not tensors:
                     raise WeightSyncError("there was no weight to send: export_weights yielded no bucket")
+                self._finish_sending()
             except BaseException:
                 self._give_up()
                 raise
@@ -135,7 +137,10 @@ class ServerWeightSync(ABC):
 
     @abstractmethod
     def _send(self, bucket: Bucket) -> None:
-        """Bring one bucket into every engine."""
+        """Bring one bucket into every engine. It may return before they have it, and then raises at the next one."""
+
+    def _finish_sending(self) -> None:  # noqa: B027 (most ways are done when _send returns)
+        """Wait until every engine has the last bucket."""
 
     def _probe(self) -> None:
         """Find dead engines before anything is changed, and learn the engines' dtype and parallelism."""
@@ -160,6 +165,7 @@ class ServerWeightSync(ABC):
             ]
             # A flat bucket needs every tensor aligned to its own element size.
             yield sorted(converted, key=lambda item: -item[1].element_size())
+            del bucket, converted
 
     def _check_version(self, version: int) -> None:
         infos = self._call_all("/model_info", None)

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +15,22 @@ import torch
 from sglang_rollout.weight_sync.base import FOR_POLICY, Bucket, ServerWeightSync, is_local
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
+_PATH = "/update_weights_from_tensor"
+
 
 class TensorWeightSync(ServerWeightSync):
     """Handles of memory that the engines map: shared memory on CPU, CUDA IPC on GPU.
 
     Engines must run on this process's host (and, on GPU, see its device). Each bucket is copied once into a flat
-    buffer: one handle for each reader, whatever the number of tensors.
+    buffer: one handle for each reader, whatever the number of tensors. While the engines load it, the learner's ranks
+    exchange the next one, so that two buckets take memory at a time: the flat one, and the one that is put together.
     """
 
     def __init__(self, engines: Sequence[str], **common: Any) -> None:
         super().__init__(engines, **common)
         self._memory: _SharedMemory | None = None
+        self._loading: tuple[dict[str, Future[dict[str, Any]]], torch.Tensor] | None = None
+        """The engines' answers to the bucket that they are loading, and the bucket, which lasts as long."""
 
     def _probe(self) -> None:
         super()._probe()
@@ -37,6 +43,7 @@ class TensorWeightSync(ServerWeightSync):
             )
 
     def _send(self, bucket: Bucket) -> None:
+        self._finish_sending()
         device = bucket[0][1].device
         flat = self._flat(sum(tensor.nbytes for _, tensor in bucket), device)
         metadata, offset = [], 0
@@ -63,14 +70,23 @@ class TensorWeightSync(ServerWeightSync):
             }
             for url in self.engines
         }
-        path = "/update_weights_from_tensor"
-        self._await_all(self._start_all(path, bodies), path)
+        self._loading = self._start_all(_PATH, bodies), flat
+
+    def _finish_sending(self, check: bool = True) -> None:
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        try:
+            self._await_all(loading[0], _PATH, check)
+        finally:
+            del loading  # an error's traceback would keep the bucket
 
     def _end(self, version: int) -> None:
         super()._end(version)
         self._free()
 
     def _give_up(self) -> None:
+        self._finish_sending(check=False)  # none of them reads memory that is given back
         super()._give_up()
         self._free()
 
@@ -88,6 +104,7 @@ class TensorWeightSync(ServerWeightSync):
 
     def close(self) -> None:
         super().close()
+        self._loading = None
         self._free()
 
     def _free(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -121,6 +123,95 @@ def test_the_order_of_a_push(engines):
     assert bodies["/update_weights_from_tensor"]["selector"] == "target"
     assert len(bodies["/update_weights_from_tensor"]["serialized_named_tensors"]) == 2  # one for each rank
     assert (report.version, report.tensors, report.bytes) == (7, 3, 4 * (16 + 3 + 2))
+
+
+def test_the_next_bucket_is_put_together_while_engines_load_the_last_one(engines):
+    second = threading.Event()
+    waited = []
+
+    def load(count: int) -> None:
+        if count == 1:
+            waited.append(second.wait(3))
+
+    def buckets():
+        yield BUCKETS[0]
+        second.set()
+        yield BUCKETS[1]
+
+    with tensor_sync(engines(faults={"/update_weights_from_tensor": load})) as sync:
+        sync.push(buckets(), 1)
+    assert waited == [True]
+
+
+def test_two_buckets_take_memory_at_a_time(engines):
+    """The flat one that engines load, and the one that is put together."""
+    made, alive = [], []
+
+    def buckets():
+        for _ in range(4):
+            gc.collect()
+            alive.append(sum(tensor() is not None for tensor in made) + (sync._loading is not None))
+            bucket = [("a.weight", torch.ones(64, 64))]
+            made.append(weakref.ref(bucket[0][1]))
+            yield bucket
+            del bucket
+
+    with tensor_sync(engines(dtype="bfloat16")) as sync:
+        sync.push(buckets(), 1)
+        assert sync._loading is None
+    assert alive == [0, 1, 1, 1]  # beside the one that is made next
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["before_the_last_bucket", "at_the_last_bucket"])
+def test_a_bucket_that_an_engine_refuses_later_ends_the_push_as_before(engines, place):
+    def load(count: int) -> tuple[int, dict] | None:
+        return (400, {"message": "unexpected shape"}) if count == place else None
+
+    good, bad = engines(), engines(faults={"/update_weights_from_tensor": load})
+    with tensor_sync(good, bad) as sync:
+        with pytest.raises(WeightSyncError, match="weight sync failed at /update_weights_from_tensor") as error:
+            sync.push(BUCKETS, 1)
+        assert error.value.engines == (bad.url,)
+        for engine in (good, bad):
+            assert engine.paths()[-2:] == ["/end_weight_update", "/continue_generation"]
+        # The same connection takes the next push, of which nothing is left over.
+        assert sync.push(BUCKETS, 2).version == 2
+
+
+def test_an_engine_that_dies_while_it_loads_is_named(engines):
+    good, dying = engines(), engines()
+    second = threading.Event()
+    dying.faults["/update_weights_from_tensor"] = lambda count: second.wait(3) and (dying.close(), 20.0)[1]
+
+    def buckets():
+        yield BUCKETS[0]
+        second.set()
+        yield BUCKETS[1]
+
+    with tensor_sync(good, dying, timeout_seconds=2) as sync, pytest.raises(WeightSyncError) as error:
+        sync.push(buckets(), 1)
+    assert error.value.engines == (dying.url,)
+    assert good.paths()[-2:] == ["/end_weight_update", "/continue_generation"]
+
+
+def test_an_export_that_fails_waits_for_what_is_being_loaded(engines):
+    """Its memory is given back afterwards."""
+    failed = threading.Event()
+
+    def load(count: int) -> None:
+        failed.wait(3)
+        time.sleep(0.2)
+
+    def buckets():
+        yield BUCKETS[0]
+        failed.set()
+        raise RuntimeError("the learner failed")
+
+    engine = engines(faults={"/update_weights_from_tensor": load})
+    with tensor_sync(engine) as sync, pytest.raises(RuntimeError, match="the learner failed"):
+        sync.push(buckets(), 1)
+    assert engine.paths()[-3:] == ["/update_weights_from_tensor", "/end_weight_update", "/continue_generation"]
+    assert sync._loading is None
 
 
 def test_a_refusal_names_the_engine_and_lets_all_go_on(engines):
