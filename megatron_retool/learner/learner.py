@@ -29,7 +29,7 @@ from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import cpu, data_parallel, parallel
-from megatron_retool.learner.deterministic import make_deterministic
+from megatron_retool.learner.deterministic import check_attention, make_deterministic
 from megatron_retool.learner.initial import frozen_copy, initial_chunks
 from megatron_retool.learner.losses import (
     KEPT_TOKENS,
@@ -123,9 +123,12 @@ class Learner:
         self.acceleration = Acceleration.detect()
         check_precision(config.learner, optimizer, architecture, self.acceleration)
         check_performance(config.learner, optimizer, architecture, self.layout, self.acceleration)
+        kernels = check_attention(config, architecture, self.layout, self.acceleration)
         parallel.initialize(self.layout, self.device, config.trainer.seed)
         if torch.distributed.get_rank() == 0:
             logger.info("learner: %s", self.acceleration.describe())
+            if kernels is not None:
+                logger.warning("%s", kernels)
 
         self.transformer_config = build_transformer_config(
             architecture, config.learner, self.layout, self.acceleration, deterministic=config.trainer.deterministic

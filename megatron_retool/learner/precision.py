@@ -37,6 +37,8 @@ FP8_RECIPES = {
     "blockwise": Fp8Recipe((2, 3), (9, 0), 128, "e4m3"),
     "mxfp8": Fp8Recipe((2, 1), (10, 0), 32, "e4m3"),
 }
+FLASH_ATTENTION = ("flash-attn-3", "flash-attn-4", "flash-attn")
+"""In the order in which Transformer Engine prefers them on Hopper."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
@@ -52,6 +54,8 @@ class Acceleration:
     apex: bool = False
     fused_weight_gradient: bool = False
     """Apex's kernel that adds weight gradients to the fp32 main gradients inside the matrix product."""
+    flash_attention: str | None = None
+    """What Transformer Engine takes on Hopper where it leaves cuDNN's attention: name and version of the package."""
 
     @classmethod
     def detect(cls) -> Acceleration:
@@ -70,6 +74,7 @@ class Acceleration:
             transformer_engine=version,
             apex=importlib.util.find_spec("apex") is not None,
             fused_weight_gradient=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+            flash_attention=next(filter(None, map(_installed, FLASH_ATTENTION)), None),
         )
 
     def describe(self) -> str:
@@ -82,6 +87,13 @@ class Acceleration:
             f"fused weight gradients {_yes(self.fused_weight_gradient)}; "
             f"{'Transformer Engine' if self.transformer_engine else 'local'} layer spec"
         )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _yes(value: bool) -> str:
