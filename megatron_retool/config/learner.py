@@ -168,6 +168,9 @@ class LearnerConfig:
     cpu_offloading_num_layers: int = not_negative(0, maximum=10_000)
     """Layers whose activations wait for the backward pass in the host's memory: for links to the host that are faster
     than computing again. Needs Transformer Engine, one pipeline stage and no recompute."""
+    expandable_segments: bool = False
+    """torch's allocator grows segments of GPU memory in place of adding others, so that micro-batches of other sizes
+    leave fewer gaps: to try where memory is short. What engines map is allocated without. On a CPU it does nothing."""
     mini_batch_size: int = at_least_one(64)
     """Responses in one optimizer step; a step of the loop makes train_batch_size x n / mini_batch_size of them."""
     fuse_old_log_probs: str = choice("auto", "never", "first_mini_batch")

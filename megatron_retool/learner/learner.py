@@ -117,6 +117,8 @@ class Learner:
         self.device = parallel.resolve_device(config.learner.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if config.learner.expandable_segments:
+            parallel.use_expandable_segments(self.device)
         parallel.use_host_threads(self.device, config.learner.threads)
         if config.trainer.deterministic:
             make_deterministic()

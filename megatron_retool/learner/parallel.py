@@ -41,6 +41,16 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def use_expandable_segments(device: torch.device) -> None:
+    """Let torch's allocator grow its segments from now on, on a GPU; what PYTORCH_ALLOC_CONF says else stays.
+
+    Not by that variable, which an engine of this process would inherit: SGLang's memory saver needs ordinary segments.
+    """
+    if device.type == "cuda":
+        given = torch._C._accelerator_getAllocatorSettings()
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (given, "expandable_segments:True"))))
+
+
 def use_host_threads(device: torch.device, threads: int) -> int:
     """Set and return the CPU threads of this process: ``threads``, or with a GPU its share of the node's cores.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +97,8 @@ class TensorWeightSync(ServerWeightSync):
             # Never the one before: an engine answers when its first rank is done, while others may be reading still.
             # torch gives memory back when every reader has closed it, and not earlier.
             torch.cuda.ipc_collect()
-            return torch.empty(size, dtype=torch.uint8, device=device)
+            with _ordinary_segments():
+                return torch.empty(size, dtype=torch.uint8, device=device)
         if self._memory is None or self._memory.tensor.numel() < size:
             self._free()
             self._memory = _SharedMemory(size)
@@ -114,6 +116,25 @@ class TensorWeightSync(ServerWeightSync):
             self._memory = None
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # every rank has closed its handles
+
+
+@contextlib.contextmanager
+def _ordinary_segments() -> Iterator[None]:
+    """Memory that is allocated here can be mapped by any process of this user, whatever learner.expandable_segments.
+
+    torch shares a piece of an expandable segment by file descriptors, which other containers and hardened kernels
+    refuse. Switched off, its allocator takes no block of such a segment (c10/cuda/CUDACachingAllocator.cpp, Note
+    [Expandable Segments] and get_free_block).
+    """
+    given = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments:true" not in given.lower():
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(f"{given},expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(given)
 
 
 class _SharedMemory:

@@ -25,6 +25,25 @@ def test_cuda_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("cpu")
 
 
+def test_expandable_segments_are_the_learners_alone() -> None:
+    """Not of the environment, which engines inherit; on a CPU torch's allocator stays as it is."""
+    read, write = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before, environment = read(), dict(os.environ)
+    try:
+        for given, expected in (
+            ("", "expandable_segments:True"),
+            ("max_split_size_mb:128", "max_split_size_mb:128,expandable_segments:True"),
+        ):
+            write(given)
+            parallel.use_expandable_segments(torch.device("cpu"))
+            assert read() == given
+            parallel.use_expandable_segments(torch.device("cuda", 0))
+            assert read() == expected
+        assert dict(os.environ) == environment
+    finally:
+        write(before)
+
+
 def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LearnerConfig().layout()
     called: list[str] = []

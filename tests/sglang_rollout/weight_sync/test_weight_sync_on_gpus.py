@@ -50,6 +50,32 @@ def test_a_bucket_on_a_gpu_never_overwrites_one_that_an_engine_may_be_reading(
         assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("settings", "inside"),
+    [
+        ("", ""),
+        ("max_split_size_mb:128", "max_split_size_mb:128"),
+        ("max_split_size_mb:128,expandable_segments:True",
+         "max_split_size_mb:128,expandable_segments:True,expandable_segments:False"),
+    ],
+)  # fmt: skip
+def test_what_engines_map_is_not_in_an_expandable_segment(
+    monkeypatch: pytest.MonkeyPatch, settings: str, inside: str
+) -> None:
+    read, write = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    found: list[str] = []
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device=None: found.append(read()))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    before = read()
+    try:
+        write(settings)
+        with TensorWeightSync(["http://127.0.0.1:1"]) as sync:
+            sync._flat(64, torch.device("cuda", 0))
+        assert found == [inside] and read() == settings
+    finally:
+        write(before)
+
+
 def test_after_the_last_bucket_its_memory_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
