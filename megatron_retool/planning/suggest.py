@@ -140,6 +140,11 @@ def plan_memory(
                 f"{longest:,} tokens (data.max_prompt_length + data.max_response_length)"
             )
         )
+    stage_layers, again = architecture.num_layers // layout.pipeline, config.learner.recompute.num_layers
+    if again is not None and again > stage_layers:
+        problems.append(
+            Problem(f"learner.recompute.num_layers={again} is more than the {stage_layers} layers of a pipeline stage")
+        )
     problems += _placement_problems(config, machines)
     ranks_per_node = min(machines.per_node, config.learner.world_size)
     engine_ranks_per_node = min(machines.per_node, config.rollout.engine.count * engine.tensor_parallel)
