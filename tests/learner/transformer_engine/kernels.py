@@ -12,7 +12,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,22 @@ class _Extension(types.ModuleType):
 
 
 def install(folder: Path) -> None:
-    """Make Transformer Engine importable in this process, from ``folder``; before Megatron-Core is imported."""
+    """Make Transformer Engine importable in this process, from ``folder``; before Megatron-Core is imported.
+
+    The learner builds its models with it, on the host: torch's Adam steps them.
+    """
+    place_extension(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what Megatron-Core takes in place of kernels
+        # Megatron-Core takes its other choice, torch's Adam.
+        sys.modules["transformer_engine.pytorch.optimizers"] = None
+        import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
+    compute_with_torch()
+    _build_as_on_a_gpu()
+
+
+def place_extension(folder: Path, computed: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    """Import Transformer Engine from ``folder``, with an extension whose kernels raise, but for ``computed``."""
     sys.path.insert(0, str(folder))
     # Without it Transformer Engine refuses to be imported where its core library is not installed.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
@@ -101,20 +116,16 @@ def install(folder: Path) -> None:
     extension.__spec__ = None
     extension.FP8FwdTensors = _TensorsForwards
     extension.FP8BwdTensors = _TensorsBackwards
+    for name, function in (computed or {}).items():
+        setattr(extension, name, function)
     sys.modules["transformer_engine_torch"] = extension
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the extension, and about what Megatron-Core takes in place of kernels
+        warnings.simplefilter("ignore")  # about the extension
         import transformer_engine.common
 
         transformer_engine.common.load_framework_extension = lambda framework: None
         import transformer_engine.pytorch
-
-        # Megatron-Core takes its other choice, torch's Adam.
-        sys.modules["transformer_engine.pytorch.optimizers"] = None
-        import megatron_retool.learner.learner  # noqa: F401  so that the ranks need not import it
-    _compute_with_torch(transformer_engine.pytorch)
-    _build_as_on_a_gpu()
 
 
 @contextlib.contextmanager
@@ -155,7 +166,9 @@ def _build_as_on_a_gpu() -> None:
     model.PackedModel.__init__ = build_as_if_gpu
 
 
-def _compute_with_torch(te: Any) -> None:
+def compute_with_torch() -> None:
+    """Give the modules that the learner reaches forwards of torch's, after Megatron-Core is imported."""
+    import transformer_engine.pytorch as te
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
@@ -220,21 +233,44 @@ def _attention(
     cu_seqlens_kv: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Packed sequences one at a time: [t, heads, dim] -> [t, heads * dim]."""
+    """Packed sequences one at a time: [t, heads, dim] -> [t, heads * dim], of this context-parallel rank's tokens."""
     assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and attention_mask is None
     assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
     window = (self.window_size or (-1, 0))[0]
-    outputs = []
     bounds = cu_seqlens_q.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
-        behind = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    group, ranks, rank = self.cp_group, 1, 0
+    if group is not None and group.size() > 1:
+        from megatron.core.tensor_parallel import mappings
+
+        ranks, rank = group.size(), group.rank()
+        order = torch.cat([torch.cat(_own_places(bounds, ranks, other)) for other in range(ranks)]).argsort()
+        key, value = (
+            mappings.gather_from_sequence_parallel_region(x, group=group).index_select(0, order) for x in (key, value)
+        )
+    outputs = []
+    own = _own_places(bounds, ranks, rank)
+    parts = query.split([len(places) for places in own])
+    for start, end, places, part in zip(bounds[:-1], bounds[1:], own, parts, strict=True):
+        q, k, v = part.transpose(0, 1), key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)
+        behind = (places - start)[:, None] - torch.arange(end - start)
         mask = behind >= 0
         if window >= 0:
             mask &= behind <= window
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=self.softmax_scale)
         outputs.append(out.transpose(0, 1).flatten(1))
     return torch.cat(outputs)
+
+
+def _own_places(bounds: list[int], ranks: int, rank: int) -> list[Tensor]:
+    """Of each sequence the places, in the whole micro-batch, of the tokens that a context-parallel rank has.
+
+    Transformer Engine's order: a sequence is cut into 2 x ranks chunks, of which a rank has one from each end.
+    """
+    found = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        chunks = torch.arange(start, end).chunk(2 * ranks) if ranks > 1 else (torch.arange(start, end),)
+        found.append(torch.cat([chunks[rank], chunks[-1 - rank]]) if ranks > 1 else chunks[0])
+    return found
 
 
 def _general_gemm(
@@ -250,9 +286,12 @@ def _general_gemm(
 def _rotate_packed(
     x: Tensor, cu_seqlens: Tensor, frequencies: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
 ) -> Tensor:
-    """[t, heads, dim] with the angles [longest, 1, 1, dim] of each token's place in its sequence."""
-    assert cp_size == 1 and not interleaved
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    angles = torch.cat([frequencies[:length, 0] for length in lengths])
-    first, second = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
+    """[t, heads, dim] with the angles [longest, 1, 1, r] of each token's place in its sequence; the first r turn."""
+    assert not interleaved
+    bounds = cu_seqlens.tolist()
+    places = [own - start for own, start in zip(_own_places(bounds, cp_size, cp_rank), bounds[:-1], strict=True)]
+    angles = frequencies[:, 0].index_select(0, torch.cat(places))
+    turned, rest = x.split([angles.size(-1), x.size(-1) - angles.size(-1)], -1)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
+    return torch.cat([turned, rest], -1)
