@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def gradients_of_update(learner: Any, batch: TrajectoryBatch, temperature: float
 
     def look() -> tuple[bool, float]:
         named = gradients_by_hf_name(learner.model_chunks, learner.architecture)
-        found.update({name: gradient.clone() for name, gradient in named.items()})
+        found.update(on_host(named))
         return True, 0.0
 
     learner._step = look
@@ -187,6 +187,11 @@ def gradients_of_update(learner: Any, batch: TrajectoryBatch, temperature: float
     finally:
         del learner._step
     return found, metrics
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies where the references are, whatever device the learner computes on."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -165,7 +165,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
 
     def step_after_a_look() -> Any:
         named = gradients_by_hf_name(learner.model_chunks, learner.architecture)
-        gradients.update({name: g.clone() for name, g in named.items()})  # clipping works in place
+        gradients.update(forced_routing.on_host(named))  # clipping works in place
         return step()
 
     learner._step = step_after_a_look
@@ -174,7 +174,7 @@ def compare(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) -> Found:
         value = total / count if count else total
         found[f"metric {metric}"] = abs(metrics[metric] - value) / max(abs(value), 1e-3)
     found["grad_norm"] = abs(metrics["actor/grad_norm"] / expected["grad_norm"] - 1)
-    weights = {n: t for bucket in learner.export_weights() for n, t in bucket}
+    weights = _exported(learner)
     if not gradients:
         return found
     _same_names(gradients, expected["gradients"])
@@ -254,7 +254,7 @@ def load_checkpoint(case: Case, hf_dir: Path, families: tuple[str, ...] = ()) ->
 
 
 def _exported(learner: Any) -> dict[str, Any]:
-    return {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
+    return forced_routing.on_host({name: t for bucket in learner.export_weights() for name, t in bucket})
 
 
 def _largest(found: dict[str, Any], expected: dict[str, Any]) -> float:

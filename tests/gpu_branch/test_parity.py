@@ -1,0 +1,154 @@
+"""The learner's GPU branch computes what transformers computes, and mixes no devices on the way.
+
+As ``tests/admission`` does on the host: log-probs, entropy, loss, every gradient, their norm, and weights after an
+update; replayed experts, common prefixes, recomputation. Once on Transformer Engine's layers and optimizer, once on
+Megatron-Core's local layers and torch's, which a GPU has without it and some families need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from conversion.model.architecture import Architecture
+from megatron_retool.admission.layouts import NAMED, cases
+from megatron_retool.admission.parity import compare, too_far, write_reference
+from megatron_retool.admission.requests import Request, shrunk_config
+from megatron_retool.admission.tiny_model import random_model, save_model
+from megatron_retool.config import ConfigError
+from megatron_retool.planning.models import MODELS, model_of_each_family
+from tests.gpu_branch.conftest import Run
+from tests.gpu_branch.fake_device import recorded
+
+Cases = dict[str, tuple[str, ...]]
+"""Layouts by family."""
+
+DENSE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2")
+EXPERTS = ("glm4_moe", "minimax_m2", "qwen2_moe")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+REFUSED = {"gpt_oss"}
+"""On any GPU."""
+ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
+    "qwen3": ("one process", "unpacked", "recompute", "shared prefixes"),
+    "qwen3_moe": ("one process", "unpacked, recompute", "shared prefixes"),
+}
+TWO = {
+    "qwen3": ("tp2", "tp2 sp", "pp2", "cp2", "dp2", "dp2, plain optimizer", "tp2 sp, shared prefixes"),
+    "qwen3_moe": ("tp2 sp", "pp2", "cp2", "ep2", "ep2 tp2", "ep2 tp2, shared prefixes"),
+    "gemma3_text": ("tp2 sp", "pp2"),
+    "olmo2": ("tp2 sp", "cp2"),
+    "glm4_moe": ("ep2 tp2",),
+}
+LOCAL_ONE = {
+    "qwen3": ("one process", "shared prefixes"),
+    "qwen3_moe": ("one process",),
+    "mistral": ("one process",),
+    "deepseek_v3": ("one process", "shared prefixes"),
+    "qwen3_next": ("one process",),
+    "qwen3_5_text": ("one process",),
+}
+LOCAL_TWO = {
+    "mistral": ("cp2",),
+    "deepseek_v3": ("tp2 sp", "cp2", "ep2 tp2"),
+    "qwen3_next": ("tp2 sp", "cp2", "pp2"),
+}
+FAST = [(True, 1, ONE), (True, 2, TWO), (False, 1, LOCAL_ONE), (False, 2, LOCAL_TWO)]
+
+
+def _layers(family: str) -> int:
+    return 4 if family == "gemma3_text" else 2  # its windows come in a pattern
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``make(family)``: the directory of a shrunk published model, with what transformers makes of it."""
+    directory = tmp_path_factory.mktemp("parity")
+
+    def make(family: str, layers: int) -> Path:
+        place = directory / f"{family}-{layers}"
+        if not place.is_dir():
+            name = model_of_each_family()[family]
+            model = random_model(shrunk_config(Request(name, MODELS[name], layers=layers)))
+            save_model(model, place)
+            write_reference(model, Architecture.from_pretrained(place), place)
+        return place
+
+    return make
+
+
+def _compare(directories: dict[str, Path], layouts: Cases) -> dict[tuple[str, str], Any]:
+    """What is too far from transformers, and where a rank mixed devices."""
+    found = {}
+    for family, names in layouts.items():
+        for case in cases(Architecture.from_pretrained(directories[family]), names):
+            assert not case.inapplicable, (family, case)
+            with recorded() as record:
+                figures = compare(case, directories[family])
+            mixed: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(mixed, [str(event) for event in record.mixed])
+            found[family, case.name] = too_far(figures), sorted({place for rank in mixed for place in rank})
+    return found
+
+
+def _hold(references: Any, on_gpus: Run, engine: bool, world: int, layouts: Cases, layers: int | None = None) -> None:
+    directories = {family: references(family, layers or _layers(family)) for family in layouts}
+    found = on_gpus(_compare, directories, layouts, engine=engine, world=world)
+    assert found.keys() == {(family, name) for family, names in layouts.items() for name in names}
+    assert {case: answer for case, answer in found.items() if answer != ({}, [])} == {}
+
+
+@pytest.mark.parametrize(("engine", "world", "layouts"), FAST)
+def test_equals_transformers(engine: bool, world: int, layouts: Cases, references: Any, on_gpus: Run) -> None:
+    _hold(references, on_gpus, engine, world, layouts)
+
+
+def _applicable(directory: Path, world: int, engine: bool) -> tuple[str, ...]:
+    architecture = Architecture.from_pretrained(directory)
+    # Transformer Engine has no windows under context parallelism.
+    windows = engine and architecture.sliding_window is not None
+    return tuple(
+        case.name
+        for case in cases(architecture, NAMED)
+        if case.world == world and not case.inapplicable and not (windows and "cp2" in case.name)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("engine", [True, False])
+def test_every_family_equals_transformers(engine: bool, world: int, references: Any, on_gpus: Run) -> None:
+    local = {*LATENT, *DELTA_NETS}
+    families = [f for f in model_of_each_family() if f not in REFUSED and not (engine and f in local)]
+    layers = {f: 8 if world == 4 and f in ("qwen3", "qwen3_moe") else 4 if world == 4 else _layers(f) for f in families}
+    for family in families:
+        names = _applicable(references(family, layers[family]), world, engine)
+        _hold(references, on_gpus, engine, world, {family: names}, layers[family])
+
+
+def _build(directory: Path) -> str:
+    (case,) = cases(Architecture.from_pretrained(directory), ("one process",))
+    try:
+        compare(case, directory)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "reason"),
+    [
+        (True, "gpt_oss", "attention sinks"),
+        (True, "deepseek_v3", "latent attention"),
+        (True, "qwen3_next", "delta nets"),
+    ]
+    + [(False, "gpt_oss", "attention sinks")],
+)
+def test_what_a_gpu_cannot_train_is_refused(
+    engine: bool, family: str, reason: str, references: Any, on_gpus: Run
+) -> None:
+    assert reason in on_gpus(_build, references(family, 2), engine=engine)
