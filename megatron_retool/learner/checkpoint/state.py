@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +63,7 @@ def model_names(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
 def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state = model_state(learner.model_chunks, learner.architecture)
     distributed = learner.config.learner.use_distributed_optimizer
-    if not distributed:
+    if not (distributed and is_loading):
         _begin_moments(learner.optimizer)
     optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
     # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
@@ -80,14 +80,37 @@ def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
 
 
 def _begin_moments(optimizer: Any) -> None:
-    """Make the moments of a plain optimizer that has made no step yet, as zeros: a checkpoint without them is none."""
+    """Make the moments of an optimizer that has made no step yet, as zeros: a checkpoint without them is none."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer.state:
             continue
-        part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for tensors in part.optimizer.state.values():
-                tensors["step"] = torch.tensor(0.0)
+        inner = part.optimizer
+        if hasattr(inner, "sub_optimizers"):  # with state on the host
+            for each in inner.sub_optimizers:
+                _begin_adam(each)
+            inner._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(inner, torch.optim.Adam):
+            _begin_adam(inner)
+        elif part.config.use_precision_aware_optimizer:
+            # Transformer Engine's Adam, which Megatron-Core's function calls without the second argument.
+            for parameter in _parameters(inner):
+                inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+        else:
+            part.init_state_fn(inner, part.config)
+
+
+def _begin_adam(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
