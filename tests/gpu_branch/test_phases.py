@@ -21,6 +21,7 @@ from tests.gpu_branch.conftest import Run
 OPTIMIZER = "learner.optimizer."
 SETTINGS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
+    "float16": ("learner.dtype=float16",),
     "Adam on the host": (f"{OPTIMIZER}cpu_offload=true",),
 }
 

@@ -114,9 +114,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
-    """The dynamic loss scale of float16 training, the same on every rank; None in other precisions."""
+    """The dynamic loss scale of float16 training, the same on every rank; None in other precisions.
+
+    On the host: it is saved beside what every reader of a checkpoint opens, who may have no GPU.
+    """
     scalers = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
-    return next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
+    state = next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
+    return state and {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
 def _tensors_alone(optimizer_state: dict[Any, Any]) -> dict[Any, Any]:
