@@ -42,6 +42,9 @@ def build_optimizer(
         options |= muon_options(learner, settings)
         _leave_to_adamw(model_chunks)
     optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**options), list(model_chunks))
+    for part in optimizer.chained_optimizers:
+        if getattr(getattr(part, "optimizer", None), "store_param_remainders", False):
+            _save_whole_main_parameters(part)
     scheduler = OptimizerParamScheduler(
         optimizer,
         # Step k of the warm-up runs at (k + 1) / (warmup_steps + 1) of lr: none is lost at rate 0.
@@ -64,6 +67,42 @@ def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:
     for name, parameter in global_parameters(model_chunks):
         if not updated_by_muon(name, parameter.dim()):
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+
+
+def _save_whole_main_parameters(optimizer: Any) -> None:
+    """Let checkpoints hold main parameters as float32, where Transformer Engine's Adam keeps 16 bits of each.
+
+    Megatron-Core saves those bits as if they were the parameter, as nobody could go on from, and Transformer Engine
+    refuses them when they are loaded. A main parameter's bits are those of the bfloat16 weight, followed by 16 zeros,
+    plus what is kept, a number from -2^15 to 2^15 - 1.
+
+    Args:
+        optimizer: Megatron's DistributedOptimizer on it.
+    """
+    get, put = optimizer._get_main_param_and_optimizer_states, optimizer._set_main_param_and_optimizer_states
+
+    def weight_bits(model_parameter: Any) -> torch.Tensor | None:
+        group, number = optimizer.model_param_group_index_map[model_parameter]
+        weight = optimizer.optimizer.param_groups[group]["params"][number]
+        return weight.detach().view(torch.int16).int() << 16 if weight.dtype == torch.bfloat16 else None
+
+    def get_whole(model_parameter: Any) -> dict[str, Any]:
+        tensors: dict[str, Any] = get(model_parameter)
+        bits = weight_bits(model_parameter)
+        if bits is not None:
+            tensors["param"] = (bits + tensors["param"].int()).view(torch.float32)
+        return tensors
+
+    def put_part(model_parameter: Any, tensors: dict[str, Any]) -> None:
+        bits = weight_bits(model_parameter)
+        if bits is not None:
+            whole = tensors["param"].to(bits.device, torch.float32).view(torch.int32)
+            # Half way between two weights lies 2^15, where another optimizer has rounded down.
+            tensors = {**tensors, "param": (whole - bits).clamp(-(2**15), 2**15 - 1).to(torch.int16)}
+        put(model_parameter, tensors)
+
+    optimizer._get_main_param_and_optimizer_states = get_whole
+    optimizer._set_main_param_and_optimizer_states = put_part
 
 
 def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:

@@ -19,10 +19,13 @@ from tests.gpu_branch import fake_device
 from tests.gpu_branch.conftest import Run
 
 OPTIMIZER = "learner.optimizer."
+AWARE = f"{OPTIMIZER}use_precision_aware_optimizer=true"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "bfloat16": (),
     "float16": ("learner.dtype=float16",),
     "Adam on the host": (f"{OPTIMIZER}cpu_offload=true",),
+    "main parameters as remainders": (AWARE,),
+    "moments in bfloat16": (AWARE, f"{OPTIMIZER}exp_avg_dtype=bfloat16", f"{OPTIMIZER}exp_avg_sq_dtype=bfloat16"),
 }
 
 
@@ -59,6 +62,23 @@ def _checkpoints(directory: Path, place: Path, settings: tuple[str, ...]) -> dic
             other.update(batch)
             found[f"went on {name}"] = _differing(_weights(other), _weights(learner))
     return {**found, "mixed": [str(event) for event in record.mixed]}
+
+
+def _load(directory: Path, place: Path, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The weights after a checkpoint and one more step."""
+    learner = _learner(directory, *settings)
+    learner.load(place / "after a step")
+    learner.update(mini_batch())
+    return _weights(learner)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((AWARE,), ()), ((), (AWARE,))])
+def test_optimizers_go_on_from_one_another(
+    saved: tuple[str, ...], loaded: tuple[str, ...], models: Path, tmp_path: Path, on_gpus: Run
+) -> None:
+    """Of main parameters in float32 one keeps all bits, the other those that weights lack."""
+    on_gpus(_checkpoints, models / "qwen3-2", tmp_path, saved)
+    assert _differing(*(on_gpus(_load, models / "qwen3-2", tmp_path, settings) for settings in (saved, loaded))) == []
 
 
 @pytest.mark.parametrize("name", SETTINGS)
