@@ -89,7 +89,9 @@ def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with random models FAMILY-LAYERS, dense (qwen3, and mistral with a window) and of experts."""
     directory = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe", "mistral"):
+    # FP8 wants multiples of 16.
+    sizes: dict[str, dict[str, int]] = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 32}, "mistral": {}}
+    for family, own in sizes.items():
         for layers in LAYERS:
-            save_model(hf_model(family, num_hidden_layers=layers), directory / f"{family}-{layers}")
+            save_model(hf_model(family, num_hidden_layers=layers, **own), directory / f"{family}-{layers}")
     return directory

@@ -48,7 +48,7 @@ def _prepared(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         with self.prepare_forward_ctx(x, num_gemms=getattr(self, "num_gemms", 1)) as x:
             if self.fp8:
-                assert_dim_for_fp8_exec(x, *self.parameters())
+                assert_dim_for_fp8_exec(x, *(each for each in self.parameters() if each.dim() > 1))
             return forward(self, x, *args, **kwargs)
 
     return forward_as_engine

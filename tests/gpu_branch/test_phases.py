@@ -64,10 +64,17 @@ def _checkpoints(directory: Path, place: Path, settings: tuple[str, ...]) -> dic
     return {**found, "mixed": [str(event) for event in record.mixed]}
 
 
+def _save(directory: Path, place: Path, settings: tuple[str, ...]) -> None:
+    """After a step."""
+    learner = _learner(directory, *settings)
+    learner.update(mini_batch())
+    learner.save(place)
+
+
 def _load(directory: Path, place: Path, settings: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The weights after a checkpoint and one more step."""
     learner = _learner(directory, *settings)
-    learner.load(place / "after a step")
+    learner.load(place)
     learner.update(mini_batch())
     return _weights(learner)
 
@@ -77,11 +84,113 @@ def test_optimizers_go_on_from_one_another(
     saved: tuple[str, ...], loaded: tuple[str, ...], models: Path, tmp_path: Path, on_gpus: Run
 ) -> None:
     """Of main parameters in float32 one keeps all bits, the other those that weights lack."""
-    on_gpus(_checkpoints, models / "qwen3-2", tmp_path, saved)
-    assert _differing(*(on_gpus(_load, models / "qwen3-2", tmp_path, settings) for settings in (saved, loaded))) == []
+    place = tmp_path / "checkpoint"
+    on_gpus(_save, models / "qwen3-2", place, saved)
+    assert _differing(*(on_gpus(_load, models / "qwen3-2", place, settings) for settings in (saved, loaded))) == []
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_checkpoint_goes_on_to_the_bit(name: str, models: Path, tmp_path: Path, on_gpus: Run) -> None:
     found = on_gpus(_checkpoints, models / "qwen3-2", tmp_path, SETTINGS[name])
     assert {key: value for key, value in found.items() if value} == {}
+
+
+def _away_and_back(directory: Path) -> dict[str, Any]:
+    """A step, everything to the host and back, a step; against a learner that stays."""
+    batch, found = mini_batch(), dict[str, Any]()
+    learner, stays = _learner(directory), _learner(directory)
+    with fake_device.recorded() as steps:
+        stays.update(batch)
+        learner.update(batch)
+    with fake_device.recorded() as moves:
+        learner.offload("weights", "optimizer", "gradients")
+        found["left"] = sum(p.untyped_storage().nbytes() for chunk in learner.model_chunks for p in chunk.parameters())
+        learner.reload("weights", "optimizer", "gradients")
+    found["differing"] = _differing(_weights(learner), _weights(stays))
+    stays.update(batch)
+    learner.update(batch)
+    found["went on"] = _differing(_weights(learner), _weights(stays))
+    found["mixed"] = [str(event) for event in steps.mixed + moves.mixed]
+    found["moves"] = {event.what for event in moves.waits + moves.copies}, len(moves.free_copies) > 0
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_leaves_the_gpu_and_comes_back(family: str, models: Path, on_gpus: Run) -> None:
+    found = on_gpus(_away_and_back, models / f"{family}-2")
+    assert (found["differing"], found["went on"], found["mixed"], found["left"]) == ([], [], [], 0)
+    # Copies go by pinned memory, of which the host waits for the last one.
+    assert found["moves"] == ({"cuda.synchronize"}, True)
+
+
+SAME: dict[str, tuple[str, str]] = {
+    "whole layers again": ("qwen3_moe", "learner.recompute.granularity=full"),
+    "attention, norms and MLP again": ("qwen3", "learner.recompute.modules=[core_attn,layernorm,mlp]"),
+    "experts again": ("qwen3_moe", "learner.recompute.modules=[core_attn,layernorm,moe]"),
+    "experts' activations again": ("qwen3_moe", "learner.recompute.modules=[moe_act]"),
+    "activations on the host": ("qwen3", "learner.cpu_offloading_num_layers=1"),
+    "one kernel chooses experts": ("qwen3_moe", "learner.moe_router_fusion=true"),
+    "torch permutes": ("qwen3_moe", "learner.moe_permute_fusion=false"),
+    "reductions overlap": ("qwen3", "learner.overlap_grad_reduce=true"),
+    "determinism": ("qwen3_moe", "trainer.deterministic=true"),
+}
+"""Settings that change no number."""
+
+
+def _updated(directory: Path, settings: list[str]) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    with fake_device.recorded() as record:
+        found = []
+        for setting in settings:
+            options = [setting] if setting else []
+            if "recompute.modules" in setting:
+                options.append("learner.recompute.granularity=selective")
+            learner = _learner(directory, *options)
+            learner.update(mini_batch())
+            found.append(_weights(learner))
+    return found, [str(event) for event in record.mixed]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_settings_that_change_no_number(family: str, models: Path, on_gpus: Run) -> None:
+    settings = {name: setting for name, (of, setting) in SAME.items() if of == family}
+    (plain, *others), mixed = on_gpus(_updated, models / f"{family}-2", ["", *settings.values()])
+    assert mixed == []
+    assert {
+        name: differing for name, found in zip(settings, others, strict=True) if (differing := _differing(found, plain))
+    } == {}
+
+
+def _contexts(directory: Path, recipe: str) -> dict[str, Any]:
+    """Of each linear layer of Transformer Engine after an update: its recipe, and what would quantise its operands."""
+    from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
+
+    with fake_device.recorded() as record:
+        learner = _learner(directory, f"learner.fp8.recipe={recipe}")
+        learner.log_probs(mini_batch())
+        learner.update(mini_batch())
+    (chunk,) = learner.model_chunks
+    layers: dict[int, set[Any]] = {}
+    for name, module in chunk.module.named_modules():
+        if isinstance(module, (Linear, LayerNormLinear, GroupedLinear)):
+            kinds = {type(each).__name__ for of in module.quantizers.values() for each in of if each is not None}
+            number = int(name.split(".")[2])
+            layers.setdefault(number, set()).add((module.fp8, *sorted(kinds if module.fp8 else ())))
+    return {"layers": layers, "mixed": [str(event) for event in record.mixed]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "quantizer"),
+    [
+        ("tensorwise", fake_device.HOPPER, "Float8CurrentScalingQuantizer"),
+        ("blockwise", fake_device.HOPPER, "Float8BlockQuantizer"),
+        # Another GPU is another process.
+        pytest.param("mxfp8", fake_device.BLACKWELL, "MXFP8Quantizer", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_enter_the_contexts_of_fp8(
+    recipe: str, capability: tuple[int, int], quantizer: str, models: Path, on_gpus: Run
+) -> None:
+    """The products themselves are torch's, in bfloat16."""
+    found = on_gpus(_contexts, models / "qwen3_moe-4", recipe, capability=capability)
+    assert found["mixed"] == []
+    assert found["layers"] == {0: {(False,)}, 1: {(True, quantizer)}, 2: {(True, quantizer)}, 3: {(False,)}}
