@@ -11,6 +11,7 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.cluster.allocation import check_allocation
 from megatron_retool.cluster.placement import needs_critic
 from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import LearnerMemory, learner_memory
@@ -116,6 +117,20 @@ def plan_memory(
                     static - weights,
                 )
             )
+        if colocated:
+            # Optimizer, gradients and the engine's cache are away; a bucket holds a whole tensor at least.
+            largest_tensor = architecture.vocab_size * architecture.hidden_size * PARAMETER_BYTES[config.learner.dtype]
+            buckets = 2.0 * max(config.weight_sync.bucket_bytes, largest_tensor)
+            sending = learner.parameters + learner.reference + weights + beside + SLEEPING_LEARNER_BYTES + buckets
+            if sending > capacity:
+                problems.append(
+                    Problem(
+                        "the learner's weights and two buckets of weight_sync.bucket_bytes do not fit beside the "
+                        "engine's weights",
+                        sending,
+                        capacity,
+                    )
+                )
         awake = static + engine.graph_bytes + SLEEPING_LEARNER_BYTES
         if colocated and awake > capacity:
             problems.append(

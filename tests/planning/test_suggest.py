@@ -120,6 +120,7 @@ def test_the_dense_recipe_does_not_fit_smaller_gpus_and_every_cure_makes_it_fit(
     ("overrides", "message"),
     [
         (["learner.max_tokens_per_micro_batch=16384"], "less than the longest sequence of 18,432 tokens"),
+        (["weight_sync.bucket_bytes=60000000000"], "do not fit beside the engine's weights"),
         (["learner.recompute.num_layers=65"], "num_layers=65 is more than the 64 layers of a pipeline stage"),
         (["rollout.engine.mem_fraction_static=0.1"], "weights do not fit into mem_fraction_static"),
         (["rollout.engine.mem_fraction_static=0.112"], "less than one longest trajectory"),

@@ -292,6 +292,7 @@ AS_BEFORE = (
     "learner.max_tokens_per_micro_batch=36864",
     "learner.recompute.method=uniform",
     "learner.recompute.num_layers=1",
+    "weight_sync.bucket_bytes=536870912",
 )
 
 
