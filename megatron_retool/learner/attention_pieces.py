@@ -70,7 +70,7 @@ class SharedPrefixes:
             return (key <= query) & (query < visible_until[key])
 
         count = -(-tokens // BLOCK_TOKENS)
-        # Keys that are not there are seen by nobody.
+        # No query sees a key that is not there.
         ends = F.pad(visible_until, (0, count * BLOCK_TOKENS - tokens)).view(count, BLOCK_TOKENS)
         first_query = torch.arange(count, device=visible_until.device).unsqueeze(1) * BLOCK_TOKENS
         # Queries of a later block come after all keys of an earlier one, so that its subtrees' ends decide; a block's
