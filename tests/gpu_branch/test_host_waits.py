@@ -51,7 +51,7 @@ CASES = [
     (True, 1, "one process", ("qwen3", "mistral", "qwen3_moe")),
     (True, 1, "recompute", ("qwen3",)),
     (True, 1, "shared prefixes", ("qwen3",)),
-    (False, 1, "one process", ("qwen3", "mistral", "qwen3_moe")),
+    (False, 1, "one process", ("mistral", "qwen3_moe")),
     (True, 2, "tp2 sp", ("qwen3",)),
     (True, 2, "cp2", ("qwen3",)),
     (True, 2, "ep2 tp2", ("qwen3_moe",)),

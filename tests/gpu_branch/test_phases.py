@@ -89,7 +89,10 @@ def test_optimizers_go_on_from_one_another(
     assert _differing(*(on_gpus(_load, models / "qwen3-2", place, settings) for settings in (saved, loaded))) == []
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "moments in bfloat16" else ()) for name in SETTINGS],
+)
 def test_a_checkpoint_goes_on_to_the_bit(name: str, models: Path, tmp_path: Path, on_gpus: Run) -> None:
     found = on_gpus(_checkpoints, models / "qwen3-2", tmp_path, SETTINGS[name])
     assert {key: value for key, value in found.items() if value} == {}
