@@ -94,7 +94,10 @@ def read_source(path: Path) -> Source:
 
 
 def _read_shell(path: Path, text: str) -> Source:
-    script = read_script(text)
+    try:
+        script = read_script(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, {error}") from error
     values: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     for key, value in script.overrides.items():

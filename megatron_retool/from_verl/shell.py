@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from megatron_retool.config import ConfigError
+
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_0-9][\w-]*)+)=(?P<value>.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(
     r"(?:(?:export|local|readonly)\s+|declare\s+(?:-\w+\s+)*)?(?P<name>[A-Za-z_]\w*)(?P<more>\+?)="
@@ -22,6 +24,8 @@ _PARAMETER = re.compile(
     r"(?P<rest>:?[-=?+][^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*)?\}"
     r"|(?P<plain>[A-Za-z_]\w*|[@*#?\d]))"
 )
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<(?!<)-?\s*(?P<quote>['\"]?)(?P<end>\w+)(?P=quote)")
+_STATEMENT_CHARACTERS = 100_000
 UNKNOWN = "\0"
 """Stands around the name of a variable that has no value."""
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
@@ -48,6 +52,9 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
 
     Args:
         environment: variables from outside; None: this process's.
+
+    Raises:
+        ConfigError: a quote or parenthesis is not closed, or a statement is too long to be one.
     """
     variables: dict[str, str | list[str]] = dict(os.environ if environment is None else environment)
     variables.setdefault("PWD", os.getcwd())
@@ -74,26 +81,56 @@ def read_script(text: str, environment: Mapping[str, str] | None = None) -> Scri
 
 
 def _statements(text: str) -> list[str]:
-    """Logical lines without comments; a parenthesis or a quote that is open goes on in the next line."""
-    lines, current = [], ""
-    for raw in text.splitlines():
-        stripped = raw.strip()
-        if stripped.startswith("#"):
+    """Logical lines without comments and here documents; an open parenthesis or quote goes on in the next line."""
+    lines, current, first, end = list[str](), "", 0, None
+    depth, quotes = 0, {"'": 0, '"': 0}
+    for number, raw in enumerate(text.splitlines(), 1):
+        if end is not None:
+            end = None if raw.strip() == end else end
             continue
-        current += _without_comment(raw)
-        if current.rstrip().endswith("\\"):
-            current = current.rstrip()[:-1] + " "
-        elif _is_open(current):
+        if raw.strip().startswith("#"):
+            continue
+        first = first if current else number
+        piece = _without_comment(raw)
+        continued = piece.rstrip().endswith("\\")
+        piece = piece.rstrip()[:-1] + " " if continued else piece
+        for character, quote in _scan(piece, _odd(quotes)):
+            if character == quote and quote in quotes:
+                quotes[quote] += 1
+            elif not quote:
+                depth += {"(": 1, ")": -1}.get(character, 0)
+        current += piece
+        if len(current) > _STATEMENT_CHARACTERS:
+            raise ConfigError(
+                f"line {first}: the statement that begins here has more than {_STATEMENT_CHARACTERS:,} characters: "
+                "close its quote or parenthesis"
+            )
+        if continued:
+            continue
+        if depth > 0 or _odd(quotes):
             current += "\n"
-        else:
-            lines += [part.strip() for part in _split(current) if part.strip()]
-            current = ""
+            continue
+        lines += [part.strip() for part in _split(current) if part.strip()]
+        here = _HERE_DOCUMENT.search(current)
+        end = here["end"] if here else None
+        current, depth = "", 0
+    if depth > 0 or _odd(quotes):
+        raise ConfigError(f"line {first}: a quote or parenthesis that opens here is never closed: close it")
     return [*lines, current.strip()] if current.strip() else lines
 
 
-def _scan(text: str) -> list[tuple[str, str]]:
-    """(character, quote that it stands in) of each; a character after a backslash stands in the quote "\\"."""
-    found, quote, escaped = [], "", False
+def _odd(quotes: Mapping[str, int]) -> str:
+    """The quote that is open, given how often each was seen outside the other."""
+    return next((quote for quote, count in quotes.items() if count % 2), "")
+
+
+def _scan(text: str, quote: str = "") -> list[tuple[str, str]]:
+    """(character, quote that it stands in) of each; a character after a backslash stands in the quote "\\".
+
+    Args:
+        quote: that ``text`` begins in.
+    """
+    found, escaped = [], False
     for character in text:
         if escaped:
             found.append((character, "\\"))
@@ -108,16 +145,6 @@ def _scan(text: str) -> list[tuple[str, str]]:
             quote = character if character in "'\"" else ""
             found.append((character, quote))
     return found
-
-
-def _is_open(text: str) -> bool:
-    depth, quotes = 0, {"'": 0, '"': 0}
-    for character, quote in _scan(text):
-        if character == quote and quote in quotes:
-            quotes[quote] += 1
-        elif not quote:
-            depth += {"(": 1, ")": -1}.get(character, 0)
-    return depth > 0 or any(count % 2 for count in quotes.values())
 
 
 def _without_comment(line: str) -> str:

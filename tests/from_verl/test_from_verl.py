@@ -141,6 +141,8 @@ algorithm: {adv_estimator: grpo}
         ("a.yaml", "a: [", "not valid YAML"),
         ("a.yaml", "[1]", "must hold a mapping"),
         ("a.sh", "echo hello", "no setting of verl's"),
+        ("a.sh", "n=1\nx a.b='1\nc.d=2", "a.sh, line 2: a quote or parenthesis that opens here is never closed"),
+        ("a.sh", "x a.b=(1\n" + "c.d=2\n" * 20_000, "a.sh, line 1: the statement that begins here has more than"),
         ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.max_length=3 optim.lr=1e-5", "the section sft"),
     ],
 )

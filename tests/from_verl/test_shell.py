@@ -36,6 +36,7 @@ def overrides(text, **environment):
         ("x a.b=m${Q:+_${Q}}", "m"),
         ("Q=8\nx a.b=${N:-m_${B}${Q:+_${Q}}}", "m__8"),
         ('A=(\n a.b=\\"none\\"\n)\nx "${A[@]}"', '"none"'),
+        ("cat > f <<'END'\nit's\nEND\nx a.b=1", "1"),
     ],
 )
 def test_value_of_an_override(text, value):
