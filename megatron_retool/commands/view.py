@@ -25,6 +25,8 @@ from rich.console import Console
 
 from megatron_retool.commands.settings import at_least, port_number
 
+_OF_TEXT = {"group": None, "index": 0, "segment": 0, "color": "surprise", "tokenizer": None}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="PATH", type=Path, help="a run's directory, runs/<experiment_name>, or runs")
@@ -54,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     if options.text:
         return _print(options, console)
+    given = [name for name, default in _OF_TEXT.items() if getattr(options, name) != default]
+    if given:
+        raise ValueError(f"--{given[0]} is of --text: add --text, or leave it out")
     return _export(options, console) if options.export else _serve(options, console)
 
 

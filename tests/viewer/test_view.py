@@ -51,6 +51,12 @@ def test_what_is_not_there_is_named(run_dir, capsys, arguments, said):
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("more", [[], ["--export", "page.html"]])
+def test_what_belongs_to_text_is_refused_without_it(run_dir, capsys, more):
+    assert main(["view", str(run_dir), "--color", "entropy", *more]) == 1
+    assert "--color is of --text: add --text" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_damaged_file_is_named(run_dir, capsys):
     path = run_dir / "rollouts" / "step_000007.parquet"
     path.write_bytes(path.read_bytes()[:-100])
