@@ -332,6 +332,7 @@ def test_bad_rows_are_named(tmp_path, capsys, name, rows, message):
     if name == "gsm8k":
         write(tmp_path / "copy/test/d.parquet", GSM8K)
     assert message in failure(capsys, name, source.parents[1], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_damage_is_placed(tmp_path, capsys):

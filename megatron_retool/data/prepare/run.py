@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections import Counter
@@ -90,7 +91,26 @@ def prepare(
         return manifest
     found = source()
     manifest["source"] = {"where": found.where, "revision": found.revision}
+    with _made(directory):
+        _prepare_outputs(data_set, directory, found, manifest, instruction, console)
+    return manifest
+
+
+@contextlib.contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """``directory`` is there inside; an error leaves none that is empty."""
     directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        raise
+
+
+def _prepare_outputs(
+    data_set: DataSet, directory: Path, found: Source, manifest: dict[str, Any], instruction: str, console: Console
+) -> None:
     for output in data_set.outputs:
         files = found.files.get(output.name)
         if files is None:
@@ -109,7 +129,6 @@ def prepare(
         }
         # After each file: an interrupted command does not make this one again.
         write_text(directory / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
