@@ -31,6 +31,9 @@ class RankFailed(RuntimeError):
         super().__init__(message)
         self.summary = summary
 
+    def __reduce__(self) -> Any:  # that of exceptions gives the message alone to __init__
+        return RankFailed, (str(self), self.summary)
+
 
 def run_ranks(
     session: Session, function: Callable[..., Any], world_size: int, *arguments: Any, nodes: Nodes | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_the_error_that_came_first_is_told(tmp_path: Path, first: str) -> None:
     with pytest.raises(RankFailed, match=rf"rank {first} failed:[\s\S]*fail_in_turn[\s\S]*what went wrong") as error:
         run(fail_in_turn, tmp_path, first)
     assert error.value.summary == f"rank {first}: ValueError: what went wrong"
+    sent = pickle.loads(pickle.dumps(error.value))
+    assert (str(sent), sent.summary) == (str(error.value), error.value.summary)
 
 
 def test_ranks_that_do_not_end_are_killed_and_named(tmp_path: Path) -> None:

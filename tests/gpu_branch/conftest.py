@@ -17,7 +17,6 @@ import torch
 
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.tiny_model import save_model
-from megatron_retool.doctor.ranks import RankFailed
 from tests.gpu_branch import device_kernels, fake_device
 from tests.learner.tiny_models import hf_model
 from tests.learner.transformer_engine import kernels
@@ -74,10 +73,7 @@ def on_gpus(beside_pytest: Any, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 
 def _fork_ranks(function: Callable[..., Any], world: int, directory: Path, args: tuple[Any, ...]) -> Any:
-    try:
-        return run_ranks(_with_gpu, world, directory, function, args, start_method="fork")
-    except RankFailed as error:  # which does not survive the way to pytest
-        raise RuntimeError(str(error)) from None
+    return run_ranks(_with_gpu, world, directory, function, args, start_method="fork")
 
 
 def _with_gpu(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
