@@ -63,7 +63,7 @@ class SharedPrefixes:
 
     @functools.cached_property
     def block_mask(self) -> BlockMask:
-        """For FlexAttention: what create_block_mask makes of ``sees``, from blocks alone, without its bool [t, t]."""
+        """For FlexAttention: what create_block_mask makes of ``sees``, without the bool [t, t] that it makes first."""
         tokens, visible_until = self.visible_until.numel(), self.visible_until
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

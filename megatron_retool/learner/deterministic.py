@@ -44,7 +44,7 @@ def check_attention(
     Whether a micro-batch reaches ``LARGEST_SCORES`` depends on its texts: a warning says so where some could.
 
     Raises:
-        ConfigError: the longest text reaches it alone, and there is no other kernel.
+        ConfigError: the longest text reaches it by itself, and there is no other kernel.
     """
     learner = config.learner
     on_hopper = acceleration.transformer_engine is not None and acceleration.capability == (9, 0)

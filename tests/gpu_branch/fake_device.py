@@ -62,7 +62,7 @@ class Record:
         mixed: operations on tensors of several devices.
         waits: of the host for the device: values that are read, shapes that depend on values, synchronisation.
         copies: from the host that block it, from memory that is not pinned.
-        free_copies: between pinned memory and the device, which block nobody.
+        free_copies: between pinned memory and the device, for which the host does not wait.
     """
 
     mixed: Counter[Event] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ _record = Record()
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Record]:
-    """What happens inside, alone."""
+    """Only what happens inside."""
     global _record
     before, _record = _record, Record()
     try:
@@ -601,7 +601,7 @@ _under_way: list[Any] = []
 
 
 class _Sent:
-    """A send on NCCL waits for nobody on the host, and reads its memory in the stream's order."""
+    """A send on NCCL does not let the host wait, and reads its memory in the stream's order."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
