@@ -111,12 +111,21 @@ def _statements(text: str) -> list[str]:
             current += "\n"
             continue
         lines += [part.strip() for part in _split(current) if part.strip()]
-        here = _HERE_DOCUMENT.search(current)
-        end = here["end"] if here else None
+        end = _here_document(current)
         current, depth = "", 0
     if depth > 0 or _odd(quotes):
         raise ConfigError(f"line {first}: a quote or parenthesis that opens here is never closed: close it")
     return [*lines, current.strip()] if current.strip() else lines
+
+
+def _here_document(line: str) -> str | None:
+    """The word that ends the here document which ``line`` begins; << in quotes or arithmetic begins none."""
+    scanned = _scan(line)
+    for match in _HERE_DOCUMENT.finditer(line):
+        before = [character for character, quote in scanned[: match.start()] if not quote]
+        if not scanned[match.start()][1] and before.count("(") <= before.count(")"):
+            return match["end"]
+    return None
 
 
 def _odd(quotes: Mapping[str, int]) -> str:

@@ -37,6 +37,8 @@ def overrides(text, **environment):
         ("Q=8\nx a.b=${N:-m_${B}${Q:+_${Q}}}", "m__8"),
         ('A=(\n a.b=\\"none\\"\n)\nx "${A[@]}"', '"none"'),
         ("cat > f <<'END'\nit's\nEND\nx a.b=1", "1"),
+        ("k=4\nn=$((1 << k))\nx a.b=1", "1"),
+        ('echo "a <<b"\nx a.b=1', "1"),
     ],
 )
 def test_value_of_an_override(text, value):
