@@ -26,7 +26,7 @@ _CACHES = {
     "CUDA_CACHE_PATH": "nv",
 }
 _CUDNN_FIRST = ("libcudnn_graph", "libcudnn_ops")
-"""All others need them. As file names they are also in the order in which they need one another."""
+"""The second needs the first, and all others need both."""
 DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_LIBRARY = "libcuda.so.1"
 _LIBRARY_DIRECTORIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib")
@@ -69,8 +69,10 @@ def load_cudnn() -> list[Path]:
         What was loaded, in this order; [] without NVIDIA's packages.
     """
     packages = cuda_packages()
-    found = sorted((packages.parent / "cudnn" / "lib").glob("libcudnn*.so.*")) if packages is not None else []
-    found.sort(key=lambda path: path.name.split(".")[0] not in _CUDNN_FIRST)
+    if packages is None:
+        return []
+    libraries = (packages.parent / "cudnn" / "lib").glob("libcudnn*.so.*")
+    found = sorted(libraries, key=lambda path: (path.name.split(".")[0] not in _CUDNN_FIRST, path.name))
     for path in found:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return found

@@ -117,13 +117,14 @@ def step_time(session: Session) -> list[Figure]:
             check_precision(config.learner, config.learner.optimizer, architecture, acceleration)
         except ConfigError:
             continue
-        figures += _timed_steps(config, architecture, batch, f"FP8 {recipe}" if recipe else dtype)
+        figures += _timed_steps(config, architecture, acceleration, batch, f"FP8 {recipe}" if recipe else dtype)
     return figures
 
 
-def _timed_steps(config: Config, architecture: Architecture, batch: TrajectoryBatch, label: str) -> list[Figure]:
+def _timed_steps(
+    config: Config, architecture: Architecture, acceleration: Acceleration, batch: TrajectoryBatch, label: str
+) -> list[Figure]:
     """The quickest of some steps of a learner that is made for them and closed."""
-    acceleration = Acceleration.detect()
     if acceleration.cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -72,9 +72,9 @@ def _leave_to_adamw(model_chunks: Sequence[DistributedDataParallel]) -> None:
 def _save_whole_main_parameters(optimizer: Any) -> None:
     """Let checkpoints hold main parameters as float32, where Transformer Engine's Adam keeps 16 bits of each.
 
-    Megatron-Core saves those bits as if they were the parameter, which loses it, and Transformer Engine
-    refuses them when they are loaded. A main parameter's bits are those of the bfloat16 weight, followed by 16 zeros,
-    plus what is kept, a number from -2^15 to 2^15 - 1.
+    Megatron-Core saves those bits as if they were the parameter, which loses it, and Transformer Engine refuses them
+    when they are loaded. A main parameter's bits are those of the bfloat16 weight, followed by 16 zeros, plus what is
+    kept, a number from -2^15 to 2^15 - 1.
 
     Args:
         optimizer: Megatron's DistributedOptimizer on it.

@@ -15,6 +15,7 @@ import torch
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
+from megatron_retool.machine import installed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,10 +64,7 @@ class Acceleration:
             return cls(cuda=False)
         version = None
         if importlib.util.find_spec("transformer_engine") is not None:
-            try:
-                version = importlib.metadata.version("transformer_engine")
-            except importlib.metadata.PackageNotFoundError:
-                version = importlib.metadata.version("transformer-engine-torch")
+            version = installed("transformer_engine") or importlib.metadata.version("transformer-engine-torch")
         return cls(
             cuda=True,
             capability=torch.cuda.get_device_capability(),
@@ -74,7 +72,7 @@ class Acceleration:
             transformer_engine=version,
             apex=importlib.util.find_spec("apex") is not None,
             fused_weight_gradient=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-            flash_attention=next(filter(None, map(_installed, FLASH_ATTENTION)), None),
+            flash_attention=next((f"{name} {installed(name)}" for name in FLASH_ATTENTION if installed(name)), None),
         )
 
     def describe(self) -> str:
@@ -87,13 +85,6 @@ class Acceleration:
             f"fused weight gradients {_yes(self.fused_weight_gradient)}; "
             f"{'Transformer Engine' if self.transformer_engine else 'local'} layer spec"
         )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _yes(value: bool) -> str:

@@ -262,7 +262,7 @@ class _Answers(TorchFunctionMode):
             kwargs["device"] = HOST
         inherits = func in _LIKE or func in _NEW or (func in _FROM_TENSOR and args and isinstance(args[0], Tensor))
         if meant is None:
-            # What a kernel makes for itself is nobody's.
+            # What a kernel makes for itself has no label.
             meant = label(args[0]) if inherits else None if _without_record else HOST
         if meant is not None and meant != HOST and func in _FROM_TENSOR | {Tensor.new_tensor}:
             source = args[0 if func in _FROM_TENSOR else 1]
@@ -563,8 +563,8 @@ def _answer_for_cuda() -> None:
 
 
 def _stay_active_in_backward() -> None:
-    """torch calls a mode with ``backward``, and lets the mode sleep in all that ``backward`` calls. So nobody tells
-    the mode."""
+    """torch calls a mode with ``backward``, and lets the mode sleep in all that ``backward`` calls, so that the mode
+    would not see it."""
     from torch.autograd import _make_grads
     from torch.autograd.graph import _engine_run_backward
 

@@ -1,7 +1,7 @@
 """What a run on GPUs does with a learner beside steps: checkpoints, leaving the GPU and coming back, number formats.
 
-Also with optimizers and formats that there are on a GPU alone. Devices must not mix; of numbers the tests say that
-they are the same before and after, to the bit.
+Also with optimizers and formats that only a GPU has. Devices must not mix, and numbers are the same before and
+after, to the bit.
 """
 
 from __future__ import annotations

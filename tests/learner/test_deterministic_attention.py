@@ -1,4 +1,4 @@
-"""What trainer.deterministic makes of attention on Hopper, held against Transformer Engine's own rule."""
+"""What trainer.deterministic makes of attention on Hopper, compared with Transformer Engine's own rule."""
 
 from __future__ import annotations
 
