@@ -21,6 +21,8 @@ TP, SP, PP, VPP, CP, EP, ETP = (
     "expert_tensor_parallel_size",
 )
 SHARE = "share_prefixes"
+# Budgets in which some sequences need all context-parallel ranks and others fewer.
+DYNAMIC = {"dynamic_context_parallel": True, "max_tokens_per_micro_batch": 96}
 MAX_PROCESSES = 4
 
 
@@ -53,6 +55,7 @@ _NAMED = (
     Case("tp2 sp", 2, {TP: 2, SP: True}),
     Case("pp2", 2, {PP: 2}),
     Case("cp2", 2, {CP: 2}),
+    Case("cp2, dynamic", 2, {CP: 2, **DYNAMIC}),
     Case("dp2", 2),
     Case("dp2, plain optimizer", 2, {"use_distributed_optimizer": False}),
     Case("ep2", 2, {EP: 2}),
@@ -66,6 +69,8 @@ _NAMED = (
     Case("tp2 sp cp2", 4, {TP: 2, SP: True, CP: 2}),
     Case("tp2 sp pp2", 4, {TP: 2, SP: True, PP: 2}),
     Case("pp2 cp2", 4, {PP: 2, CP: 2}),
+    Case("cp4, dynamic", 4, {CP: 4, **DYNAMIC}),
+    Case("pp2 cp2, dynamic", 4, {PP: 2, CP: 2, **DYNAMIC}),
     Case("tp4", 4, {TP: 4}),
     Case("ep2 etp2 dp2", 4, {EP: 2, TP: 2, SP: True, ETP: 2}),
     Case("ep4", 4, {EP: 4}),

@@ -134,6 +134,9 @@ class LearnerConfig:
     """Chunks of layers on each stage, taken in turns; null: one."""
     context_parallel_size: int = at_least_one(1, maximum=1024)
     """CP: ranks that share the tokens of each sequence."""
+    dynamic_context_parallel: bool = False
+    """Share a micro-batch among only as many context-parallel ranks as its longest sequence needs; the other ranks
+    compute others meanwhile. For lengths with a long tail, which need CP for few sequences alone."""
     expert_model_parallel_size: int = at_least_one(1, maximum=1024)
     """EP: ranks that share the experts of a mixture of experts."""
     expert_tensor_parallel_size: int | None = at_least_one(None, maximum=1024)
@@ -219,6 +222,11 @@ class LearnerConfig:
         self._check_overlap()
         self._check_kernels()
         self._check_mtp()
+        if self.dynamic_context_parallel and self.context_parallel_size == 1:
+            raise ConfigError(
+                "learner.dynamic_context_parallel=true needs learner.context_parallel_size > 1: with one rank nothing "
+                "is shared; raise it, or set learner.dynamic_context_parallel=false"
+            )
         if self.share_prefixes and self.context_parallel_size > 1:
             raise ConfigError(
                 "learner.share_prefixes=true needs learner.context_parallel_size=1: context parallelism cuts each "

@@ -122,6 +122,7 @@ class LocalPackedSequences(PackedSeqParams):
     """What this module's attention needs to know of a packed micro-batch.
 
     ``qkv_format`` stays unset: Megatron then hands over [t, 1, heads, head_dim] and leaves the sequences to us.
+    ``cp_group`` is of the ranks that share the micro-batch; None: it is this rank's own.
 
     Attributes:
         buckets: see ``packing.MicroBatch``.
@@ -186,8 +187,6 @@ class PackedAttention(MegatronModule):
         self.window = config.window_size[0] + 1 if windowed and config.window_size else None
         unrotated = getattr(config, "no_rope_freq", None)
         self.rotates = not (unrotated and unrotated[layer_number - 1])
-        group = getattr(pg_collection, "cp", None)
-        self.context_group = group if group is not None else parallel_state.get_context_parallel_group()
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             # Of this rank's heads.
@@ -232,10 +231,10 @@ class PackedAttention(MegatronModule):
             query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
         if packed.tree is not None:
             out = tree_attention(query, key, value, packed.tree, self.scale)
-        elif self.context_group.size() == 1:
+        elif packed.cp_group is None:
             out = self._within_rank(query, key, value, packed.buckets)
         else:
-            out = self._across_ranks(query, key, value, packed.buckets)
+            out = self._across_ranks(query, key, value, packed.buckets, packed.cp_group)
         return out.reshape(out.size(0), 1, -1)
 
     def _within_rank(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
@@ -252,9 +251,9 @@ class PackedAttention(MegatronModule):
             outputs.append(from_grid(self._attend(q, k, v, mask), bucket))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...], group: Any) -> Tensor:
         # Forward all-gather, backward reduce-scatter, along the tokens.
-        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
         outputs = []
         for q, bucket in zip(query.split([b.queries.tokens for b in buckets]), buckets, strict=True):
             shape = (bucket.queries.batch, bucket.key_length, key.size(1), 2 * key.size(2))

@@ -45,7 +45,6 @@ class GatedDeltaNet(MegatronModule):
     def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaNetSizes, **_: Any) -> None:
         super().__init__(config=config)
         group = parallel_state.get_tensor_model_parallel_group()
-        self.context_group = parallel_state.get_context_parallel_group()
         self.sizes, self.key_heads = sizes, sizes.key_heads // group.size()
         self.share = sizes.value_heads // sizes.key_heads
         options: dict[str, Any] = {"config": config, "bias": False, "tp_group": group}
@@ -84,10 +83,10 @@ class GatedDeltaNet(MegatronModule):
         convolved, gate, rates = (
             projected.squeeze(1).unflatten(-1, (self.key_heads, -1)).split([features, values, 2 * self.share], -1)
         )
-        if self.context_group.size() == 1:
+        if packed.cp_group is None:
             out = self._within_rank(convolved, rates, packed.buckets)
         else:
-            out = self._across_ranks(convolved, rates, packed.buckets)
+            out = self._across_ranks(convolved, rates, packed.buckets, packed.cp_group)
         out = self.out_norm(out, gate.unflatten(-1, (self.share, -1)).flatten(1, 2))
         found: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1).unsqueeze(1))
         return found
@@ -101,24 +100,29 @@ class GatedDeltaNet(MegatronModule):
             outputs.append(from_grid(out, bucket))
         return torch.cat(outputs)
 
-    def _across_ranks(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+    def _across_ranks(self, convolved: Tensor, rates: Tensor, buckets: tuple[Any, ...], group: Any) -> Tensor:
         """The same, of this context-parallel rank's tokens and of all its tensor-parallel rank's heads."""
-        ranks = self.context_group.size()
+        ranks = group.size()
         mine = torch.cat([convolved, rates], -1).unflatten(1, (ranks, -1)).transpose(0, 1)  # [CP, t, heads / CP, …]
-        whole = all_to_all(self.context_group, mine.flatten(0, 1).contiguous())
+        whole = all_to_all(group, mine.flatten(0, 1).contiguous())
         outputs = []
         for bucket in buckets:
             grid = whole.index_select(0, bucket.key_pad).unflatten(0, (-1, bucket.key_length))
-            out = self._grid(*grid.split([convolved.size(-1), rates.size(-1)], -1)).flatten(0, 1)
+            features, rate = grid.split([convolved.size(-1), rates.size(-1)], -1)
+            out = self._grid(features, rate, group).flatten(0, 1)
             outputs.append(out.index_select(0, bucket.key_cells.flatten()).unflatten(0, (ranks, -1)))
         # [CP, t, value heads / CP, value_dim], ranks being those that have the tokens; then those that had the heads.
-        back = all_to_all(self.context_group, torch.cat(outputs, 1).flatten(0, 1).contiguous())
+        back = all_to_all(group, torch.cat(outputs, 1).flatten(0, 1).contiguous())
         return back.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
 
-    def _grid(self, convolved: Tensor, rates: Tensor) -> Tensor:
-        """[B, L, heads, q + k + v] and [B, L, heads, 2 x share], of this context-parallel rank's share of key heads, to
-        [B, L, value heads, value_dim]."""
-        mixed = self.conv1d(convolved.flatten(2), self._own(self.conv1d.weight))
+    def _grid(self, convolved: Tensor, rates: Tensor, group: Any = None) -> Tensor:
+        """[B, L, heads, q + k + v] and [B, L, heads, 2 x share], of this rank's share of the key heads where ``group``
+        shares the sequences, to [B, L, value heads, value_dim]."""
+        weight, decay, bias = (
+            parameter if group is None else parameter.chunk(group.size())[group.rank()]
+            for parameter in (self.conv1d.weight, self.A_log, self.dt_bias)
+        )
+        mixed = self.conv1d(convolved.flatten(2), weight)
         query, key, value = (
             F.silu(mixed)
             .unflatten(-1, (convolved.size(2), -1))
@@ -126,12 +130,8 @@ class GatedDeltaNet(MegatronModule):
         )
         value = value.unflatten(-1, (self.share, -1)).flatten(2, 3)
         beta, step = (x.flatten(2).float() for x in rates.chunk(2, -1))
-        log_decay = -self._own(self.A_log).float().exp() * F.softplus(step + self._own(self.dt_bias).float())
+        log_decay = -decay.float().exp() * F.softplus(step + bias.float())
         return gated_delta_rule(query, key, value, log_decay, beta.sigmoid()).to(convolved.dtype)
-
-    def _own(self, parameter: Tensor) -> Tensor:
-        """Rows of the key heads that this context-parallel rank computes."""
-        return parameter.chunk(self.context_group.size())[self.context_group.rank()]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         metadata = ensure_metadata_has_dp_cp_group(metadata)

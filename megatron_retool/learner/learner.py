@@ -173,6 +173,7 @@ class Learner:
             # An attention call's overhead, in pairs: some 2 million multiply-adds.
             pairs_per_call=2e6 / (architecture.query_size / self.layout.tensor),
             predictors=architecture.predictors,
+            dynamic_context=config.learner.dynamic_context_parallel,
         )
 
     def reset_optimizer(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
@@ -294,7 +295,7 @@ class Learner:
         Raises:
             ValueError: the batch lacks a column, or its routed experts are not of this model.
         """
-        loss = policy_update_loss(mini_batch, self._objective(kl_in_loss), self.layout)
+        loss = policy_update_loss(mini_batch, self._objective(kl_in_loss))
         options = _head_options(temperature, sampling)
         return self._learn("actor", mini_batch, "loss_mask", options, loss, routing=self._replayed(mini_batch))
 
@@ -328,14 +329,12 @@ class Learner:
             mini_batch,
             self._objective(kl_in_loss),
             self.config.algorithm.rollout_correction,
-            self.layout,
             self.device,
         )
         options, routing = _head_options(temperature, sampling), self._replayed(mini_batch, count=True)
         metrics = self._learn(
             "actor", mini_batch, "loss_mask", options, loss, routing=routing, step_without_loss=step_without_loss
         )
-        # Context-parallel ranks have whole sequences each.
         found = parallel.sum_over_data_parallel(loss.found).cpu().numpy()
         answer: FusedUpdate = {"log_probs": found[0], "entropy": found[1], "metrics": metrics}
         if routing and routing.counts:
@@ -351,7 +350,7 @@ class Learner:
 
     def update_critic(self, mini_batch: TrajectoryBatch) -> dict[str, float]:
         """One optimizer step on the value loss; columns values (before the update), returns and loss_weights."""
-        loss = critic_update_loss(mini_batch, self.config.learner.critic.value_clip, self.layout)
+        loss = critic_update_loss(mini_batch, self.config.learner.critic.value_clip)
         return self._learn("critic", mini_batch, "response", {}, loss)
 
     def sft_update(self, batch: TrajectoryBatch) -> dict[str, float]:
@@ -363,7 +362,7 @@ class Learner:
             loss, grad_norm, lr.
         """
         loss = sft_update_loss(batch)
-        metrics = self._learn("sft", batch, "loss_mask", {}, loss, sum_over_context=True)
+        metrics = self._learn("sft", batch, "loss_mask", {}, loss)
         return {name.removeprefix("sft/"): value for name, value in metrics.items()}
 
     def _learn(
@@ -373,7 +372,6 @@ class Learner:
         head_on: str,
         head_options: dict[str, Any],
         loss: MicroBatchLoss,
-        sum_over_context: bool = False,
         routing: RoutingPass | None = None,
         step_without_loss: bool = True,
     ) -> dict[str, float]:
@@ -386,16 +384,15 @@ class Learner:
         self.optimizer.zero_grad()
         options = {**head_options, **self._head_settings, "routing": routing}
         if self.architecture.predictors:
-            predictions = PredictionLoss(
-                batch, self.architecture.predictors, self.config.learner.mtp.loss_scaling_factor, sum_over_context
-            )
+            scaling_factor = self.config.learner.mtp.loss_scaling_factor
+            predictions = PredictionLoss(batch, self.architecture.predictors, scaling_factor)
             options["predictions"], loss = predictions, predictions.beside(loss)
         biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []
         before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():
             parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
         watch_attention()
-        metrics = reduce_over_ranks(parts, self.layout, self.device, sum_over_context)
+        metrics = reduce_over_ranks(parts, self.layout, self.device)
         routing_metrics = routing.metrics() if routing else {}
         applied = False
         if metrics.pop(KEPT_TOKENS, 1.0) or step_without_loss:

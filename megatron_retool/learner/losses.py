@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.policy_loss import (
     LossOutput,
     PolicyLossInputs,
@@ -20,7 +19,7 @@ from megatron_retool.algorithms.policy_loss import (
 )
 from megatron_retool.algorithms.settings import RolloutCorrectionSettings
 from megatron_retool.learner.packing import MicroBatch
-from megatron_retool.learner.pipeline import whole_sequences
+from megatron_retool.learner.pipeline import reported_once, whole_sequences
 from megatron_retool.registry import Need
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -33,9 +32,7 @@ KEPT_TOKENS = "kept_tokens"
 """Of ``FusedPolicyLoss``: how many sampled tokens of the mini-batch give loss."""
 
 
-def policy_update_loss(
-    mini_batch: TrajectoryBatch, objective: PolicyObjective, layout: ParallelLayout
-) -> MicroBatchLoss:
+def policy_update_loss(mini_batch: TrajectoryBatch, objective: PolicyObjective) -> MicroBatchLoss:
     """The policy loss against the old log-probs of the mini-batch's columns.
 
     Raises:
@@ -44,9 +41,10 @@ def policy_update_loss(
     columns = _policy_columns(mini_batch, objective, "old_log_probs")
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-        log_probs, entropy = whole_sequences(micro_batch, output, layout)
+        log_probs, entropy = whole_sequences(micro_batch, output)
         own = {name: micro_batch.column(column) for name, column in columns.items()}
-        return policy_loss(_inputs(mini_batch, micro_batch, log_probs, entropy, own), objective)
+        result = policy_loss(_inputs(mini_batch, micro_batch, log_probs, entropy, own), objective)
+        return LossOutput(result.loss, reported_once(micro_batch, result.metrics))
 
     return loss
 
@@ -58,8 +56,8 @@ class FusedPolicyLoss:
     loss before the rollout correction, which loss_weights say too.
 
     Attributes:
-        found: float32 [2, T], log-probs and entropy of the micro-batches that the loss was taken of; 0 elsewhere, and
-            at tokens outside the loss mask.
+        found: float32 [2, T], log-probs and entropy of the micro-batches that the loss was taken of and that this rank
+            reports; 0 elsewhere, and at tokens outside the loss mask.
 
     Raises:
         ValueError: a column is missing.
@@ -70,7 +68,6 @@ class FusedPolicyLoss:
         mini_batch: TrajectoryBatch,
         objective: PolicyObjective,
         correction: RolloutCorrectionSettings,
-        layout: ParallelLayout,
         device: torch.device,
     ) -> None:
         self._mini_batch = mini_batch
@@ -78,13 +75,13 @@ class FusedPolicyLoss:
         self._columns.pop("importance_weights", None)
         self._objective = objective
         self._correction = correction
-        self._layout = layout
         self.found = torch.zeros(2, mini_batch.num_response_tokens, dtype=torch.float32, device=device)
 
     def __call__(self, micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-        log_probs, entropy = whole_sequences(micro_batch, output, self._layout)
+        log_probs, entropy = whole_sequences(micro_batch, output)
         positions = torch.from_numpy(micro_batch.response_positions).to(self.found.device)
-        self.found[:, positions] = torch.stack([log_probs.detach(), entropy.detach()])
+        if micro_batch.context_rank == 0:
+            self.found[:, positions] = torch.stack([log_probs.detach(), entropy.detach()])
         own = {name: micro_batch.column(column) for name, column in self._columns.items()}
         may_give_loss = own.pop("keep") > 0
         inputs = _inputs(
@@ -94,7 +91,8 @@ class FusedPolicyLoss:
         inputs, kept = with_own_old_log_probs(inputs, rollout_log_probs, self._correction)
         loss, metrics = policy_loss(inputs, self._objective)
         count = (kept & may_give_loss).sum().double()
-        return LossOutput(loss, {**metrics, KEPT_TOKENS: torch.stack([count, torch.zeros_like(count)])})
+        metrics = {**metrics, KEPT_TOKENS: torch.stack([count, torch.zeros_like(count)])}
+        return LossOutput(loss, reported_once(micro_batch, metrics))
 
 
 def _inputs(
@@ -113,14 +111,14 @@ def _inputs(
     )
 
 
-def critic_update_loss(mini_batch: TrajectoryBatch, value_clip: float, layout: ParallelLayout) -> MicroBatchLoss:
+def critic_update_loss(mini_batch: TrajectoryBatch, value_clip: float) -> MicroBatchLoss:
     """The value loss; ValueError where a column is missing."""
     columns = _columns(mini_batch, ("values", "returns", "loss_weights"))
 
     def loss(micro_batch: MicroBatch, output: Tensor) -> LossOutput:
-        (values,) = whole_sequences(micro_batch, output[None], layout)
+        (values,) = whole_sequences(micro_batch, output[None])
         column = {name: micro_batch.column(array) for name, array in columns.items()}
-        return value_loss(
+        result = value_loss(
             values,
             column["values"],
             column["returns"],
@@ -128,6 +126,7 @@ def critic_update_loss(mini_batch: TrajectoryBatch, value_clip: float, layout: P
             column["loss_weights"],
             value_clip,
         )
+        return LossOutput(result.loss, reported_once(micro_batch, result.metrics))
 
     return loss
 

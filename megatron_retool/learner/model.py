@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -43,6 +44,7 @@ from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
+from megatron_retool.learner import parallel
 from megatron_retool.learner.attention import (
     LocalPackedSequences,
     PackedAttention,
@@ -278,6 +280,14 @@ def unfused_output_layer() -> Iterator[None]:
         tensor_parallel_layers._grad_accum_fusion_available = available
 
 
+def _rotate_in_group(attention: SelfAttention, _: Any, arguments: dict[str, Any]) -> None:
+    """Let Megatron rotate by the places of the ranks that share the micro-batch; it asks its layout's CP group.
+
+    A hook of the layer and not of the model: recomputation calls layers alone.
+    """
+    attention.pg_collection.cp = parallel.context_group(arguments["packed_seq_params"].local_cp_size)
+
+
 class PackedModel(GPTModel):
     """A GPTModel that reads packed micro-batches; ``_head`` of a subclass turns the last hidden states into output."""
 
@@ -319,6 +329,11 @@ class PackedModel(GPTModel):
             self._local_rotary_table = RotaryTable(frequencies)
             self._local_rotary_pos_emb = copy.copy(self.rotary_pos_emb)
             self._local_rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        if uses_engine and config.context_parallel_size > 1:
+            for module in self.modules():
+                if isinstance(module, SelfAttention):
+                    module.pg_collection = copy.copy(module.pg_collection)
+                    module.register_forward_pre_hook(_rotate_in_group, with_kwargs=True)
         self.layer_replays: list[LayerReplay] = []
         # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
         # gradient is added.
@@ -377,6 +392,9 @@ class PackedModel(GPTModel):
             "max_seqlen_q": micro_batch.max_seqlen,
             "max_seqlen_kv": micro_batch.max_seqlen,
         }
+        if self.config.context_parallel_size > 1:
+            size = micro_batch.context_size
+            lengths |= {"local_cp_size": size, "cp_group": parallel.context_group(size) if size > 1 else None}
         growth = query_growth(self.architecture, micro_batch.position_ids.squeeze(0))
         if self.uses_transformer_engine and micro_batch.tree is None:
             packed = PackedSeqParams(

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch import Tensor
 
@@ -60,16 +59,13 @@ class PredictionLoss:
         mini_batch: whole, the same on every rank.
         layers: how many there are.
         scaling_factor: learner.mtp.loss_scaling_factor.
-        sum_over_context: context-parallel ranks report parts of a metric, as the loss beside this one's do; False:
-            equal sums.
     """
 
-    def __init__(self, mini_batch: TrajectoryBatch, layers: int, scaling_factor: float, sum_over_context: bool) -> None:
+    def __init__(self, mini_batch: TrajectoryBatch, layers: int, scaling_factor: float) -> None:
         lengths = mini_batch.response_lengths.astype(np.int64)
         places = np.repeat(mini_batch.prompt_lengths.astype(np.int64), lengths) + ramp(lengths)
         counts = [int((mini_batch.loss_mask & (places > depth)).sum()) for depth in range(1, layers + 1)]
         self._weights = [scaling_factor / (layers * max(count, 1)) for count in counts]
-        self._sum_over_context = sum_over_context
         self._of_micro_batch: Sequence[tuple[Tensor, Tensor]] = ()
 
     def note(self, predictions: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -96,6 +92,4 @@ class PredictionLoss:
         log_probs, best = (torch.cat(column).detach().double() for column in zip(*predictions, strict=True))
         count = log_probs.new_tensor(log_probs.numel())
         sums = torch.stack([-log_probs.sum(), count, best.sum(), count])
-        if not self._sum_over_context:
-            torch.distributed.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         return torch.stack(parts).sum(), {LOSS: sums[:2], BEST: sums[2:]}

@@ -3,14 +3,14 @@
 Every rank gets the same batch, computes the same plan and cuts out its own share: data-parallel ranks take different
 sequences, context-parallel ranks different pieces of the same ones.  Context parallelism cuts a sequence into 2 x CP
 chunks and gives rank r the chunks r and 2 x CP - 1 - r ("zigzag"), so that every rank has as many causal
-query-key pairs as the others.
+query-key pairs as the others.  ``dynamic_context.py`` lets fewer ranks share what is short.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from conversion.model import flops
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout
+from megatron_retool.algorithms.dynamic_context import context_sizes, place, ranks_needed
 from megatron_retool.algorithms.prefix_tree import PrefixTree
 from megatron_retool.algorithms.sequence_balance import (
     balanced_partition,
@@ -72,6 +73,8 @@ class MicroBatch:
         duplicates: int64 [2, d], tokens that are not computed, and those in whose place they would be, both as in
             ``token_positions``. None: there are none.
         predictions: one for each layer for multi-token prediction.
+        context_size: how many context-parallel ranks share it.
+        context_rank: which of them this is. Rank 0 reports what all of them know.
     """
 
     rows: Int64Array
@@ -90,6 +93,8 @@ class MicroBatch:
     copies: torch.Tensor | None = None
     duplicates: Int64Array | None = None
     predictions: tuple[Prediction, ...] = ()
+    context_size: int = 1
+    context_rank: int = 0
 
     def column(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The micro-batch's part [R] of a batch column [T]."""
@@ -102,12 +107,14 @@ class PlannedMicroBatch:
 
     Attributes:
         rows: row numbers of the batch, ascending.
+        context_ranks: the context-parallel ranks that share it.
         num_tokens: that the model computes, without padding.
         tree: of the rows' sequences, where common prefixes stand once.
     """
 
     rows: Int64Array
-    num_tokens: int
+    context_ranks: range
+    num_tokens: int = 0
     tree: PrefixTree | None = None
 
 
@@ -118,7 +125,7 @@ class Plan:
     Attributes:
         stream: the batch's sequences.
         units: int64 [N], of ``Packer.units``.
-        shares: [data_rank][micro_batch], equally many for each rank.
+        shares: [data_rank][micro_batch]; each context-parallel rank of each computes equally many of them.
     """
 
     stream: Stream
@@ -145,6 +152,7 @@ class Packer:
         attention_buckets: fill ``MicroBatch.buckets``; Transformer Engine does without.
         pairs_per_call: query-key pairs of padding that are as slow as one more attention call.
         predictors: layers for multi-token prediction, for each of which ``MicroBatch.predictions`` has one.
+        dynamic_context: let fewer context-parallel ranks share a micro-batch where they can.
     """
 
     def __init__(
@@ -160,6 +168,7 @@ class Packer:
         attention_buckets: bool = True,
         pairs_per_call: float = 16384.0,
         predictors: int = 0,
+        dynamic_context: bool = False,
     ) -> None:
         self.layout = layout
         self.max_tokens = max_tokens
@@ -171,12 +180,12 @@ class Packer:
         self.attention_buckets = attention_buckets
         self.pairs_per_call = pairs_per_call
         self.predictors = predictors
+        self.dynamic_context = dynamic_context
 
-    @property
-    def stream_multiple(self) -> int:
-        """Tokens of a micro-batch over all context-parallel ranks are a multiple of this."""
-        ranks = self.layout.context * (self.layout.tensor if self.layout.sequence_parallel else 1)
-        return int(np.lcm(self.layout.micro_batch_multiple, self.token_multiple * ranks))
+    def stream_multiple(self, layout: ParallelLayout) -> int:
+        """Tokens of a micro-batch over all context-parallel ranks that share it are a multiple of this."""
+        ranks = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+        return int(np.lcm(layout.micro_batch_multiple, self.token_multiple * ranks))
 
     def plan(self, batch: TrajectoryBatch) -> Plan:
         """The micro-batches of every data-parallel rank.
@@ -193,14 +202,14 @@ class Packer:
     def _shares(self, stream: Stream, units: Int64Array) -> list[list[PlannedMicroBatch]]:
         lengths = stream.lengths
         return [
-            [PlannedMicroBatch(rows, int(lengths[rows].sum())) for rows in share]
-            for share in self.rows_of_ranks(lengths, units)
+            [replace(planned, num_tokens=int(lengths[planned.rows].sum())) for planned in share]
+            for share in self.shares_of_lengths(lengths, units)
         ]
 
-    def rows_of_ranks(
+    def shares_of_lengths(
         self, lengths: Sequence[int] | npt.NDArray[Any], units: Int64Array | None = None
-    ) -> list[list[Int64Array]]:
-        """``plan`` for sequences of so many tokens: [data_rank][micro_batch], row numbers.
+    ) -> list[list[PlannedMicroBatch]]:
+        """``Plan.shares`` for sequences of so many tokens, without ``num_tokens``.
 
         Args:
             lengths: tokens of each sequence.
@@ -218,22 +227,47 @@ class Packer:
 
     def _share_out(
         self, units: Int64Array, padded: Int64Array, costs: npt.NDArray[np.float64]
-    ) -> list[list[Int64Array]]:
-        """``rows_of_ranks`` for units of so many padded tokens and such costs."""
+    ) -> list[list[PlannedMicroBatch]]:
+        """``shares_of_lengths`` for units of so many padded tokens and such costs."""
         if self.layout.data == 1:
-            shares = [np.arange(len(padded))]
+            parts = [np.arange(len(padded))]
         else:
-            shares = [np.asarray(part, dtype=np.int64) for part in balanced_partition(costs, self.layout.data)]
-        count = max(len(pack_micro_batches(padded[share], self.max_tokens)) for share in shares) if len(padded) else 1
-        count = max(count, 1)
+            parts = [np.asarray(part, dtype=np.int64) for part in balanced_partition(costs, self.layout.data)]
+        context = self.layout.context
+        sizes = np.full(len(padded), context, np.int64)
+        if self.dynamic_context:
+            sizes = ranks_needed(padded, self.max_tokens, context)
+        counts = self._counts(parts, padded, sizes)
+        shares = []
+        for part in parts:
+            packed: list[tuple[int, Int64Array]] = []
+            for size, count in counts.items():
+                chosen = part[sizes[part] == size]
+                budget = self.max_tokens * size // context
+                each = pack_micro_batches(padded[chosen], budget, count, costs[chosen])
+                packed += [(size, chosen[np.asarray(rows, dtype=np.int64)]) for rows in each]
+            ranks = place([size for size, _ in packed], [float(costs[each].sum()) for _, each in packed], context)
+            rows = [np.flatnonzero(np.isin(units, each)) for _, each in packed]
+            shares.append([PlannedMicroBatch(*each) for each in zip(rows, ranks, strict=True)])
+        return shares
+
+    def _counts(self, parts: list[Int64Array], padded: Int64Array, sizes: Int64Array) -> dict[int, int]:
+        """How many micro-batches each data-parallel rank has that so many context-parallel ranks share.
+
+        Equally many on every rank: what the others of a pipeline or of experts wait for.
+        """
+        context, counts = self.layout.context, {}
+        for size in context_sizes(context):
+            budget, groups = self.max_tokens * size // context, context // size
+            needed = max(len(pack_micro_batches(padded[part[sizes[part] == size]], budget)) for part in parts)
+            if needed:
+                counts[size] = -(-needed // groups) * groups
+        if not counts:
+            counts[context] = 1
         if self.layout.virtual_pipeline is not None:
-            count = -(-count // self.layout.pipeline) * self.layout.pipeline
-        plan = []
-        for share in shares:
-            packed = pack_micro_batches(padded[share], self.max_tokens, count, costs[share])
-            chosen = [share[np.asarray(part, dtype=np.int64)] for part in packed]
-            plan.append([np.flatnonzero(np.isin(units, part)) for part in chosen])
-        return plan
+            of_rank = sum(count * size // context for size, count in counts.items())
+            counts[size := min(counts)] += -of_rank % self.layout.pipeline * (context // size)
+        return counts
 
     def units(self, batch: TrajectoryBatch) -> Int64Array:
         """int64 [N], 0 … n - 1: what is never cut. Rows of one rollout are one unit where a micro-batch has room.
@@ -260,8 +294,8 @@ class Packer:
             plan: the batch's, where it is known.
         """
         plan = plan or self.plan(batch)
-        share = plan.shares[self.data_rank]
-        return [self._cut(batch, plan.stream, plan.units, planned, head_on) for planned in share]
+        mine = [each for each in plan.shares[self.data_rank] if self.context_rank in each.context_ranks]
+        return [self._cut(batch, plan.stream, plan.units, planned, head_on) for planned in mine]
 
     def balance_metrics(self, batch: TrajectoryBatch, plan: Plan) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
@@ -296,12 +330,13 @@ class Packer:
     def _cut(
         self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, planned: PlannedMicroBatch, head_on: str
     ) -> MicroBatch:
-        cp, rows = self.layout.context, planned.rows
+        cp, rows = len(planned.context_ranks), planned.rows
+        layout, context_rank = replace(self.layout, context=cp), self.context_rank - planned.context_ranks.start
         # Long sequences first: neighbours are of similar length, which is what attention's buckets want.
         rows = rows[np.argsort(-stream.lengths[rows], kind="stable")]
         lengths = stream.lengths[rows] if len(rows) else np.zeros(1, np.int64)
-        padded = np.maximum(self._padded(lengths), self.layout.sequence_multiple)
-        padded[-1] += -int(padded.sum()) % self.stream_multiple
+        padded = np.maximum(layout.padded(lengths), layout.sequence_multiple)
+        padded[-1] += -int(padded.sum()) % self.stream_multiple(layout)
         boundaries = np.concatenate([[0], np.cumsum(padded)])
         total = int(boundaries[-1])
 
@@ -320,7 +355,7 @@ class Packer:
         heads = predicted_from[slots]
         targets = batch.response_ids[responses.positions[slots]].astype(np.int64)
 
-        local = zigzag(padded, cp, self.context_rank) if cp > 1 else np.arange(total)
+        local = zigzag(padded, cp, context_rank) if cp > 1 else np.arange(total)
         place = np.full(total, -1)
         place[local] = np.arange(len(local))
         places = responses.places[slots]
@@ -338,7 +373,7 @@ class Packer:
                 buckets = tuple(self._bucket(padded, a, b) for a, b in self._bucket_ranges(padded))
             else:
                 buckets = tuple(
-                    self._context_bucket(padded, boundaries, position[local], a, b)
+                    self._context_bucket(padded, boundaries, position[local], a, b, cp)
                     for a, b in self._bucket_ranges(padded)
                 )
         return MicroBatch(
@@ -355,6 +390,8 @@ class Packer:
             token_positions=token_positions[local],
             buckets=buckets,
             predictions=predictions,
+            context_size=cp,
+            context_rank=context_rank,
         )
 
     def _prediction(
@@ -422,9 +459,8 @@ class Packer:
         return Bucket(tokens, b - a, longest, pad, cells)
 
     def _context_bucket(
-        self, padded: Int64Array, boundaries: Int64Array, positions: Int64Array, a: int, b: int
+        self, padded: Int64Array, boundaries: Int64Array, positions: Int64Array, a: int, b: int, cp: int
     ) -> ContextBucket:
-        cp = self.layout.context
         queries = self._bucket(padded // cp, a, b)
         longest = int(padded[a:b].max())
         share = int(boundaries[-1]) // cp

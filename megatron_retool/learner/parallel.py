@@ -14,12 +14,15 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from conversion.model.layout import ParallelLayout
+from megatron_retool.algorithms.dynamic_context import context_sizes
 from megatron_retool.config import ConfigError
 
 _active: ParallelLayout | None = None
 """The layout whose process groups this process has joined: an actor and a critic share them."""
 _of_layout: list[Any] = []
-"""Megatron's process groups for it."""
+"""Process groups for it."""
+_context_groups: dict[int, Any] = {}
+"""By size, those of context-parallel ranks that this process belongs to."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -119,8 +122,32 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    _make_context_groups(layout)
     _active = layout
     _of_layout[:] = [group for group in _process_groups() if group not in others]
+
+
+def _make_context_groups(layout: ParallelLayout) -> None:
+    """Groups of the ranks that share a micro-batch under dynamic context parallelism."""
+    whole = parallel_state.get_context_parallel_group()
+    _context_groups[layout.context] = whole
+    if layout.context == 1:
+        return
+    everyone: list[Any] = [None] * layout.world_size
+    torch.distributed.all_gather_object(everyone, torch.distributed.get_process_group_ranks(whole))
+    for size in context_sizes(layout.context)[1:]:
+        # Every process makes every group, in the same order: torch wants that.
+        for ranks in sorted({tuple(ranks) for ranks in everyone}):
+            for first in range(0, len(ranks), size):
+                part = ranks[first : first + size]
+                group = torch.distributed.new_group(part)
+                if torch.distributed.get_rank() in part:
+                    _context_groups[size] = group
+
+
+def context_group(size: int) -> Any:
+    """The process group of the ``size`` context-parallel ranks, this one among them, that share a micro-batch."""
+    return _context_groups[size]
 
 
 def _process_groups() -> list[Any]:
@@ -132,6 +159,7 @@ def _leave_layout() -> None:
     while anything refers to it, as a model of that layout does, which refers to itself, until Python collects it."""
     global _active
     _active = None
+    _context_groups.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     for group in _process_groups():
@@ -168,13 +196,13 @@ def is_last_stage() -> bool:
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def sum_over_data_parallel(tensor: torch.Tensor, with_context_parallel: bool = False) -> torch.Tensor:
-    """Sum a tensor that the last pipeline stage has over data-parallel ranks, in place, and give it to every rank.
+def sum_over_data_parallel(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor of the last pipeline stage over data- and context-parallel ranks, in place; every rank gets it.
 
     Every rank passes a tensor of the same shape; what earlier stages pass in is overwritten.  Tensor-parallel ranks
-    hold equal copies; context-parallel ranks too, unless ``with_context_parallel`` says that theirs are parts.
+    hold equal copies.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if is_last_stage() and group.size() > 1:
         torch.distributed.all_reduce(tensor, group=group)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -97,13 +97,22 @@ def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
-def whole_sequences(micro_batch: MicroBatch, output: Tensor, layout: ParallelLayout) -> Tensor:
-    """[columns, n] at the head's tokens -> [columns, R] at all response tokens, on every context-parallel rank."""
-    if layout.context == 1 and output.size(1) == len(micro_batch.response_positions):
+def whole_sequences(micro_batch: MicroBatch, output: Tensor) -> Tensor:
+    """[columns, n] at the head's tokens -> [columns, R] at all response tokens, on every rank that shares them."""
+    if micro_batch.context_size == 1 and output.size(1) == len(micro_batch.response_positions):
         return output
     whole = output.new_zeros(output.size(0), len(micro_batch.response_positions))
     whole = whole.index_copy(1, micro_batch.slots, output)
-    return whole if layout.context == 1 else _SumOverContextParallel.apply(whole)
+    if micro_batch.context_size == 1:
+        return whole
+    return _SumOverContextParallel.apply(whole, parallel.context_group(micro_batch.context_size))
+
+
+def reported_once(micro_batch: MicroBatch, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics that all ranks know that share a micro-batch, for ``reduce_over_ranks``: of one, and zeros of others."""
+    if micro_batch.context_rank == 0:
+        return metrics
+    return {name: torch.zeros_like(pair) for name, pair in metrics.items()}
 
 
 class _SumOverContextParallel(torch.autograd.Function):
@@ -114,24 +123,23 @@ class _SumOverContextParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         x = x.clone()
-        torch.distributed.all_reduce(x, group=parallel_state.get_context_parallel_group())
+        torch.distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 def reduce_over_ranks(
-    parts: Sequence[dict[str, Tensor]], layout: ParallelLayout, device: torch.device, sum_over_context: bool
+    parts: Sequence[dict[str, Tensor]], layout: ParallelLayout, device: torch.device
 ) -> dict[str, float]:
     """Sum (sum, count) pairs over micro-batches and ranks; the same answer on every rank.
 
     Args:
         parts: of this rank's micro-batches, float64 [2] by name.
-        sum_over_context: context-parallel ranks hold parts, not equal copies.
     """
     names = sorted(parts[0]) if parts else []
     if layout.pipeline > 1:
@@ -146,5 +154,5 @@ def reduce_over_ranks(
     total = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for part in parts:
         total += torch.stack([part[name] for name in names])
-    parallel.sum_over_data_parallel(total, with_context_parallel=sum_over_context)
+    parallel.sum_over_data_parallel(total)
     return reduce_metrics([dict(zip(names, total.cpu(), strict=True))])

@@ -71,5 +71,5 @@ def read_tokens(
     with routing or contextlib.nullcontext():
         forward(modules, micro_batches, {**head_options, "routing": routing}, max_tokens, collect)
     # Every token was found by one context-parallel rank of one data-parallel rank.
-    parallel.sum_over_data_parallel(found, with_context_parallel=True)
+    parallel.sum_over_data_parallel(found)
     return found.cpu().numpy()

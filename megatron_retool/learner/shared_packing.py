@@ -8,6 +8,8 @@ there is, so that its gradient is the sum of theirs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -44,12 +46,12 @@ class SharedPrefixPacker(Packer):
         # ``quadratic_cost`` is for n^2 pairs, of which a causal model has half.
         costs = tokens + 2 * self.quadratic_cost * np.array([tree.num_pairs for tree in trees])
 
-        def planned(rows: Int64Array) -> PlannedMicroBatch:
-            numbers = np.unique(family[rows])
+        def with_tree(planned: PlannedMicroBatch) -> PlannedMicroBatch:
+            rows, numbers = planned.rows, np.unique(family[planned.rows])
             tree = self._joined(stream, rows, [trees[number] for number in numbers], [parts[n] for n in numbers])
-            return PlannedMicroBatch(rows, tree.num_tokens, tree)
+            return replace(planned, num_tokens=tree.num_tokens, tree=tree)
 
-        return [[planned(rows) for rows in share] for share in self._share_out(family, tokens, costs)]
+        return [[with_tree(planned) for planned in share] for share in self._share_out(family, tokens, costs)]
 
     def _joined(self, stream: Stream, rows: Int64Array, trees: list[PrefixTree], parts: list[Int64Array]) -> PrefixTree:
         """The tree of a micro-batch's rows, which are some families: as one, where that has fewer tokens (families may
@@ -77,7 +79,7 @@ class SharedPrefixPacker(Packer):
         assert tree is not None
         real = tree.num_tokens
         total = max(real, 1)
-        total += -total % self.stream_multiple
+        total += -total % self.stream_multiple(self.layout)
         lengths, subtree_ends = tree.ends - tree.starts, tree.subtree_ends
         positions = np.concatenate([tree.positions, np.arange(total - real)])
         visible_until = np.concatenate([np.repeat(subtree_ends, lengths), np.full(total - real, total)])

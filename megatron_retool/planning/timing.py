@@ -22,6 +22,7 @@ import numpy as np
 from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, mlp_flops, pair_flops, quadratic_cost, token_flops
 from conversion.model.layout import ParallelLayout
+from megatron_retool.algorithms.dynamic_context import ranks_needed
 from megatron_retool.config import Config, LearnerConfig, PartialRolloutConfig
 from megatron_retool.config.old_log_probs import OldLogProbs, expected_updates, old_log_probs_source
 from megatron_retool.monitor.phases import Phase
@@ -220,15 +221,19 @@ def learner_time(
     tensor_exchange = seconds(a.hidden_size * width * (tp - 1) / tp, tp, 4.0) if tp > 1 else 0.0
     context_exchange = expert_exchange = 0.0
     if cp > 1:
+        sizes = np.full(len(lengths), cp, np.int64)
+        if learner.dynamic_context_parallel:
+            sizes = ranks_needed(lengths, learner.max_tokens_per_micro_batch, cp)
+        others, share_of_others = (float(np.average(x, weights=lengths)) for x in (sizes - 1, 1 - 1 / sizes))
         keys_and_values = 2 * (a.key_value_size if a.latent is None else max(a.query_size, a.output_size))
-        bytes_per_token = keys_and_values / tp * width * (cp - 1)
+        bytes_per_token = keys_and_values / tp * width * others
         shown = a.attention_layers / a.num_layers * (1 - assumptions.hidden_context_exchange)
         context_exchange = seconds(bytes_per_token, tp * cp) * shown
         if a.delta_net is not None:  # what is convolved, decays and rates to the ranks of the heads, and values back
-            sizes = a.delta_net
-            exchanged = sizes.convolved_size + 2 * sizes.value_heads + sizes.value_size
+            net = a.delta_net
+            exchanged = net.convolved_size + 2 * net.value_heads + net.value_size
             share = len(a.linear_layers) / a.num_layers
-            context_exchange += seconds(exchanged / tp * width * (cp - 1) / cp, tp * cp, share)
+            context_exchange += seconds(exchanged / tp * width * share_of_others, tp * cp, share)
     if ep > 1:
         split = tp if layout.sequence_parallel else 1
         routed = (a.num_experts_per_tok or 0) * len(a.expert_layers) / a.num_layers / split

@@ -39,8 +39,8 @@ ONE = dict.fromkeys((*DENSE, *EXPERTS), ("one process",)) | {
     "qwen3_moe": ("one process", "unpacked, recompute", "shared prefixes"),
 }
 TWO = {
-    "qwen3": ("tp2", "tp2 sp", "pp2", "cp2", "dp2", "dp2, plain optimizer", "tp2 sp, shared prefixes"),
-    "qwen3_moe": ("tp2 sp", "pp2", "cp2", "ep2", "ep2 tp2"),
+    "qwen3": ("tp2", "tp2 sp", "pp2", "cp2", "cp2, dynamic", "dp2", "dp2, plain optimizer", "tp2 sp, shared prefixes"),
+    "qwen3_moe": ("tp2 sp", "pp2", "cp2", "cp2, dynamic", "ep2", "ep2 tp2"),
     "gemma3_text": ("tp2 sp", "pp2"),
     "olmo2": ("tp2 sp", "cp2"),
     "glm4_moe": ("ep2 tp2",),

@@ -17,6 +17,7 @@ LAYOUTS = {
     2: {
         "data": {},
         "context": {"context_parallel_size": 2},
+        "dynamic_context": {"context_parallel_size": 2, "dynamic_context_parallel": True},
         "pipeline": {"pipeline_model_parallel_size": 2},
         "tensor": {"tensor_model_parallel_size": 2},
         "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -35,7 +36,7 @@ def learn(world_size, name, hf_dir):
     from megatron_retool.learner.learner import Learner
 
     learner = LearnerConfig(
-        world_size=world_size, dtype="float32", max_tokens_per_micro_batch=112, **LAYOUTS[world_size][name]
+        world_size=world_size, dtype="float32", max_tokens_per_micro_batch=96, **LAYOUTS[world_size][name]
     )
     config = Config(learner=learner, algorithm=ALGORITHM)
     batch = random_batch(LENGTHS)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conversion.model.layout import ParallelLayout
 from megatron_retool.admission.tiny_model import random_batch, with_copies
+from megatron_retool.algorithms.dynamic_context import context_sizes
 from megatron_retool.algorithms.prefix_tree import prefix_tree
 from megatron_retool.doctor.model import sequences
 from megatron_retool.learner.attention_pieces import SharedPrefixes
@@ -97,6 +98,54 @@ def _positions(batch: TrajectoryBatch) -> np.ndarray:
 
 
 @settings(deadline=None, max_examples=60)
+@given(
+    lengths=lengths_strategy,
+    data=st.integers(1, 3),
+    context=st.sampled_from([2, 3, 4, 6]),
+    pipeline=st.sampled_from([1, 4]),
+    budget=st.integers(60, 150),
+)
+def test_as_many_ranks_share_a_micro_batch_as_its_longest_sequence_needs(
+    lengths: list[tuple[int, int]], data: int, context: int, pipeline: int, budget: int
+) -> None:
+    layout = _layout(data=data, context=context, pipeline=pipeline, virtual=2 if pipeline > 1 else None)
+    batch = random_batch(lengths)
+    packers = [
+        [_packer(layout, budget, data_rank, rank, dynamic_context=True) for rank in range(context)]
+        for data_rank in range(data)
+    ]
+    seen, counts = np.zeros(batch.num_response_tokens, int), set()
+    for share, of_data_rank in zip(packers[0][0].plan(batch).shares, packers, strict=True):
+        pieces = [packer.micro_batches(batch) for packer in of_data_rank]
+        counts |= {len(own) for own in pieces}
+        before = [0] * context
+        for planned in share:
+            size, total = len(planned.context_ranks), layout.padded(batch.total_lengths[planned.rows])
+            assert size in context_sizes(context) and planned.context_ranks.start % size == 0
+            assert total.sum() <= budget * size // context
+            smaller = [other for other in context_sizes(context) if other < size]
+            assert not len(total) or not smaller or total.max() > budget * smaller[0] // context
+            (place,) = {before[rank] for rank in planned.context_ranks}  # the same one of each rank that shares it
+            for rank in planned.context_ranks:
+                piece = pieces[rank][place]
+                np.testing.assert_array_equal(np.sort(piece.rows), planned.rows)
+                assert (piece.context_size, piece.context_rank) == (size, rank - planned.context_ranks.start)
+                np.add.at(seen, piece.response_positions[piece.slots.numpy()], 1)
+                before[rank] += 1
+    assert len(counts) == 1 and counts.pop() % pipeline == 0
+    np.testing.assert_array_equal(seen, batch.loss_mask)
+
+
+def test_short_sequences_are_shared_out_over_context_parallel_ranks() -> None:
+    batch = random_batch([(4, 30), (4, 30), (4, 30), (4, 30), (9, 90)])
+    packer = _packer(_layout(context=4), 160, dynamic_context=True)
+    sizes = [len(planned.context_ranks) for planned in packer.plan(batch).shares[0]]
+    assert sizes == [4, 1, 1, 1, 1]
+    shared = _packer(_layout(context=4), 160).plan(batch).shares[0]
+    assert [len(planned.context_ranks) for planned in shared] == [4, 4]
+
+
+@settings(deadline=None, max_examples=60)
 @given(lengths=lengths_strategy, context=st.sampled_from([1, 2, 4]), pairs=st.sampled_from([1.0, 300.0, 1e9]))
 def test_attention_buckets_hold_every_token_where_they_say(
     lengths: list[tuple[int, int]], context: int, pairs: float
@@ -162,7 +211,7 @@ def test_zigzag_shares_have_equal_causal_work(chunks: list[int], context: int) -
 )
 def test_plans(lengths: list[int], data: int, pipeline: int) -> None:
     layout = _layout(data=data, pipeline=pipeline, virtual=2 if pipeline > 1 else None)
-    plan = _packer(layout, 60).rows_of_ranks(lengths)
+    plan = [[each.rows for each in share] for share in _packer(layout, 60).shares_of_lengths(lengths)]
     assert len(plan) == data
     counts = {len(share) for share in plan}
     assert len(counts) == 1 and counts.pop() % pipeline == 0
@@ -201,7 +250,7 @@ def test_ranks_have_even_cost_and_little_is_padding(seed: int) -> None:
     assert 2700 < lengths.mean() < 4500
     quadratic = 1e-5
     packer = _packer(_layout(data=8, context=2, tensor=4), 65536, quadratic_cost=quadratic)
-    plan = packer.rows_of_ranks(lengths)
+    plan = [[each.rows for each in share] for share in packer.shares_of_lengths(lengths)]
     cost = lengths + quadratic * lengths.astype(float) ** 2
     per_rank = np.array([sum(cost[rows].sum() for rows in share) for share in plan])
     assert per_rank.max() <= 1.05 * per_rank.mean()

@@ -214,6 +214,12 @@ def test_every_kind_of_parallelism_has_its_price() -> None:
     cut: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "context_parallel_size": 2}
     linear, attention = times(model="qwen3-next-80b-a3b", **cut), times(model="qwen3-30b-a3b", **cut)
     assert linear.context_exchange > attention.context_exchange > 0
+    # Sequences that one rank holds are exchanged with no other.
+    cut["dynamic_context_parallel"] = True
+    shorter, short = (times(**cut, max_tokens_per_micro_batch=tokens) for tokens in (18432, 131072))
+    assert times(**{**cut, "dynamic_context_parallel": False}).context_exchange > shorter.context_exchange
+    assert shorter.context_exchange > short.context_exchange == 0
+    assert times(model="qwen3-next-80b-a3b", **cut).context_exchange < linear.context_exchange
     deep = times(pipeline_model_parallel_size=4)
     assert deep.bubble > times(pipeline_model_parallel_size=2).bubble > 0
     # TP over two nodes goes through the network.
