@@ -236,6 +236,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 768),
+    "qwen3-4b-thinking-2507": {
+        **_qwen3(36, 2560, 32, 9728, tied=True),
+        "rope_theta": 5000000.0,
+        "max_position_embeddings": 262144,
+    },
+    "qwen3-30b-a3b-thinking-2507": {
+        **_qwen3_moe(48, 2048, 32, 6144, 768),
+        "rope_theta": 10000000.0,
+        "max_position_embeddings": 262144,
+    },
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, 1536),
     "llama3.1-8b": _llama3(32, 4096, 32, 14336),
     "llama3.1-70b": _llama3(80, 8192, 64, 28672),

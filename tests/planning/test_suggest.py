@@ -61,6 +61,8 @@ def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
         ("qwen2.5_32b_8xh200", ["H200x8"]),
         ("qwen2.5_32b_2x8h100", ["H100x16"]),
         ("qwen3_30b_a3b_2x8h100", ["H100x16"]),
+        ("qwen3_30b_a3b_64k_2x8h100", ["H100x16"]),
+        ("qwen3_4b_128k_8xh200", ["H200x8"]),
         ("qwen2.5_72b_16x8h100", ["H100x128"]),
         ("qwen3_235b_a22b_16x8h100", ["H100x128"]),
     ],
