@@ -65,7 +65,7 @@ from conversion.files.workers import (
     run_jobs,
 )
 from conversion.model.architecture import Architecture
-from conversion.model.layout import check_virtual_pipeline, cuts
+from conversion.model.layout import LayoutError, cuts
 from conversion.model.low_precision import DECLARED_BESIDE
 from conversion.model.rules import Arrangement
 from conversion.model.stacked import tensor_of
@@ -87,8 +87,8 @@ class TargetLayout:
 
     def check(self, architecture: Architecture) -> None:
         """Raises ValueError naming the option that does not divide the model, or that the learner would refuse."""
-        if self.vpp != 1:
-            check_virtual_pipeline(self.pp, f"--vpp {self.vpp}", "--pp")
+        if self.vpp != 1 and self.pp < 2:
+            raise LayoutError(f"--vpp {self.vpp} needs --pp > 1")
         options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
         for cut in cuts(
             architecture,

@@ -79,10 +79,8 @@ class ParallelLayout:
             raise LayoutError("; ".join(wrong))
         if sequence_parallel and tensor == 1:
             raise LayoutError("learner.sequence_parallel=true needs learner.tensor_model_parallel_size > 1")
-        if virtual_pipeline is not None:
-            check_virtual_pipeline(
-                pipeline, "learner.virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"
-            )
+        if virtual_pipeline is not None and pipeline < 2:
+            raise LayoutError("learner.virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
         data = world_size // (tensor * pipeline * context)
         return cls(
             world_size, tensor, pipeline, virtual_pipeline, context, data, expert, expert_tensor, sequence_parallel
@@ -147,21 +145,6 @@ class ParallelLayout:
     def micro_batch_multiple(self) -> int:
         """A micro-batch's length is padded to a multiple of this: sequence parallelism cuts each CP share by TP."""
         return self.sequence_multiple * (self.tensor if self.sequence_parallel else 1)
-
-
-def check_virtual_pipeline(pipeline: int, virtual_name: str, pipeline_name: str) -> None:
-    """Which pipelines may have virtual stages; the names are those of the settings or options.
-
-    Raises:
-        LayoutError: one of ``pipeline`` ranks may not.
-    """
-    if pipeline < 2:
-        raise LayoutError(f"{virtual_name} needs {pipeline_name} > 1")
-    if pipeline == 2:
-        raise LayoutError(
-            f"{virtual_name} with {pipeline_name}=2 gave wrong gradients in Megatron-Core 0.16 without overlapped "
-            "point-to-point communication: use PP >= 4, or no VPP"
-        )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ _NAMED = (
     Case("tp2", 2, {TP: 2}),
     Case("tp2 sp", 2, {TP: 2, SP: True}),
     Case("pp2", 2, {PP: 2}),
+    Case("pp2 vpp2", 2, {PP: 2, VPP: 2, "overlap_p2p_comm": True}),
     Case("cp2", 2, {CP: 2}),
     Case("cp2, dynamic", 2, {CP: 2, **DYNAMIC}),
     Case("dp2", 2),

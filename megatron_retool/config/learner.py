@@ -271,6 +271,16 @@ class LearnerConfig:
                 "learner.overlap_p2p_comm=true needs learner.virtual_pipeline_model_parallel_size: only the "
                 "interleaved schedule has other chunks to compute while one is under way"
             )
+        if (
+            self.virtual_pipeline_model_parallel_size is not None
+            and self.pipeline_model_parallel_size == 2
+            and not self.overlap_p2p_comm
+        ):
+            raise ConfigError(
+                f"learner.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} with "
+                "learner.pipeline_model_parallel_size=2 needs learner.overlap_p2p_comm=true: otherwise Megatron-Core "
+                "mixes up the messages between the two stages"
+            )
 
     def _check_kernels(self) -> None:
         if self.moe_router_fusion and self.routing_replay != "none":

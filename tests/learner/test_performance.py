@@ -83,6 +83,11 @@ def test_accepted_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> 
         ({"overlap_param_gather": True}, "overlap_param_gather=true needs learner.overlap_grad_reduce=true"),
         ({"gradient_bucket_size": 10}, "gradient_bucket_size belongs to learner.overlap_grad_reduce=true"),
         ({"overlap_p2p_comm": True}, "overlap_p2p_comm=true needs learner.virtual_pipeline_model_parallel_size"),
+        (
+            {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "pipeline_model_parallel_size=2 needs learner.overlap_p2p_comm=true",
+        ),
+        ({"dynamic_context_parallel": True}, "dynamic_context_parallel=true needs learner.context_parallel_size > 1"),
         ({"moe_router_fusion": True, "routing_replay": "rollout"}, "does not go with learner.moe_router_fusion"),
         (FLEX | {"dtype": "float32"}, "flex needs learner.dtype=bfloat16, not float32"),
         (
