@@ -294,8 +294,7 @@ class HFCheckpoint:
                 element = torch.empty(stored.shape[1:], dtype=stored.dtype)
                 self._fill(element, stored, part.index)
             self._last.key, self._last.element = key, element
-        element = self._last.element
-        return element
+        return self._last.element
 
     def _dequantized(self, stored: Mxfp4Stack, index: int) -> Tensor:
         """bfloat16 [in, out]."""

@@ -56,7 +56,8 @@ def link_weights(source: Path, target: Path) -> None:
 
 def _link(source: Path, target: Path) -> None:
     with contextlib.suppress(OSError):
-        return os.link(source, target)
+        os.link(source, target)
+        return
     shutil.copy2(source, target)
     with open(target, "rb") as copied:
         os.fsync(copied.fileno())

@@ -85,7 +85,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         template.set_environment(self)
         return template
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (a template may name an argument self)
         """As ``SandboxedEnvironment.call``."""
         _check_time()
         method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped

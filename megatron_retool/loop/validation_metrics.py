@@ -69,7 +69,7 @@ def check_named_metrics(config: Config) -> None:
     asked = {key: name for key, name in asked.items() if name}
     groups = _groups(config) if asked else None
     for key, name in asked.items():
-        known = validation_metrics(config, groups or {source: () for source in {ALL, _source_of(name)}})
+        known = validation_metrics(config, groups or dict.fromkeys({ALL, _source_of(name)}, ()))
         if name not in known and not (is_validation_metric(name) and _may_come(name, config, groups)):
             raise ConfigError(unknown_metric(key, name, known))
 

@@ -164,7 +164,7 @@ def _compared(path: Path, keys: Sequence[RowKey], tokens: _TokenFigures) -> dict
     places = {key: place for place, key in enumerate(keys)}
     present = column_names(learner)
     names = [name for name in ("keep", "old_log_probs") if name in present]
-    compared: dict[RowKey, tuple[float | None, Any]] = {key: (None, None) for key in row_keys(learner)}
+    compared: dict[RowKey, tuple[float | None, Any]] = dict.fromkeys(row_keys(learner), (None, None))
     rows = iter(compared)
     for columns in list_groups(learner, names) if names else ():
         for row in range(len(columns[names[0]][0]) - 1):

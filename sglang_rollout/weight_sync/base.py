@@ -186,7 +186,7 @@ class ServerWeightSync(ABC):
         self, path: str, body: dict[str, Any] | None, *, timeout: float | None = None, check: bool = True
     ) -> dict[str, dict[str, Any]]:
         """The same request to all engines at once (GET where ``body`` is None)."""
-        return self._await_all(self._start_all(path, {url: body for url in self.engines}, timeout), path, check)
+        return self._await_all(self._start_all(path, dict.fromkeys(self.engines, body), timeout), path, check)
 
     def _start_all(
         self, path: str, bodies: dict[str, dict[str, Any] | None], timeout: float | None = None

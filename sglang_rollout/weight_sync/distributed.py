@@ -60,7 +60,7 @@ class DistributedWeightSync(ServerWeightSync):
             "flush_cache": False,
         }
         path = "/update_weights_from_distributed"
-        calls = self._start_all(path, {url: body for url in self.engines})
+        calls = self._start_all(path, dict.fromkeys(self.engines, body))
         broadcast = self._pool.submit(self._broadcast, flat)
         self._await_together(broadcast, calls, path)
 

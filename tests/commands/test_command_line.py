@@ -45,7 +45,7 @@ def test_every_command_has_a_help_of_its_own(command: Command, capsys: pytest.Ca
 
 
 def test_help_lists_every_setting_of_a_section() -> None:
-    text = settings_text([item for item in vars(Config())])
+    text = settings_text(list(vars(Config())))
     for key, _, value in walk(Config()):
         if not hasattr(value, "__dataclass_fields__"):
             assert key.rpartition(".")[2] in text

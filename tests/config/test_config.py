@@ -23,7 +23,7 @@ def test_override_wins_over_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override, words",
+    ("override", "words"),
     [
         ("learner.tensor_parallel_size=2", ["learner.tensor_parallel_size", "learner.tensor_model_parallel_size"]),
         ("tools.code_interpreter.share_results=true", ["share_results is no longer a setting", "remove the key"]),
@@ -129,7 +129,7 @@ def test_a_file_extends_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "base, words",
+    ("base", "words"),
     [
         ("extends: gone.yaml", ["gone.yaml", "c.yaml extends", "does not exist"]),
         ("extends: [a.yaml]", ["c.yaml", "must name one file"]),

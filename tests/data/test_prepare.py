@@ -376,12 +376,14 @@ class Hub(BaseHTTPRequestHandler):
         if path.startswith("/api/datasets/HuggingFaceH4/MATH-500"):
             siblings = [{"rfilename": name} for name in self.files]
             body = {"id": "HuggingFaceH4/MATH-500", "sha": self.commit, "siblings": siblings, "tags": []}
-            return self.answer(json.dumps(body).encode(), {"Content-Type": "application/json"})
+            self.answer(json.dumps(body).encode(), {"Content-Type": "application/json"})
+            return
         prefix = f"/datasets/HuggingFaceH4/MATH-500/resolve/{self.commit}/"
         name = path.removeprefix(prefix)
         if path.startswith(prefix) and name in self.files:
-            return self.answer(self.files[name], {"ETag": '"e1"', "X-Repo-Commit": self.commit})
-        self.answer(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
+            self.answer(self.files[name], {"ETag": '"e1"', "X-Repo-Commit": self.commit})
+        else:
+            self.answer(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
 
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
         self.send_response(status)

@@ -368,7 +368,7 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
+    ("overrides", "words"),
     [
         pytest.param(
             ["rollout.engine.extra_args=[--no-such-flag]"], ["engine", "--no-such-flag"], marks=pytest.mark.slow

@@ -400,7 +400,7 @@ def test_a_checkpoint_carries_them_to_another_layout_and_to_hugging_face(found, 
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         ({"share_prefixes": True}, "does not go with learner.share_prefixes=true"),
         ({"overlap_grad_reduce": True}, "does not go with learner.overlap_grad_reduce=true"),
@@ -418,7 +418,7 @@ def test_settings_that_do_not_go_together(settings, message):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    ("changes", "message"),
     [
         ({"num_nextn_predict_layers": 0}, "config.json has no layers for multi-token prediction"),
         ({"model_type": "llama"}, "of family llama are carried along and not trained"),

@@ -262,7 +262,9 @@ def test_gae_takes_the_critics_values_and_reports_how_good_they_were():
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 0.046875 / 0.75)
 
 
-@pytest.mark.parametrize("estimate, first_token", [("soft", [0.5, -0.5, 0.5, -0.5]), ("hard", [0.5, -0.5, 0.0, 0.0])])
+@pytest.mark.parametrize(
+    ("estimate", "first_token"), [("soft", [0.5, -0.5, 0.5, -0.5]), ("hard", [0.5, -0.5, 0.0, 0.0])]
+)
 def test_branches_share_the_advantage_of_their_common_tokens_under_the_hard_estimate(estimate, first_token):
     config = load_config(
         None,

@@ -18,11 +18,21 @@ RESPONSE = (
 
 
 def trajectory(**changes: object) -> Trajectory:
-    fields: dict[str, object] = dict(
-        prompt_ids=[1], response_ids=[2], loss_mask=[True], rollout_log_probs=[-0.5], turn_ids=[0], weight_versions=[1],
-        group_id=0, index=0, finish_reason=FinishReason.STOP, reward=1.0, reward_info={"acc": 1.0, "pred": "396"},
-        tool_calls=[ToolCall("code_interpreter", {}, "ok", 0.1, False)], extra_info={"ground_truth": 396},
-    )  # fmt: skip
+    fields: dict[str, object] = {
+        "prompt_ids": [1],
+        "response_ids": [2],
+        "loss_mask": [True],
+        "rollout_log_probs": [-0.5],
+        "turn_ids": [0],
+        "weight_versions": [1],
+        "group_id": 0,
+        "index": 0,
+        "finish_reason": FinishReason.STOP,
+        "reward": 1.0,
+        "reward_info": {"acc": 1.0, "pred": "396"},
+        "tool_calls": [ToolCall("code_interpreter", {}, "ok", 0.1, False)],
+        "extra_info": {"ground_truth": 396},
+    }
     return Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
 
 

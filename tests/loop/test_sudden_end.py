@@ -178,7 +178,7 @@ def check(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "asynchronous, stride",
+    ("asynchronous", "stride"),
     [(False, 3), (True, 5), pytest.param(False, 1, marks=pytest.mark.slow)],
     ids=["saved_at_once", "saved_meanwhile", "at_every_change"],
 )

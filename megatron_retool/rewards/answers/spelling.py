@@ -26,7 +26,7 @@ GREEK_LETTERS = listed(
     "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
 _CHARACTERS = {
-    **{dash: "-" for dash in "−–—‐‑‒﹣－"},
+    **dict.fromkeys("−–—‐‑‒﹣－", "-"),
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*", "÷": r"\div ", "⁄": "/", "∕": "/"},
     **{"√": r"\sqrt ", "∛": r"\sqrt[3]", "∞": r"\infty ", "π": r"\pi ", "±": r"\pm ", "∓": r"\mp ", "°": r"^\circ "},
     **{"≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "≡": r"\equiv "},

@@ -16,17 +16,17 @@ class _DeclareTorchvisionOperators:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name != "torchvision":
-            return None
+            return
         sys.meta_path.remove(self)
         import torch
 
         if torch.version.cuda is not None:  # this torch brings what that library needs
-            return None
+            return
         # The library lives as long as its object: keep it.
         type(self).library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
+        return
 
 
 sys.meta_path.insert(0, _DeclareTorchvisionOperators())

@@ -31,7 +31,7 @@ def drawn(heads: int, kv_heads: int, size: int, value_size: int, lengths: list[i
     return query, keys, values, table, rows, torch.tensor(lengths)
 
 
-@pytest.mark.parametrize("heads, kv_heads, size, value_size", [(4, 2, 32, 32), (3, 3, 20, 12), (8, 1, 7, 7)])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(4, 2, 32, 32), (3, 3, 20, 12), (8, 1, 7, 7)])
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_same_as_torch(decoding: Any, heads: int, kv_heads: int, size: int, value_size: int, scaling: Any) -> None:
     lengths = [1, 2, 37, 64, 200, 5]

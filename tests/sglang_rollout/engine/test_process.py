@@ -55,7 +55,7 @@ def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
     assert "--mem-fraction-static" not in engine.command()
 
 
-@pytest.mark.parametrize("context, longer", [(4096, True), (4090, True), (4089, False), (4097, False)])
+@pytest.mark.parametrize(("context", "longer"), [(4096, True), (4090, True), (4089, False), (4097, False)])
 def test_the_context_can_be_filled(model_directory, tmp_path, context, longer):
     engine = make_engine(model_directory, tmp_path, settings={"context_length": context})
     assert flag(engine, "--context-length") == str(context + 7)

@@ -195,7 +195,7 @@ def test_reasoning_gym_asks_and_scores(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "config, message",
+    ("config", "message"),
     [
         (lambda: gym(dataset="no_such_task"), "makes no such tasks"),
         (lambda: gym(settings={"terms": 3}), "makes no such tasks"),

@@ -102,7 +102,7 @@ def test_bad_calls_are_answered_by_the_loop(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "how, outcome, reason, message",
+    ("how", "outcome", "reason", "message"),
     [
         ("reset raises", "crash", "aborted", r"reset: Failing raised RuntimeError .*no world"),
         ("reset returns a list", "crash", "aborted", r"reset returned \[\], and not a Start"),
@@ -139,7 +139,7 @@ def test_a_failure_ends_its_trajectory_with_a_typed_outcome(tokenizer, how, outc
 
 
 @pytest.mark.parametrize(
-    "override, reason",
+    ("override", "reason"),
     [
         ("rollout.multi_turn.max_assistant_turns=2", FinishReason.TOOL_LIMIT),
         ("rollout.multi_turn.max_tool_calls=2", FinishReason.TOOL_LIMIT),
@@ -290,7 +290,7 @@ def test_validation_runs_in_the_environment_too(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "overrides, error, message",
+    ("overrides", "error", "message"),
     [
         (["rollout.agent=x.py:run"], ConfigError, "leads the built-in agent"),
         (["rollout.multi_turn.tools=[search]"], ConfigError, r"set it to \[\]"),

@@ -44,7 +44,7 @@ TOO_LARGE = [
 ]
 
 
-@pytest.mark.parametrize("path, body", TOO_LARGE, ids=range(len(TOO_LARGE)))
+@pytest.mark.parametrize(("path", "body"), TOO_LARGE, ids=range(len(TOO_LARGE)))
 def test_what_cannot_have_room_is_refused_before_it_is_tokenised(path, body):
     async def run():
         tokenizer = WatchedTokenizer()

@@ -45,7 +45,7 @@ def test_the_documentation_shows_the_tables():
 
 
 @pytest.mark.parametrize(
-    "params, path",
+    ("params", "path"),
     [
         (completion_create_params.CompletionCreateParamsBase, CHAT),
         (response_create_params.ResponseCreateParamsBase, RESPONSES),
@@ -131,7 +131,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("path, fields, name", REFUSED, ids=[each[2] for each in REFUSED])
+@pytest.mark.parametrize(("path", "fields", "name"), REFUSED, ids=[each[2] for each in REFUSED])
 def test_fields_within_fields(tokenizer, path, fields, name):
     async def run():
         async with served(tokenizer, [ANSWER + END]) as at:

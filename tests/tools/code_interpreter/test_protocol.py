@@ -110,7 +110,6 @@ def test_no_accepted_path_leaves_the_directory(path: str) -> None:
         (["é/" * 400 + "a"], "is neither"),
         (["a/" * 600 + "a"], "is longer than 1024 bytes"),
         (["\ud800"], "is not valid Unicode"),
-        (["\udcff"], "is not valid Unicode"),
         ([f"{number}" for number in range(8193)], "more than 8192 files and directories"),
         ([f"{number}/" * 40 + "a" for number in range(300)], "more than 8192 files and directories"),
     ],

@@ -82,7 +82,7 @@ def test_sessions_do_not_see_each_other(server):
 
 
 @pytest.mark.parametrize(
-    "code, timeout, outcomes",
+    ("code", "timeout", "outcomes"),
     [
         ("kept = []\nwhile True: kept.append(bytearray(1 << 24))", 60.0, {Outcome.MEMORY_LIMIT_EXCEEDED}),
         ("print('before', flush=True)\nwhile True: pass", 1.0, {Outcome.TIME_LIMIT_EXCEEDED}),

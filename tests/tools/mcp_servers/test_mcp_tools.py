@@ -146,7 +146,7 @@ def test_a_server_over_http(http_server, monkeypatch):
 
 @needs_mcp
 @pytest.mark.parametrize(
-    "kwargs, message",
+    ("kwargs", "message"),
     [
         ({**STDIO, "include": ["forget"]}, r"has no tool 'forget'; it has keep, where"),
         ({"command": [sys.executable, "-c", "import sys; sys.exit(1)"]}, "does not list its tools"),
@@ -163,7 +163,7 @@ def test_what_a_server_cannot_give_is_said_before_a_run(kwargs, message):
 
 
 @pytest.mark.parametrize(
-    "kwargs, message",
+    ("kwargs", "message"),
     [
         ({}, "set either command .* or url"),
         ({"command": "no-such-program-anywhere x"}, "no such program on PATH"),
