@@ -94,8 +94,8 @@ class Mapping:
         return None if self.rule.is_buffer else dtype
 
     @cached_property
-    def _blocks(self) -> tuple[Segment, ...]:
-        """What the arrangement arranges: whole Hugging Face tensors, or their sections."""
+    def blocks(self) -> tuple[Segment, ...]:
+        """What the arrangement arranges: whole Hugging Face tensors, or their sections, by their rows."""
         blocks, source, start = [], 0, 0
         for rows in self.sections or (shape[0] for shape in self.hf_shapes):
             blocks.append(Segment(source, start, start + rows))
@@ -113,16 +113,16 @@ class Mapping:
             return tuple(
                 Segment(block.source, block.start + group * rows, block.start + (group + 1) * rows)
                 for group in range(self.query_groups)
-                for block in self._blocks
+                for block in self.blocks
                 for rows in ((block.stop - block.start) // self.query_groups,)
             )
-        segments = list(self._blocks)
+        segments = list(self.blocks)
         if self.padding_rows:
             segments.append(Segment(None, 0, self.padding_rows))
         return tuple(segments)
 
     def _gated_segments(self) -> Iterator[Segment]:
-        query, *others = self._blocks
+        query, *others = self.blocks
         heads = self.query_groups * self.heads_per_group
         rows = (query.stop - query.start) // (2 * heads)
         for group in range(self.query_groups):
@@ -144,7 +144,7 @@ class Mapping:
         rows = self.mcore_shape[0]
         if self.tp_dim != 0:
             return ((0, rows),)
-        blocks = len(self._blocks) if self.arrangement is Arrangement.GATE_UP else 1
+        blocks = len(self.blocks) if self.arrangement is Arrangement.GATE_UP else 1
         if rows % (blocks * tp_size):
             raise WeightMapError(f"{self.mcore_name}: {rows // blocks} rows do not divide by TP {tp_size}")
         block = rows // blocks

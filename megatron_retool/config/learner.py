@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from conversion.model.adapter_map import TARGETS, why_not
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.layout import LayoutError, ParallelLayout
@@ -117,6 +118,28 @@ class MtpConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: the model stays as it is, and two small matrices beside each of its own are trained. The
+    reference policy is then the model without them, for which no copy is kept."""
+
+    rank: int = not_negative(0, maximum=4096)
+    """Columns of the two matrices; 0: no adapters, all weights are trained."""
+    alpha: float = positive(32.0, maximum=1_000_000)
+    """What adapters add is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: list(TARGETS))
+    """Which matrices have adapters: attention (q, k, v and output projections), mlp (gate, up and down projections of
+    dense layers and shared experts), experts (those of a mixture of experts). What the model lacks is left out."""
+    seed: int = not_negative(0, maximum=2**31 - 1)
+    """Of the adapters' first values, which are the same in every parallel layout."""
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError where ``targets`` are not some of those that there are."""
+        words = f"{key}.targets={self.targets}"
+        if not self.targets or len(set(self.targets)) != len(self.targets) or not set(self.targets) <= set(TARGETS):
+            raise ConfigError(f"{words}: name one or more of {', '.join(TARGETS)}, each once")
+
+
+@dataclass(frozen=True)
 class LearnerConfig:
     world_size: int = at_least_one(1, maximum=1_000_000)
     """Learner processes (GPUs). Data parallel size = world_size / (TP x PP x CP)."""
@@ -201,6 +224,8 @@ class LearnerConfig:
     """Activations that are computed again in place of being kept."""
     mtp: MtpConfig = field(default_factory=MtpConfig)
     """Layers for multi-token prediction."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters in place of all weights."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model."""
     threads: int = at_least_one(1, maximum=1024)
@@ -222,6 +247,7 @@ class LearnerConfig:
         self._check_overlap()
         self._check_kernels()
         self._check_mtp()
+        self._check_lora()
         if self.dynamic_context_parallel and self.context_parallel_size == 1:
             raise ConfigError(
                 "learner.dynamic_context_parallel=true needs learner.context_parallel_size > 1: with one rank nothing "
@@ -238,6 +264,11 @@ class LearnerConfig:
         ``architecture`` where it is given."""
         if optimizer.name != "muon":
             return
+        if self.lora.rank:
+            raise ConfigError(
+                f"{key}.name=muon is for whole matrices and does not go with learner.lora.rank={self.lora.rank}: set "
+                f"{key}.name=adamw"
+            )
         if self.use_distributed_optimizer:
             raise ConfigError(
                 f"{key}.name=muon needs learner.use_distributed_optimizer=false: that optimizer cuts matrices into "
@@ -319,6 +350,40 @@ class LearnerConfig:
                 "again by itself; set it to 1"
             )
 
+    def _check_lora(self) -> None:
+        self.lora.check("learner.lora")
+        if not self.lora.rank:
+            return
+        said = f"learner.lora.rank={self.lora.rank} does not go with"
+        if self.mtp.train:
+            raise ConfigError(
+                f"{said} learner.mtp.train=true: the model's own layers stay as they are; set one of them"
+            )
+        if self.moe_router_bias_update_rate:
+            raise ConfigError(
+                f"{said} learner.moe_router_bias_update_rate={self.moe_router_bias_update_rate}: the router belongs to "
+                "the frozen model; set it to 0"
+            )
+        if self.fp8.recipe is not None:
+            raise ConfigError(f"{said} learner.fp8.recipe={self.fp8.recipe}: set it to null")
+
+    def check_lora(self, architecture: Architecture) -> None:
+        """Raise ConfigError where the model has parts among learner.lora.targets that no adapter can change."""
+        if not self.lora.rank:
+            return
+        if reason := why_not(architecture, self.lora.targets):
+            raise ConfigError(
+                f"learner.lora.targets={self.lora.targets} does not fit family {architecture.family}: {reason}; leave "
+                "it out, or set learner.lora.rank=0"
+            )
+        tensor = self.tensor_model_parallel_size
+        if "attention" in self.lora.targets and architecture.num_query_groups % tensor:
+            raise ConfigError(
+                f"learner.lora.targets={self.lora.targets} does not go with learner.tensor_model_parallel_size="
+                f"{tensor}, which does not divide the model's {architecture.num_query_groups} key-value heads: lower "
+                "it, or leave attention out"
+            )
+
     def check_predictors(self, architecture: Architecture) -> None:
         """Raise ConfigError where learner.mtp.train asks for layers that the model lacks, or that are not trained."""
         if not self.mtp.train:
@@ -364,6 +429,7 @@ class LearnerConfig:
             for key, optimizer in (("optimizer", self.optimizer), ("critic.optimizer", self.critic.optimizer)):
                 self.check_optimizer(f"learner.{key}", optimizer, architecture)
             self.check_predictors(architecture)
+            self.check_lora(architecture)
             return layout.for_model(architecture, self.max_tokens_per_micro_batch)
         except LayoutError as error:
             raise ConfigError(str(error)) from error

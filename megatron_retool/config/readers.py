@@ -67,6 +67,12 @@ READERS: tuple[_Reader, ...] = (
         _one_of("trainer.resume_mode", "resume_path"),
         "trainer.resume_mode=resume_path",
     ),
+    _Reader(
+        "learner.lora",
+        ("alpha", "targets", "seed"),
+        lambda value: bool(value("learner.lora.rank")),
+        "learner.lora.rank above 0",
+    ),
     _Reader("trainer", ("best_metric",), lambda value: bool(value("trainer.keep_best")), "trainer.keep_best above 0"),
 )
 

@@ -58,7 +58,7 @@ def _count_padding(outer: DistributedDataParallel) -> None:
 
 def _announce_head(outer: DistributedDataParallel, chunk: PackedModel, options: DistributedDataParallelConfig) -> None:
     weight = chunk.own_head_weight()
-    if weight is None:
+    if weight is None or not weight.requires_grad:  # frozen under adapters
         return
     group: Any = outer.param_to_bucket_group[weight]
     if options.overlap_param_gather:

@@ -28,7 +28,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
-from megatron_retool.learner import cpu, data_parallel, parallel
+from megatron_retool.learner import adapters, cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import check_attention, make_deterministic
 from megatron_retool.learner.initial import frozen_copy, initial_chunks
 from megatron_retool.learner.losses import (
@@ -67,8 +67,9 @@ class Learner:
     """Model, optimizer and schedule of one rank.
 
     Attributes that other rooms read: ``model_chunks`` (this rank's virtual pipeline stages, DDP-wrapped),
-    ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``, ``own_seconds`` (of this rank's
-    last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest).
+    ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``, ``base`` (directory that the
+    weights were read from), ``own_seconds`` (of this rank's last update up to the sum of gradients over data-parallel
+    ranks, where it waits for the slowest).
 
     Args:
         config: the run's configuration; ``learner``, ``algorithm`` and ``trainer`` are read.
@@ -77,7 +78,8 @@ class Learner:
         hf_dir: Hugging Face directory (or hub id) with config.json, and with the weights unless ``mcore_dir`` has them.
         mcore_dir: distributed checkpoint of conversion/hf_to_mcore.py to take the weights from.
         architecture: instead of ``hf_dir``: a model with random weights.
-        with_reference: also keep a frozen copy of the initial weights, for ``log_probs(reference=True)``.
+        with_reference: also know the initial weights, for ``log_probs(reference=True)``: a frozen copy, or with
+            learner.lora the model without its adapters.
         role: "actor", or "critic" for one value per token in place of the vocabulary.
 
     Raises:
@@ -132,6 +134,8 @@ class Learner:
             if kernels is not None:
                 logger.warning("%s", kernels)
 
+        source = mcore_dir or hf_dir
+        self.base = None if source is None else Path(source)
         self.transformer_config = build_transformer_config(
             architecture, config.learner, self.layout, self.acceleration, deterministic=config.trainer.deterministic
         )
@@ -145,8 +149,11 @@ class Learner:
             verify=config.trainer.verify_checkpoints,
             share_prefixes=config.learner.share_prefixes,
         )
+        self._base_is_reference = with_reference and bool(config.learner.lora.rank)
+        if config.learner.lora.rank:
+            adapters.attach(chunks, architecture, config.learner.lora)
         self.reference_chunks: list[PackedModel] | None = None
-        if with_reference:
+        if with_reference and not self._base_is_reference:
             self.reference_chunks = frozen_copy(
                 chunks, architecture, self.transformer_config, self.acceleration, config.learner.share_prefixes
             )
@@ -221,14 +228,16 @@ class Learner:
             ConfigError: ``reference`` without a reference policy.
             ValueError: the batch's routed experts are not of this model.
         """
-        if reference and self.reference_chunks is None:
+        if reference and self.reference_chunks is None and not self._base_is_reference:
             raise ConfigError("the learner was built without a reference policy (with_reference=True)")
         chunks = self.reference_chunks if reference else None
         head_options = _head_options(temperature, sampling)
         micro_batches = self.packer.micro_batches(batch)
         replay = self.routing_replay
         routing = replay.reading(batch, reference) if replay else None
-        found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
+        base = reference and self._base_is_reference
+        with adapters.adapters_off(self.model_chunks) if base else contextlib.nullcontext():
+            found = self._read(micro_batches, 2, batch.num_response_tokens, head_options, chunks, routing)
         answer: LogProbs = {"log_probs": found[0], "entropy": found[1], "metrics": routing.metrics() if routing else {}}
         if routing and routing.records:
             answer["routed_experts"] = routing.recorded()
@@ -440,6 +449,7 @@ class Learner:
                 torch.cuda.current_stream().synchronize()
             self.own_seconds = time.perf_counter() - self._update_start
             sum_gradients(*args, **kwargs)
+            adapters.sum_expert_gradients(self.model_chunks)
 
         return timed
 
@@ -466,11 +476,13 @@ class Learner:
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Full tensors by Hugging Face name in buckets, on the ranks ``receivers``; all must drain the iterator.
 
-        They are the policy's, without layers for multi-token prediction: an engine has those of its draft's directory.
+        They are the policy's, with adapters merged into them, and without layers for multi-token prediction: an engine
+        has those of its draft's directory.
         """
         data_parallel.finish_gathering(self.model_chunks)
         policy = dataclasses.replace(self.architecture, predictors=0)
-        return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers)
+        value = adapters.MergedWeights(self.model_chunks) if self.config.learner.lora.rank else None
+        return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers, value)
 
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""

@@ -335,6 +335,8 @@ class PackedModel(GPTModel):
                     module.pg_collection = copy.copy(module.pg_collection)
                     module.register_forward_pre_hook(_rotate_in_group, with_kwargs=True)
         self.layer_replays: list[LayerReplay] = []
+        # Set by adapters.py where the model itself is frozen.
+        self.trains_adapters = False
         # Set by data_parallel.py where communication overlaps: to call before the head's weight is read, and after its
         # gradient is added.
         self.before_head: Callable[[], None] | None = None
@@ -367,6 +369,9 @@ class PackedModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self._embed(micro_batch.input_ids, micro_batch.position_ids)
+            if self.trains_adapters and torch.is_grad_enabled():
+                # Layers that are computed again give no gradient to their adapters where no input asks for one.
+                embedded.requires_grad_()
         rotary, packed = self._sequence_parameters(micro_batch)
         with contextlib.nullcontext() if routing is None else routing.through(self.layer_replays, micro_batch):
             hidden = self.decoder(

@@ -40,6 +40,11 @@ def check_performance(
             f"this {architecture.family} model has multi-head latent attention, which nobody has tried in Transformer "
             "Engine's layers: train it where Transformer Engine is not installed"
         )
+    if learner.lora.rank and acceleration.transformer_engine:
+        raise ConfigError(
+            f"learner.lora.rank={learner.lora.rank}: adapters know Megatron-Core's local layers alone, not Transformer "
+            "Engine's: train where Transformer Engine is not installed, or set learner.lora.rank=0"
+        )
     if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
         raise ConfigError(
             f"this {architecture.family} model has attention sinks and biased experts, which are there in "

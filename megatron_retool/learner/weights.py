@@ -22,6 +22,7 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
 from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.model.adapter_map import FACTORS
 from conversion.model.architecture import Architecture
 from conversion.model.rules import MCORE_BUFFER_SUFFIXES, Arrangement
 from conversion.model.stacked import Stacker
@@ -48,11 +49,15 @@ def unwrap(module: torch.nn.Module) -> Any:
 
 
 def global_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under the weight map's names: global layer and expert numbers, local spec."""
+    """This rank's parameters under the weight map's names: global layer and expert numbers, local spec.
+
+    Factors of adapters, which no Hugging Face model has, are left out.
+    """
     for chunk in model_chunks:
         model = unwrap(chunk)
         for name, parameter in model.named_parameters():
-            yield _global_name(model, name), parameter
+            if FACTORS not in name:
+                yield global_name(model, name), parameter
 
 
 def global_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -62,10 +67,11 @@ def global_tensors(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[st
         model = unwrap(chunk)
         for name, buffer in model.named_buffers():
             if name.endswith(MCORE_BUFFER_SUFFIXES):
-                yield _global_name(model, name), buffer
+                yield global_name(model, name), buffer
 
 
-def _global_name(model: Any, name: str) -> str:
+def global_name(model: Any, name: str) -> str:
+    """The weight map's name of a parameter that the unwrapped ``model`` calls ``name``."""
     name = canonical_name(name)
     if found := _LAYER.match(name):
         # layer_number counts from 1 over the whole model, whatever the pipeline layout.
@@ -157,6 +163,7 @@ def export_hf_weights(
     architecture: Architecture,
     bucket_bytes: int = 512 * 2**20,
     receivers: Sequence[int] = (0,),
+    value: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Full tensors under their Hugging Face names, in buckets of about ``bucket_bytes`` bytes.
 
@@ -165,8 +172,10 @@ def export_hf_weights(
     be views of the live parameters: use or copy them before the next update. A tensor is yielded once; a tied output
     layer is not yielded. A parameter larger than ``bucket_bytes`` makes a bucket of its own; experts that lie in one
     tensor are put together beside the buckets, and come with the last of them.
+
+    ``value`` is what to export of this rank's part of a parameter, in its shape and dtype; None: the part itself.
     """
-    yield from _gather(model_chunks, architecture, bucket_bytes, _weight, receivers, buffers=True)
+    yield from _gather(model_chunks, architecture, bucket_bytes, value or weight_value, receivers, buffers=True)
 
 
 @torch.no_grad()
@@ -178,27 +187,29 @@ def gradients_by_hf_name(model_chunks: Sequence[torch.nn.Module], architecture: 
     as zero.
     """
     for chunk in model_chunks:
-        _all_gather_gradient_shards(chunk)
+        all_gather_gradient_shards(chunk)
     return {
         name: tensor.clone()  # the buffers are clipped and cleared in place
-        for bucket in _gather(model_chunks, architecture, 2**30, _gradient, receivers=(0,), buffers=False)
+        for bucket in _gather(model_chunks, architecture, 2**30, gradient_value, receivers=(0,), buffers=False)
         for name, tensor in bucket
     }
 
 
-def _weight(parameter: Tensor) -> Tensor:
+def weight_value(parameter: Tensor) -> Tensor:
+    """A parameter's own values."""
     # Transformer Engine's FP8 parameters are exported in the dtype that they stand for.
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient_value(parameter: Tensor) -> Tensor:
+    """A parameter's gradient in its shape, see ``gradients_by_hf_name``."""
     gradient = getattr(parameter, "main_grad", None)
     if gradient is None:
         gradient = parameter.grad
     return torch.zeros_like(parameter) if gradient is None else gradient.view(parameter.shape)
 
 
-def _all_gather_gradient_shards(chunk: torch.nn.Module) -> None:
+def all_gather_gradient_shards(chunk: torch.nn.Module) -> None:
     """Undo the distributed optimizer's reduce-scatter: each rank holds the reduced values of its own part alone."""
     groups = [*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())]
     for group in groups:
@@ -246,7 +257,7 @@ def _gather(
     contents = _RankContents(
         _node(),
         TensorParallelPlace.current(),
-        {name: value(parameter).dtype for name, parameter in own.items()},
+        {name: _dtype(parameter, value) for name, parameter in own.items()},
         _padded_vocab_size(model_chunks, architecture),
     )
     world: list[_RankContents] = [contents] * dist.get_world_size()
@@ -257,6 +268,11 @@ def _gather(
     stacker = Stacker(weight_map.hf_shapes)
     for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
         yield list(stacker.add_all(_exchange(bucket, own, value, device)))
+
+
+def _dtype(parameter: Tensor, value: Callable[[Tensor], Tensor]) -> torch.dtype:
+    # What is merged has its parameter's dtype, and is not computed for this alone.
+    return getattr(value, "dtype_of", lambda part: value(part).dtype)(parameter)
 
 
 def _node() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from conversion.model.adapter_map import factor_elements, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.rules import updated_by_muon
@@ -32,6 +33,8 @@ PINNED_BLOCK_BYTES = 256 * 2**20
 
 Tensors = tuple[tuple[int, int], ...]
 """(elements, how many tensors of that size), ..."""
+Adapters = tuple[int, tuple[str, ...]]
+"""learner.lora's rank and targets, where there are adapters."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,15 @@ _Part = str | tuple[bool, bool]
 
 @lru_cache(maxsize=256)
 def _shards(
-    architecture: Architecture, tensor: int, expert_tensor: int, expert: int, vocab_rows: int
+    architecture: Architecture,
+    tensor: int,
+    expert_tensor: int,
+    expert: int,
+    vocab_rows: int,
+    adapters: Adapters | None = None,
 ) -> Mapping[_Part, _Shard]:
     """Elements of one rank's part of the embedding, one layer of each kind, the final norm, the output layer, and the
-    layers for multi-token prediction."""
+    layers for multi-token prediction; with ``adapters`` those of the adapters' factors in their place."""
     kinds = list(dict.fromkeys(_kind(architecture, number) for number in range(architecture.num_layers)))
     small = replace(
         architecture,
@@ -89,7 +97,10 @@ def _shards(
         if mapping.rule.is_buffer or (mapping.expert is not None and mapping.expert >= local_experts):
             continue
         routed = mapping.expert is not None
-        elements = math.prod(shard_shape(mapping, expert_tensor if routed else tensor, 0))
+        ranks = expert_tensor if routed else tensor
+        sizes = [math.prod(shard_shape(mapping, ranks, 0))]
+        if adapters is not None:
+            sizes = factor_elements(mapping, adapters[0], ranks) if target_of(mapping) in adapters[1] else []
         part: _Part
         if mapping.layer is not None:
             part = kinds[mapping.layer]
@@ -101,7 +112,8 @@ def _shards(
             part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
         # Experts have gradient buffers of their own only where other ranks hold them than dense layers.
         is_matrix = updated_by_muon(mapping.mcore_name, len(mapping.mcore_shape))
-        parts[part].append((elements, routed and (expert > 1 or expert_tensor != tensor), is_matrix))
+        spread = routed and (expert > 1 or expert_tensor != tensor)
+        parts[part] += [(size, spread, is_matrix) for size in sizes]
     return {
         part: _Shard(
             dense=_counted(size for size, spread, _ in found if not spread),
@@ -116,7 +128,9 @@ def _counted(sizes: Iterable[int]) -> Tensors:
     return tuple(Counter(sizes).items())
 
 
-def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int) -> list[_Shard]:
+def _stage_chunks(
+    architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters | None = None
+) -> list[_Shard]:
     """The model chunks that a rank of pipeline stage ``stage`` holds: one, or VPP of them."""
     shards = _shards(
         architecture,
@@ -124,6 +138,7 @@ def _stage_chunks(architecture: Architecture, layout: ParallelLayout, stage: int
         layout.expert_tensor,
         layout.expert,
         padded_vocab_size(architecture.vocab_size, layout.tensor),
+        adapters,
     )
     virtual = layout.virtual_pipeline or 1
     embedding, output = shards["embedding"], shards["output"]
@@ -186,6 +201,16 @@ def rank_parameters(architecture: Architecture, layout: ParallelLayout, stage: i
     return sum(chunk.elements for chunk in _stage_chunks(architecture, layout, stage))
 
 
+def rank_factors(architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters) -> int:
+    """Parameters of the adapters of a rank of pipeline stage ``stage``."""
+    return sum(chunk.elements for chunk in _stage_chunks(architecture, layout, stage, adapters))
+
+
+def adapters_of(learner: LearnerConfig) -> Adapters | None:
+    """What the functions of this module are told of learner.lora."""
+    return (learner.lora.rank, tuple(learner.lora.targets)) if learner.lora.rank else None
+
+
 def expert_data_parallel(layout: ParallelLayout) -> int:
     """Ranks that hold the same experts: world / (ETP EP PP)."""
     return layout.world_size // (layout.expert_tensor * layout.expert * layout.pipeline)
@@ -213,6 +238,7 @@ def state_bytes(
     distributed_optimizer: bool = True,
     per_element: float | None = None,
     optimizer: str = "adamw",
+    adapters: Adapters | None = None,
 ) -> StateBytes:
     """Parameters, fp32 main gradients and the optimizer's states of a rank of pipeline stage ``stage``.
 
@@ -228,6 +254,8 @@ def state_bytes(
     padded or divided: n is the number of parameters and optimizer = s n.  The buckets of learner.overlap_grad_reduce
     round up more often, by less than lcm(128, D) elements each, which is not counted.  Muon has one moment less for
     each element of a matrix: 4 bytes.
+
+    With ``adapters`` the model has parameters alone, outside of these buffers, and n is that of the factors.
     """
     width = PARAMETER_BYTES[dtype]
     if per_element is None:
@@ -235,14 +263,15 @@ def state_bytes(
     dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
     elements = shares = 0.0
     matrices = 0
-    for chunk in _stage_chunks(architecture, layout, stage):
+    for chunk in _stage_chunks(architecture, layout, stage, adapters):
         matrices += chunk.matrices
         for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.shared, dense_ranks), (chunk.expert, expert_ranks)):
             length = _buffer_elements(tensors, ranks, distributed_optimizer)
             elements += length
             shares += length / ranks if distributed_optimizer else length
+    frozen = rank_parameters(architecture, layout, stage) if adapters is not None else 0
     return StateBytes(
-        parameters=width * elements,
+        parameters=width * (frozen + elements),
         gradients=4.0 * elements,
         optimizer=per_element * shares - (4.0 * matrices if optimizer == "muon" else 0.0),
     )
@@ -276,15 +305,23 @@ def _buffer_elements(tensors: Tensors, ranks: int, padded: bool) -> int:
 
 
 def checkpoint_bytes(
-    architecture: Architecture, dtype: str = "bfloat16", with_optimizer: bool = True, optimizer: str = "adamw"
+    architecture: Architecture,
+    dtype: str = "bfloat16",
+    with_optimizer: bool = True,
+    optimizer: str = "adamw",
+    adapters: Adapters | None = None,
 ) -> int:
     """Tensor bytes of a distributed checkpoint (learner/), whatever layout wrote it.
 
     Each parameter is stored once: b bytes of weight and, for AdamW, fp32 master copy and two moments (12 bytes; 12 in
     fp32 as well, where the master copy repeats the weight).  Vocabulary padding is stored, a tied output layer is not.
-    For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated.
+    For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated. With
+    ``adapters`` their factors are all that is stored.
     """
     width = PARAMETER_BYTES[dtype] + (12 if with_optimizer else 0)
+    if adapters is not None:
+        shards = _shards(architecture, 1, 1, 1, architecture.vocab_size, adapters)
+        return width * _layers(shards, architecture, range(architecture.num_layers)).elements
     rows = padded_vocab_size(architecture.vocab_size, 1)
     tables = 1 if architecture.tie_word_embeddings else 2
     padding = (rows - architecture.vocab_size) * architecture.hidden_size * tables
@@ -348,13 +385,14 @@ def learner_memory(
 ) -> LearnerMemory:
     """Peak memory of a learner rank, stage by stage; the stage that needs the most.
 
-    The reference policy, where it is needed, is a frozen copy of the parameters.  The critic, where one is, has
-    parameters, gradients and optimizer states of its own.  Neither has layers for multi-token prediction, which with
-    learner.mtp.train lie on the last stage.  FP8 training keeps each linear weight in FP8 twice, as it is
-    and transposed, while the micro-batches of a mini-batch run.
+    The reference policy, where it is needed, is a frozen copy of the parameters; with learner.lora it is the model
+    without its adapters and needs no memory.  The critic, where one is, has parameters, gradients and optimizer states
+    of its own.  Neither has layers for multi-token prediction, which with learner.mtp.train lie on the last stage.  FP8
+    training keeps each linear weight in FP8 twice, as it is and transposed, while a mini-batch's micro-batches run.
     """
     learner, needs = config.learner, config.algorithm.needs
-    with_reference = Need.REFERENCE in needs
+    adapters = adapters_of(learner)
+    with_reference = Need.REFERENCE in needs and adapters is None
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
     with_predictors = architecture.with_predictors() if learner.mtp.train else architecture
@@ -368,6 +406,7 @@ def learner_memory(
             learner.use_distributed_optimizer,
             optimizer_bytes_per_element(learner, learner.optimizer),
             learner.optimizer.name,
+            adapters,
         )
 
     for stage in range(layout.pipeline):

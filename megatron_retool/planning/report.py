@@ -14,7 +14,7 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
-from megatron_retool.planning.memory import checkpoint_bytes, parameter_count
+from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count
 from megatron_retool.planning.strategies import Outcome, Scenario
 from megatron_retool.planning.suggest import Candidate, MemoryPlan, overrides_of
 from megatron_retool.planning.timing import RunTime, StepTime
@@ -68,7 +68,12 @@ def print_header(
     engine = config.rollout.engine
     lengths = workload.lengths
     checkpoint, unit = _scale(
-        checkpoint_bytes(architecture, config.learner.dtype, optimizer=config.learner.optimizer.name)
+        checkpoint_bytes(
+            architecture,
+            config.learner.dtype,
+            optimizer=config.learner.optimizer.name,
+            adapters=adapters_of(config.learner),
+        )
     )
     console.print(
         f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; "

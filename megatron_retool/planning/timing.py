@@ -30,6 +30,7 @@ from megatron_retool.planning.activations import PARAMETER_BYTES, block_layers
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
 from megatron_retool.planning.memory import (
+    adapters_of,
     checkpoint_bytes,
     learner_memory,
     parameter_count,
@@ -483,9 +484,15 @@ def predict_run(
         validations=validations,
         validation_seconds=validation_seconds,
         checkpoints=checkpoints,
-        checkpoint_seconds=checkpoint_bytes(architecture, dtype, optimizer=config.learner.optimizer.name) / storage,
+        checkpoint_seconds=checkpoint_bytes(
+            architecture, dtype, optimizer=config.learner.optimizer.name, adapters=adapters_of(config.learner)
+        )
+        / storage,
         quick_validations=quick,
         quick_validation_seconds=quick_seconds,
         weights_checkpoints=steps // trainer.save_weights_freq if trainer.save_weights_freq else 0,
-        weights_checkpoint_seconds=checkpoint_bytes(architecture, dtype, with_optimizer=False) / storage,
+        weights_checkpoint_seconds=checkpoint_bytes(
+            architecture, dtype, with_optimizer=False, adapters=adapters_of(config.learner)
+        )
+        / storage,
     )

@@ -54,6 +54,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": _LLAMA_ROPE, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 16, "head_dim": 8},
     "olmo2": {},
+    "phi3": {"pad_token_id": None},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 16,

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config, LearnerConfig, OptimizerConfig, RecomputeConfig
+from megatron_retool.config import Config, LearnerConfig, LoraConfig, OptimizerConfig, RecomputeConfig
 from megatron_retool.learner import parallel
+from megatron_retool.learner.adapters import attach
 from megatron_retool.learner.learner import Learner
 from megatron_retool.learner.model import build_model_chunks, build_transformer_config
 from megatron_retool.learner.packing import Packer
@@ -69,6 +70,11 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def learner_config(settings: dict[str, Any]) -> LearnerConfig:
+    """The section ``learner`` of a case."""
+    return LearnerConfig(**{**settings, "lora": LoraConfig(**settings.get("lora", {}))})
+
+
 def transformers_parameters(model: str) -> int:
     """Parameters of the Hugging Face model, a tied head counted once."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -109,11 +115,16 @@ def shard(model: str, learner: LearnerConfig, rank: int) -> dict[str, Any]:
     )
     with OnMeta():
         chunks = build_model_chunks(architecture, config, acceleration)
+    model_parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    if learner.lora.rank:
+        attach(chunks, architecture, learner.lora)
+    with OnMeta():
         wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     assert all(p.device.type == "meta" for chunk in chunks for p in chunk.parameters())
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     facts = {
-        "parameters": sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        "parameters": model_parameters,
+        "trained": sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad),
         "buffer_elements": sum(buffer.numel for buffer in buffers),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "owned": None,
@@ -216,7 +227,7 @@ def main() -> None:
     facts: dict[str, Any] = {
         "transformers": {name: transformers_parameters(name) for name in request["transformers"]},
         "shards": [
-            [shard(case["model"], LearnerConfig(**case["learner"]), rank) for rank in case["ranks"]]
+            [shard(case["model"], learner_config(case["learner"]), rank) for rank in case["ranks"]]
             for case in request["shards"]
         ],
     }

@@ -25,7 +25,7 @@ from megatron_retool.config import (
 from megatron_retool.planning import activations, memory
 from megatron_retool.planning.hardware import GIB
 from megatron_retool.planning.models import preset
-from tests.planning.megatron_facts import SMALL_MODELS
+from tests.planning.megatron_facts import SMALL_MODELS, learner_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +77,23 @@ SHARDS: list[dict[str, Any]] = [
         },
         "ranks": [0, 16],
     },
+    {
+        "model": "qwen3-8b",
+        "learner": {
+            "world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2, "lora": {"rank": 8},
+        },
+        "ranks": [0, 7],
+    },
+    {
+        "model": "qwen3-30b-a3b",
+        "learner": {
+            "world_size": 16, "tensor_model_parallel_size": 4, "sequence_parallel": True,
+            "expert_model_parallel_size": 16, "expert_tensor_parallel_size": 1,
+            "lora": {"rank": 4, "targets": ["attention", "experts"]},
+        },
+        "ranks": [0, 15],
+    },
     {"model": "llama3.1-70b", "learner": {
         "world_size": 64, "tensor_model_parallel_size": 8, "sequence_parallel": True, "pipeline_model_parallel_size": 4,
     }, "ranks": [0, 32]},
@@ -116,20 +133,32 @@ def test_routed_experts_are_part_of_the_parameters() -> None:
 @pytest.mark.parametrize("index", range(len(SHARDS)))
 def test_every_rank_has_the_bytes_that_the_formula_says(facts: dict[str, Any], index: int) -> None:
     case = SHARDS[index]
-    learner = LearnerConfig(**case["learner"])
+    learner = learner_config(case["learner"])
     architecture = preset(case["model"])
     layout = learner.layout(architecture)
+    adapters = memory.adapters_of(learner)
     for shard in facts["shards"][index]:
         assert memory.rank_parameters(architecture, layout, shard["stage"]) == shard["parameters"]
-        states = memory.state_bytes(architecture, layout, shard["stage"], "bfloat16", learner.use_distributed_optimizer)
-        assert states.parameters == 2 * shard["buffer_elements"]
+        states = memory.state_bytes(
+            architecture,
+            layout,
+            shard["stage"],
+            "bfloat16",
+            learner.use_distributed_optimizer,
+            adapters=adapters,
+        )
+        trained = shard["trained"]
+        frozen = shard["parameters"] if adapters else 0
+        assert trained == (memory.rank_factors(architecture, layout, shard["stage"], adapters) if adapters else trained)
+        assert adapters or trained == shard["parameters"]
+        assert states.parameters == 2 * (frozen + shard["buffer_elements"])
         assert states.gradients == 4 * shard["buffer_elements"]
         if learner.use_distributed_optimizer:
             # The formula gives the fullest rank's share; a rank has less by the padding that lies in its part.
-            padding = shard["buffer_elements"] - shard["parameters"]
+            padding = shard["buffer_elements"] - trained
             assert 12 * shard["owned"] <= states.optimizer <= 12 * (shard["owned"] + padding)
         else:
-            assert states.optimizer == 12 * shard["parameters"]
+            assert states.optimizer == 12 * trained
 
 
 def test_the_optimizer_shares_of_all_ranks_add_up_to_the_model(facts: dict[str, Any]) -> None:

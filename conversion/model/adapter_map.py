@@ -1,0 +1,80 @@
+"""Which weights a low-rank adapter (LoRA, arXiv:2106.09685) may change, and the sizes of its factors. Without torch.
+
+Each Hugging Face matrix W [out, in] of an adapted weight has a pair of factors of its own, A [rank, in] and
+B [out, rank], as in PEFT's files:
+
+    W' = W + (alpha / rank) B A
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from conversion.model.architecture import Architecture
+from conversion.model.rules import Arrangement
+from conversion.model.weight_map import Mapping, WeightMap, shard_shape
+
+TARGETS = ("attention", "mlp", "experts")
+FACTORS = ".lora."
+"""Part of the name of every factor's parameter: ``decoder.layers.0.self_attention.linear_qkv.lora.a.0``."""
+
+
+def target_of(mapping: Mapping) -> str | None:
+    """Which of ``TARGETS`` a weight belongs to; None: no adapter changes it."""
+    if mapping.layer is None or mapping.tp_dim is None or len(mapping.mcore_shape) != 2:
+        return None
+    if mapping.expert is not None:
+        return "experts"
+    return "attention" if ".self_attention." in mapping.mcore_name else "mlp"
+
+
+def why_not(architecture: Architecture, targets: Collection[str]) -> str:
+    """What of ``targets`` cannot be adapted in this model, and why; empty: all that it has of them can be."""
+    if "attention" in targets:
+        if architecture.latent is not None:
+            return "attention: adapters do not know latent attention"
+        if architecture.linear_layers:
+            return "attention: adapters do not know gated delta nets"
+        if architecture.attention_gate:
+            return "attention: adapters do not know attention with an output gate"
+    if "experts" in targets and architecture.is_moe and architecture.linear_bias:
+        return "experts: adapters do not know experts that are stored as one tensor"
+    if not any(target_of(mapping) in targets for mapping in WeightMap(architecture)):
+        return f"{', '.join(targets)}: the model has none"
+    return ""
+
+
+def factor_mappings(mapping: Mapping, rank: int) -> Iterator[Mapping]:
+    """The factors of one weight as mappings of their own: every A, then every B.
+
+    Where a Hugging Face matrix is fused on disk, each of its sections has its own rows of B, and the Hugging Face name
+    ends with ``[first row:last row]``; see ``peft_tensor``.
+    """
+    stem = mapping.mcore_name.removesuffix(".weight") + FACTORS
+    whole = [block.start == 0 and block.stop == mapping.hf_shapes[block.source or 0][0] for block in mapping.blocks]
+    plain = replace(mapping, arrangement=Arrangement.COPY, sections=(), query_groups=1)
+
+    def factor(name: str, hf_name: str, shape: tuple[int, int], split: int) -> Mapping:
+        tp_dim = split if mapping.tp_dim == split else None
+        return replace(plain, mcore_name=stem + name, hf_names=(hf_name,), hf_shapes=(shape,), tp_dim=tp_dim)
+
+    names = [name.removesuffix(".weight") for name in mapping.hf_names]
+    for source, (name, shape) in enumerate(zip(names, mapping.hf_shapes, strict=True)):
+        yield factor(f"a.{source}", f"{name}.lora_A.weight", (rank, shape[1]), 1)
+    for number, (block, is_whole) in enumerate(zip(mapping.blocks, whole, strict=True)):
+        rows = "" if is_whole else f"[{block.start}:{block.stop}]"
+        shape = (block.stop - block.start, rank)
+        yield factor(f"b.{number}", f"{names[block.source or 0]}.lora_B.weight{rows}", shape, 0)
+
+
+def peft_tensor(factor_name: str) -> tuple[str, int]:
+    """(name of the tensor in PEFT's files, first row) of a Hugging Face name of ``factor_mappings``."""
+    name, _, rows = factor_name.partition("[")
+    return name, int(rows.partition(":")[0] or 0)
+
+
+def factor_elements(mapping: Mapping, rank: int, tp_size: int) -> list[int]:
+    """Elements of each factor of one weight on one of ``tp_size`` ranks that share it."""
+    return [math.prod(shard_shape(factor, tp_size, 0)) for factor in factor_mappings(mapping, rank)]

@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a frozen model, in any parallel layout.
+
+    y = base(x) + (alpha / rank) fuse(B_1 A_1 x, B_2 A_2 x, ...)          A_i [rank, in], B_i [out_i, rank]
+
+A layer of Megatron fuses several matrices of Hugging Face (q, k and v; gate and up).  Each has factors of its own, as
+in PEFT, and ``fuse`` lays their outputs out as the rows of the fused weight lie.  Tensor parallelism cuts what it cuts
+of the weight: B by rows in a column-parallel layer, A by columns in a row-parallel one; the other factor is whole on
+every rank.  Ranks exchange the rank's few columns between the two products, where the layer itself exchanges all:
+
+    column parallel    A x, then copy (identity; backward all-reduce), then B
+    the same with SP   A x of this rank's tokens, then all-gather (backward reduce-scatter), then B
+    row parallel       A x of this rank's columns, then all-reduce, then B
+    the same with SP   A x of this rank's columns, then reduce-scatter, then B
+    experts            no exchange: the token dispatcher gathers before the layer and adds up partial sums after it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+
+from conversion.model.adapter_map import factor_mappings, target_of
+from conversion.model.architecture import Architecture
+from conversion.model.rules import Arrangement
+from conversion.model.weight_map import Mapping, Segment, shard, shard_shape
+from megatron_retool.config import ConfigError, LoraConfig
+from megatron_retool.learner.model import PackedModel
+from megatron_retool.learner.weights import (
+    TensorParallelPlace,
+    global_name,
+    gradient_value,
+    local_weight_map,
+    unwrap,
+    weight_value,
+)
+
+
+class Adapter(torch.nn.Module):
+    """The factors of one linear layer, in its weight's dtype and on its device.
+
+    Attributes:
+        mapping: of the layer's weight.
+        a: [rank, in] for each Hugging Face matrix; in a row-parallel layer [rank, in / TP].
+        b: [rows, rank] for each run of rows that the weight arranges by itself (``Mapping.blocks``: a whole matrix, or
+            a section of one that is fused on disk); in a column-parallel layer [rows / TP, rank].
+        enabled: False: the layer answers as the base model's.
+    """
+
+    def __init__(self, linear: Any, mapping: Mapping, settings: LoraConfig) -> None:
+        super().__init__()
+        self.mapping = mapping
+        self.rank, self.scale = settings.rank, settings.alpha / settings.rank
+        self.enabled = True
+        self.is_column = mapping.tp_dim == 0
+        self.tp_size, self.tp_rank = TensorParallelPlace.current().of(mapping)
+        self._group = linear.tp_group
+        self._sequence_parallel = bool(linear.sequence_parallel)
+        self._exchanges_elsewhere = bool(linear.explicit_expert_comm)
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.a, self.b = ParameterList(), ParameterList()
+        for factor in factor_mappings(mapping, settings.rank):
+            if ".lora_A." in factor.hf_names[0]:
+                whole = shard(factor, _initial_a(factor, settings), self.tp_size, self.tp_rank)
+                self.a.append(Parameter(whole.to(**like, memory_format=torch.contiguous_format, copy=True)))
+            else:
+                self.b.append(Parameter(torch.zeros(shard_shape(factor, self.tp_size, self.tp_rank), **like)))
+        self._mark(linear)
+
+    def _mark(self, linear: Any) -> None:
+        """Tell Megatron which factors are split, which are copies, and whose gradients are sums over ranks."""
+        split, whole = (self.b, self.a) if self.is_column else (self.a, self.b)
+        for parameter in (*split, *whole):
+            # As the weight's: experts that other ranks hold than dense layers have gradient buffers of their own.
+            parameter.allreduce = getattr(linear.weight, "allreduce", True)
+        for parameter in split:
+            # The gradient's norm counts what is split on every rank, and copies on one.
+            parameter.tensor_model_parallel = self.tp_size > 1
+            parameter.partition_dim = 0 if self.is_column else 1
+            parameter.partition_stride = 1
+        for parameter in whole:
+            # Such a gradient is one of this rank's tokens; finalize_model_grads adds up what has this mark.
+            own_tokens = self._sequence_parallel and self.mapping.expert is None
+            parameter.sequence_parallel = own_tokens
+
+    @property
+    def partial(self) -> tuple[Parameter, ...]:
+        """Factors whose gradient on each rank of the experts' tensor parallelism is a part of it."""
+        if not self._exchanges_elsewhere or self.tp_size == 1:
+            return ()
+        return tuple(self.a if self.is_column else self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the layer adds to its output: [..., in of this rank] -> [..., rows of this rank]."""
+        low = torch.nn.functional.linear(x, torch.cat(list(self.a)) if len(self.a) > 1 else self.a[0])
+        low = self._exchanged(low)
+        parts = low.split(self.rank, -1)
+        blocks = zip(self.mapping.blocks, self.b, strict=True)
+        return self._fused([torch.nn.functional.linear(parts[_source(block)], b) for block, b in blocks]) * self.scale
+
+    def _exchanged(self, low: Tensor) -> Tensor:
+        if self._exchanges_elsewhere or self.tp_size == 1:
+            return low
+        if self.is_column and self._sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(low, group=self._group)
+        if self.is_column:
+            return mappings.copy_to_tensor_model_parallel_region(low, group=self._group)
+        if self._sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self._group)
+        return mappings.reduce_from_tensor_model_parallel_region(low, group=self._group)
+
+    def _fused(self, parts: Sequence[Tensor]) -> Tensor:
+        """[..., rows of a block] of each block -> [..., rows], as the rows of this rank's weight lie."""
+        if len(parts) == 1:
+            return parts[0]
+        if self.mapping.arrangement is Arrangement.QUERY_GROUPS:
+            groups = self.mapping.query_groups // self.tp_size
+            return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)
+        return torch.cat(list(parts), -1)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """(alpha / rank) B A, in the rows and columns of this rank's part of the weight: float32 [rows, in]."""
+        blocks = zip(self.mapping.blocks, self.b, strict=True)
+        products = [self.a[_source(block)].float().t() @ b.float().t() for block, b in blocks]
+        return self._fused(products).t() * self.scale
+
+
+def _source(block: Segment) -> int:
+    assert block.source is not None
+    return block.source
+
+
+def _initial_a(factor: Mapping, settings: LoraConfig) -> Tensor:
+    """Uniform in +-1 / sqrt(in), as PEFT's; the whole factor from a seed of its name, so that layouts agree."""
+    shape = factor.hf_shapes[0]
+    generator = torch.Generator().manual_seed(zlib.crc32(factor.hf_names[0].encode()) + (settings.seed << 32))
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+
+
+class _Adapted:
+    """Mixed into a linear layer that has an ``Adapter`` as ``lora``."""
+
+    lora: Adapter
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return (output + self.lora(x) if self.lora.enabled else output), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """The layer's own, whose axes are for weight and bias alone, and the factors with theirs."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state = {name: item for name, item in state.items() if not name.startswith(f"{prefix}lora.")}
+        factors = self.lora.state_dict(keep_vars=True)
+        letter, axis = ("b.", 0) if self.lora.is_column else ("a.", 1)
+        axes = {name: axis for name in factors if name.startswith(letter)}
+        return state | make_sharded_tensors_for_checkpoint(
+            factors,
+            f"{prefix}lora.",
+            axes,
+            sharded_offsets,
+            tp_group=self.tp_group,  # type: ignore[attr-defined]
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _AdaptedColumn(_Adapted, ColumnParallelLinear): ...
+
+
+class _AdaptedRow(_Adapted, RowParallelLinear): ...
+
+
+@functools.cache
+def _adapted(layer: Any) -> type[Any]:
+    """``layer`` with an adapter where it calls Megatron's layer, before what it does with that layer's output."""
+    for native, adapted in ((ColumnParallelLinear, _AdaptedColumn), (RowParallelLinear, _AdaptedRow)):
+        if layer is native:
+            return adapted
+        if issubclass(layer, native):
+            return type(f"Adapted{layer.__name__}", (layer, adapted), {})
+    raise ConfigError(f"learner.lora.rank: adapters do not know layers of the kind {layer.__name__}: set it to 0")
+
+
+def attach(chunks: Sequence[PackedModel], architecture: Architecture, settings: LoraConfig) -> None:
+    """Freeze a model and give the layers that ``settings.targets`` names adapters, which change nothing at first.
+
+    Call it when the weights are read, before Megatron's DDP is around the model.
+
+    Args:
+        chunks: this rank's virtual pipeline stages. A critic's value head, which no base model has, stays trainable.
+
+    Raises:
+        ConfigError: a layer is of an unknown kind, or a stage has no layer to adapt.
+    """
+    weights = local_weight_map(chunks, architecture)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        chunk.trains_adapters = True
+        for name, module in list(chunk.named_modules()):
+            weight = global_name(chunk, f"{name}.weight")
+            if weight in weights and target_of(weights[weight]) in settings.targets:
+                layer: Any = type(module)
+                module.__class__ = _adapted(layer)
+                module.lora = Adapter(module, weights[weight], settings)
+        if hasattr(chunk, "value_head"):
+            chunk.value_head.requires_grad_(True)
+        if not any(parameter.requires_grad for parameter in chunk.parameters()):
+            raise ConfigError(
+                f"learner.lora.targets={settings.targets}: a pipeline stage has no such layer and would have nothing "
+                "to train: add a target, or lower learner.pipeline_model_parallel_size"
+            )
+
+
+def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
+    """The adapters of this rank's virtual pipeline stages, wrapped or not."""
+    for chunk in chunks:
+        yield from (module for module in unwrap(chunk).modules() if isinstance(module, Adapter))
+
+
+class MergedWeights:
+    """``value`` of ``weights.export_hf_weights``: a weight with what its adapter adds, rounded once to its dtype.
+
+    Each rank merges its own part, so that nothing more is exchanged than without adapters.
+    """
+
+    def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        modules = (module for chunk in model_chunks for module in unwrap(chunk).modules())
+        found = ((module, getattr(module, "lora", None)) for module in modules)
+        self._adapters = {id(module.weight): lora for module, lora in found if isinstance(lora, Adapter)}
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        weight = weight_value(parameter)
+        adapter = self._adapters.get(id(parameter))
+        return weight if adapter is None else (weight.float() + adapter.delta()).to(weight.dtype)
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The dtype of what a call returns."""
+        return parameter.dtype if id(parameter) in self._adapters else weight_value(parameter).dtype
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within it the model is its base."""
+    found = list(adapters(chunks))
+    for adapter in found:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.enabled = True
+
+
+def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Add up, over the experts' tensor-parallel ranks, the gradients of factors that each has a part of.
+
+    Call it where gradients have been summed over all other ranks.
+    """
+    gradients = [gradient_value(parameter) for adapter in adapters(chunks) for parameter in adapter.partial]
+    if gradients:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        with torch.no_grad():
+            joined = torch.cat([gradient.flatten() for gradient in gradients])
+            torch.distributed.all_reduce(joined, group=group)
+            for gradient, total in zip(gradients, joined.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))

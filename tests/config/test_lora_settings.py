@@ -1,0 +1,85 @@
+"""What learner.lora may ask for, of which models, and what is said where it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from conversion.model.architecture import Architecture
+from megatron_retool.config import ConfigError, load_config
+
+SMALL = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 100,
+    "head_dim": 8,
+}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+RANK = "learner.lora.rank=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["learner.lora.rank=-1"], "learner.lora.rank=-1 must be at least 0"),
+        ([RANK, "learner.lora.alpha=0"], "learner.lora.alpha=0.0 must be above 0"),
+        ([RANK, "learner.lora.targets=[]"], "name one or more of attention, mlp, experts"),
+        ([RANK, "learner.lora.targets=[mlp,mlp]"], "each once"),
+        ([RANK, "learner.lora.targets=[router]"], "learner.lora.targets=['router']: name one or more"),
+        (["learner.lora.alpha=8"], "learner.lora.alpha=8.0: nothing reads it .* learner.lora.rank above 0"),
+        ([RANK, "learner.mtp.train=true"], "does not go with learner.mtp.train=true"),
+        ([RANK, "learner.moe_router_bias_update_rate=0.001"], "the router belongs to the frozen model"),
+        ([RANK, "learner.fp8.recipe=blockwise"], "does not go with learner.fp8.recipe=blockwise"),
+        (
+            [RANK, "learner.optimizer.name=muon", "learner.use_distributed_optimizer=false"],
+            "learner.optimizer.name=muon is for whole matrices .*learner.lora.rank=4: set learner.optimizer.name=adamw",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[").replace(r".\[", ".[")):
+        load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "overrides", "said"),
+    [
+        (SMALL, ["learner.lora.targets=[experts]"], "family qwen3: experts: the model has none"),
+        (LATENT, [], "attention: adapters do not know latent attention"),
+        (
+            SMALL,
+            ["learner.tensor_model_parallel_size=4", "learner.world_size=4"],
+            "which does not divide the model's 2 key-value heads",
+        ),
+    ],
+)
+def test_what_a_model_lacks_or_has_in_another_form_is_named(
+    hf_config: dict[str, object], overrides: list[str], said: str
+) -> None:
+    architecture = Architecture.from_hf_config(hf_config)
+    learner = load_config(None, [RANK, "learner.mini_batch_size=64", *overrides]).learner
+    with pytest.raises(ConfigError, match=said):
+        learner.layout(architecture)
+
+
+def test_parts_that_can_be_adapted_are_accepted() -> None:
+    learner = load_config(None, [RANK, "learner.lora.targets=[mlp,experts]"]).learner
+    learner.layout(Architecture.from_hf_config(LATENT))
+    load_config(None, [RANK]).learner.layout(Architecture.from_hf_config(SMALL))
