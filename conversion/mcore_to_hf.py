@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from conversion import fp8_export
+from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, RECORD_NAME, MergedCheckpoint, read_record
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified_meanwhile
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
@@ -93,6 +94,7 @@ def export(
     require_tokenizer: bool = True,
     predictors: bool = True,
     predictors_from: str | Path | None = None,
+    base_dir: str | Path | None = None,
     checksums: bool = True,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -113,6 +115,8 @@ def export(
         predictors_from: model directory, or what ``hf_to_mcore.py`` made of one, whose layers for multi-token
             prediction the export gets as they are; None: those that ``mcore_dir`` carries, which learner checkpoints
             do not.
+        base_dir: model that the adapters of ``mcore_dir`` were trained on, where it holds adapters alone; None: where
+            it was then. The merged model is written, and the adapters in PEFT's files in ``hf_dir``/adapter.
         checksums: hold ``mcore_dir`` against its own meanwhile, where it has some (``files.checksums``); of the files
             that hold optimizer state, existence and size alone.
 
@@ -134,7 +138,9 @@ def export(
         architecture = Architecture.from_pretrained(companions, families)
         if require_tokenizer:
             check_tokenizer(companions)
-        checkpoint = DistCheckpoint(mcore_dir)
+        checkpoint = _opened(mcore_dir, WeightMap(architecture), base_dir, verify=checksums)
+        if verify and isinstance(checkpoint, MergedCheckpoint):
+            raise ValueError(f"--verify does not know adapters, which {mcore_dir} holds: leave it out")
         trained = predictors and not fp8 and any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors)
         weight_map = WeightMap(architecture.with_predictors() if trained else architecture)
         form = None
@@ -192,7 +198,9 @@ def export(
             check_source(True)
             check_finite(set().union(*(broken for _, broken in written)), mcore_dir, dtype)
             write_index(temporary, files)
-            copy_companions(companions, temporary)
+            copy_companions(companions, temporary, keep=lambda name: name != RECORD_NAME)
+            if isinstance(checkpoint, MergedCheckpoint):
+                checkpoint.write_peft(temporary / PEFT_DIRECTORY)
             _write_config(companions, temporary, weight_map, dtype, fp8)
             if fp8 or not predictors:
                 _announce_no_predictors(temporary)
@@ -208,6 +216,15 @@ def export(
                 difference = verify_logits(architecture, temporary, mcore_dir, dtype, tolerance, fp8=fp8)
                 report["largest_logit_difference"] = difference
     return {**report, "seconds": time.monotonic() - began}
+
+
+def _opened(mcore_dir: Path, weight_map: WeightMap, base_dir: str | Path | None, verify: bool) -> DistCheckpoint:
+    record = read_record(mcore_dir)
+    if record is not None:
+        return MergedCheckpoint(mcore_dir, record, weight_map, base_dir, verify)
+    if base_dir is not None:
+        raise ValueError(f"--base-dir {base_dir} is for adapters, and {mcore_dir} holds a whole model: leave it out")
+    return DistCheckpoint(mcore_dir)
 
 
 def checkpoint_directory(directory: str | Path) -> Path:
@@ -440,6 +457,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="model directory, or what hf_to_mcore.py made of it, whose layers for multi-token prediction the export "
         "gets as they are; default: those that MCORE_DIR carries",
     )
+    parser.add_argument(
+        "--base-dir",
+        help="where MCORE_DIR holds adapters (LoRA) alone, the model that they were trained on; default: where it was",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
     add_family_option(parser)
     parser.add_argument(
@@ -500,6 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     require_tokenizer=not options.allow_missing_tokenizer,
                     predictors=not with_modelopt,
                     predictors_from=None if predictors_from is None else local_directory(predictors_from),
+                    base_dir=None if options.base_dir is None else local_directory(options.base_dir),
                     checksums=not options.no_checksums,
                     on_progress=on_progress,
                 )

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
+from conversion.files.adapter_checkpoint import read_record
 from conversion.files.checksums import COMPLETE_NAME, Fault, find_faults, raise_damaged
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.predictors import PREFIX as CARRIED_PREFIX
@@ -22,6 +23,7 @@ from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
     ShardedState,
+    adapter_record,
     explain,
     full_state,
     model_names,
@@ -56,6 +58,7 @@ def load_checkpoint(learner: Checkpointable, directory: str | Path) -> None:
     if learner.config.trainer.verify_checkpoints:
         verify_together(directory)
     _check_same_optimizer(learner, directory)
+    _check_same_adapters(learner, directory)
     cpu.fix_torch_adam()
     state = full_state(learner, is_loading=True)
     if state["random"].unique_key not in checkpoint.objects:
@@ -101,6 +104,34 @@ def _check_same_optimizer(learner: Checkpointable, directory: Path) -> None:
             f"{names.get(own, own)} cannot go on from: load it with the same, or give it as model.mcore_path to start "
             "from its weights"
         )
+
+
+def _check_same_adapters(learner: Checkpointable, directory: Path) -> None:
+    stored, own = read_record(directory), adapter_record(learner)
+    if stored is None and own is None:
+        return
+    if own is None or stored is None:
+        was = f"adapters of rank {stored.rank}" if stored else "all weights"
+        raise CheckpointError(
+            f"{directory} holds {was}, and learner.lora.rank={learner.config.learner.lora.rank}: load it with "
+            f"learner.lora.rank={stored.rank if stored else 0}"
+        )
+    for name in ("rank", "alpha", "targets"):
+        was, now = getattr(stored, name), getattr(own, name)
+        if was != now:
+            raise CheckpointError(
+                f"{directory} was saved with learner.lora.{name}={_as_yaml(was)}, and this run has {_as_yaml(now)}: "
+                "load it with the same"
+            )
+    if stored.base_checksum != own.base_checksum:
+        raise CheckpointError(
+            f"{directory} holds adapters of the model in {stored.base}, and the weights in {own.base} are others: "
+            "start from the same model"
+        )
+
+
+def _as_yaml(value: Any) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
 def _load_distributed_optimizer(optimizer: Any, tensors: dict[Any, Any], stored: dict[str, Any]) -> None:
@@ -168,6 +199,11 @@ def load_model_weights(
     """
     directory = Path(directory)
     checkpoint = _open(directory)
+    if read_record(directory) is not None:
+        raise CheckpointError(
+            f"{directory} holds adapters without their model: export both with conversion/mcore_to_hf.py, and give "
+            "what it writes as model.path"
+        )
     state = model_state(model_chunks, architecture)
     weight_map = local_weight_map(model_chunks, architecture)
     own = {id(parameter) for name, parameter in global_parameters(model_chunks) if name not in weight_map}

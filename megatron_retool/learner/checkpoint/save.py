@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+from conversion.files.adapter_checkpoint import AdapterRecord
 from conversion.files.checksums import FileRecord, record_files, write_marker
 from conversion.files.directory import COMPANIONS, check_free_space, publish
 from conversion.files.hf_checkpoint import copy_companions
@@ -48,6 +49,7 @@ from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
     ShardedState,
+    adapter_record,
     explain,
     full_state,
     model_names,
@@ -208,6 +210,7 @@ def save_checkpoint(
     weights = [item for name in model_names(learner.model_chunks) for item in sharded_items(state[name])]
     names = frozenset(item.unique_key if isinstance(item, ShardedObject) else item.key for item in weights)
     needed = _bytes_to_write(state)
+    record = adapter_record(learner)
     error: BaseException | None = None
     if dist.get_rank() == 0:
         try:
@@ -241,7 +244,7 @@ def save_checkpoint(
         temporary,
         request,
         lambda: writer.records,
-        lambda path: _write_companions(learner, path / COMPANIONS),
+        lambda path: _write_companions(learner, path / COMPANIONS, record),
     )
 
 
@@ -263,8 +266,10 @@ def _bytes_to_write(state: ShardedState) -> int:
     return int(total)
 
 
-def _write_companions(learner: Checkpointable, target: Path) -> None:
+def _write_companions(learner: Checkpointable, target: Path, record: AdapterRecord | None) -> None:
     target.mkdir()
+    if record is not None:
+        record.write(target)
     model_dir = Path(learner.config.model.path) if learner.config.model.path else None
     if model_dir is not None and (model_dir / "config.json").is_file():
         copy_companions(model_dir, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +15,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 
+from conversion.files.adapter_checkpoint import AdapterRecord, weight_files, weights_checksum
+from conversion.files.checksums import FileRecord, record_files
 from conversion.files.dist_checkpoint import SHARDING_METADATA
 from conversion.model.architecture import Architecture
+from megatron_retool.learner.adapters import Adapter
 from megatron_retool.learner.weights import unwrap
 
 ShardedState = dict[str, Any]
@@ -28,6 +32,7 @@ class Checkpointable(Protocol):
     architecture: Architecture
     optimizer: Any
     scheduler: Any
+    base: Path | None
 
     @property
     def model_chunks(self) -> Sequence[torch.nn.Module]: ...
@@ -39,6 +44,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> ShardedState:
+    """The model's tensors; of a model with adapters what is trained alone."""
     modules: list[Any] = [unwrap(chunk) for chunk in model_chunks]
     states = [module.sharded_state_dict(metadata=sharding_metadata()) for module in modules]
     for state in states:
@@ -46,7 +52,30 @@ def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architect
             if _of_layer_with_experts(item.key, architecture):
                 # The local spec names this norm as if it were fused into a linear layer, which experts do not have.
                 item.key = item.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    for number, module in enumerate(modules):
+        if any(isinstance(part, Adapter) for part in module.modules()):
+            trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+            states[number] = {name: item for name, item in states[number].items() if id(item.data) in trained}
     return dict(zip(model_names(model_chunks), states, strict=True))
+
+
+def adapter_record(learner: Checkpointable) -> AdapterRecord | None:
+    """What the learner's adapters are; None: it has none. Every rank calls it: each reads some of the base's files."""
+    settings = learner.config.learner.lora
+    if not settings.rank:
+        return None
+    records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
+    if learner.base is not None:
+        own = weight_files(learner.base)[dist.get_rank() :: dist.get_world_size()]
+        dist.all_gather_object(records, record_files(learner.base, own))
+    checksum = weights_checksum({name: record for part in records for name, record in part.items()})
+    return AdapterRecord(
+        settings.rank,
+        settings.alpha,
+        tuple(settings.targets),
+        "" if learner.base is None else str(learner.base.absolute()),
+        checksum,
+    )
 
 
 def _of_layer_with_experts(key: str, architecture: Architecture) -> bool:
