@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Step:
     """
     Attributes:
-        group: what of the stack it belongs to; the row of README's table.
+        group: what of the stack it belongs to; the row of the table in docs/tested.md.
         summary: what it proves.
         check: what runs in its process, "module:function": takes a Session and returns figures; where the step
             stays, also what to ``stop()`` at its end.

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron_retool.config import load_config
-from megatron_retool.doctor import demo_steps, readme, run
+from megatron_retool.doctor import demo_steps, run, tested_page
 from megatron_retool.doctor.catalogue import STEPS, UnknownStep, select
 from megatron_retool.doctor.host_steps import PINS, REQUIREMENTS, differing, read_pins
 from megatron_retool.doctor.outcome import Figure, Outcome, Skipped, Verdict
@@ -120,24 +120,24 @@ def test_the_table_has_figures_of_what_passed_and_the_cure_of_what_failed():
     assert summary(outcomes) == "1 passed, 1 failed, 1 skipped"
 
 
-def test_readme_has_the_table_of_the_reports_that_are_committed():
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.page(text) == text, "python -m megatron_retool.doctor.readme"
-    assert list(readme.REPORTS.glob("*.json"))
+def test_the_page_has_the_table_of_the_reports_that_are_committed():
+    text = tested_page.PAGE.read_text(encoding="utf-8")
+    assert tested_page.page(text) == text, "python -m megatron_retool.doctor.tested_page"
+    assert list(tested_page.REPORTS.glob("*.json"))
 
 
 def test_a_column_for_each_report_the_newest_first():
     old = report(Outcome("host", Verdict.PASS), Outcome("driver", Verdict.SKIPPED, reason="none"))
     new = Report("2026-02-02T00:00:00Z", MACHINE | {"gpus": ["NVIDIA X"] * 2}, {}, (Outcome("host", Verdict.FAIL),))
-    lines = readme.table([("docs/doctor/old.json", old), ("docs/doctor/new.json", new)]).splitlines()
+    lines = tested_page.table([("docs/doctor/old.json", old), ("docs/doctor/new.json", new)]).splitlines()
     assert "[2 x NVIDIA X, Some CPU, 4 cores, 16 GiB, 2026-02-02](docs/doctor/new.json) | [Some CPU" in lines[0]
     assert lines[2] == "| host | fail: host | 1 pass; skipped: driver |"
     assert lines[3] == "| kernels | not run | not run |"
 
 
 def test_committed_reports_have_no_paths_and_what_failed_is_explained():
-    page = (readme.ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
-    for path in readme.REPORTS.glob("*.json"):
+    page = (tested_page.ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
+    for path in tested_page.REPORTS.glob("*.json"):
         assert not re.search(r'"/|[ =:]/\w', path.read_text(encoding="utf-8")), path
         for outcome in Report.read(path).outcomes:
             if outcome.verdict is Verdict.FAIL:

@@ -1,4 +1,6 @@
-"""README's table of the doctor's reports: python -m megatron_retool.doctor.readme writes it anew between its marks.
+"""The table of the doctor's reports in docs/tested.md.
+
+python -m megatron_retool.doctor.tested_page writes it between its marks.
 
 A report that is to be in it lies in docs/doctor/ (megatron-retool doctor --output docs/doctor/NAME.json).
 """
@@ -13,12 +15,12 @@ from megatron_retool.doctor.outcome import Outcome, Verdict
 from megatron_retool.doctor.report import Report
 
 ROOT = Path(__file__).parents[2]
-README, REPORTS = ROOT / "README.md", ROOT / "docs" / "doctor"
+PAGE, REPORTS = ROOT / "docs" / "tested.md", ROOT / "docs" / "doctor"
 BEGIN, END = "<!-- doctor -->", "<!-- end of doctor -->"
 
 
 def table(reports: Sequence[tuple[str, Report]]) -> str:
-    """Markdown: a column for each report (path from README, report), the newest first; a row for each group."""
+    """Markdown: a column for each report (path from the page, report), the newest first; a row for each group."""
     newest = sorted(reports, key=lambda each: each[1].date, reverse=True)
     heads = [f"[{report.machine_name}, {report.date[:10]}]({path})" for path, report in newest]
     lines = ["| group of steps | " + " | ".join(heads) + " |", "|---" * (len(newest) + 1) + "|"]
@@ -46,10 +48,10 @@ def cell(outcomes: Sequence[Outcome]) -> str:
 
 def page(text: str) -> str:
     """``text`` with the table between its marks."""
-    reports = [(str(path.relative_to(ROOT)), Report.read(path)) for path in sorted(REPORTS.glob("*.json"))]
+    reports = [(str(path.relative_to(PAGE.parent)), Report.read(path)) for path in sorted(REPORTS.glob("*.json"))]
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(reports)}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    README.write_text(page(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
