@@ -16,13 +16,16 @@ from transformers import SeedOssConfig, SeedOssForCausalLM
 from conversion import hf_to_mcore, mcore_to_hf
 from megatron_retool import __main__ as command_line
 from megatron_retool.algorithms.advantages import AdvantageInputs, compute_advantages
+from megatron_retool.algorithms.kl import kl_penalty
 from megatron_retool.algorithms.policy_loss import PolicyLossInputs
+from megatron_retool.algorithms.rollout_correction import correct_responses
 from megatron_retool.config import Config, ToolsConfig, load_config
 from megatron_retool.data.prompts import PromptSource
 from megatron_retool.loop.checks import check_extensions
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.registry import Need
+from megatron_retool.rewards.overlong import length_penalties, length_penalty
 from sglang_rollout.agent.tool_call_formats import make_format
 from sglang_rollout.engine.base import GenerateRequest, make_engine
 from tests.conversion.conftest import save_tokenizer
@@ -50,12 +53,13 @@ def load(directory: Path, *names: str) -> Config:
 
 def test_the_page_names_a_file_for_every_snippet() -> None:
     blocks = re.findall(r"```(?:python|yaml)\n", PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) == len(snippets()) == 23
+    assert len(blocks) == len(snippets()) == 29
 
 
 def test_every_snippet_passes_the_checks_before_a_run(outside: Path) -> None:
     check_extensions(load(outside, "data", "loss", "advantage", "reward", "tool", "format", "agent", "engine"))
     check_extensions(load(outside, "search"))
+    check_extensions(load(outside, "data", "correction", "kl", "penalty"))
 
 
 def test_a_logger_writes_what_it_is_told(outside: Path) -> None:
@@ -82,6 +86,21 @@ def test_loss_and_advantage_get_what_they_need(outside: Path) -> None:
     )
     advantages = compute_advantages(algorithm.estimator, batch).advantages
     assert advantages[0] == advantages[1] < 0 < advantages[2], "equal rewards: the shorter response is better"
+
+
+def test_correction_kl_and_penalty_are_what_they_say(outside: Path) -> None:
+    config = load(outside, "correction", "kl", "penalty")
+    algorithm = config.algorithm
+    assert set(algorithm.needs) == {Need.GROUPS, Need.REFERENCE}
+    difference, owner = torch.tensor([0.1] * 20 + [0.9] * 20), torch.tensor([0] * 20 + [1] * 20)
+    sampled = torch.ones(40, dtype=torch.bool)
+    found = correct_responses(difference, torch.zeros(40), sampled, owner, 2, algorithm.rollout_correction)
+    assert found.keep_mask.tolist() == [True] * 20 + [False] * 20
+    torch.testing.assert_close(found.importance_weights, 2 * torch.tanh(1.5 * difference.exp() / 2))
+    assert kl_penalty(torch.tensor([-1.0]), torch.tensor([-3.0]), algorithm.kl_penalty).tolist() == [0.875]
+    overlong = config.reward.overlong
+    penalty = length_penalties.bind(overlong.mode, overlong.kwargs, settings=overlong)
+    assert [length_penalty(penalty, tokens, 100) for tokens in (60, 80, 100)] == pytest.approx([0.0, -0.25, -0.5])
 
 
 def test_a_service_of_ones_own_is_asked(outside: Path) -> None:

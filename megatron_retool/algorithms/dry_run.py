@@ -18,8 +18,11 @@ from megatron_retool.algorithms.advantages import (
     advantage_estimators,
     compute_advantages,
 )
+from megatron_retool.algorithms.kl import KLEstimator, kl_estimators, kl_penalty
 from megatron_retool.algorithms.loss_aggregation import LossAggregation, loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import PolicyLoss, PolicyLossInputs, policy_losses, token_losses
+from megatron_retool.algorithms.rollout_correction import correct_responses
+from megatron_retool.algorithms.settings import RolloutCorrectionSettings
 from megatron_retool.registry import Extension, ExtensionError, Need
 
 _LENGTHS = (4, 7, 3, 5, 1, 6)
@@ -103,6 +106,46 @@ def check_aggregation(aggregation: Extension[LossAggregation]) -> None:
     sequence_ids, loss_mask, _ = _batch()
     for mask in (loss_mask & (sequence_ids != 2), torch.zeros_like(loss_mask)):
         token_weights(aggregation, mask, sequence_ids, len(_LENGTHS), max_response_length=max(_LENGTHS))
+
+
+def check_kl_estimator(estimator: Extension[KLEstimator]) -> None:
+    """Call an estimator that is not built in, on policies that agree and that differ, and on no token.
+
+    Raises:
+        ExtensionError: as ``kl_penalty``; or the penalty of a token is not finite, or has no gradient to ``log_probs``.
+    """
+    if estimator.target in kl_estimators.names:
+        return
+    _, _, normal = _batch()
+    log_probs = (-1.0 - 0.3 * normal().abs()).requires_grad_()
+    penalty = kl_penalty(log_probs, log_probs.detach() + 0.1 * normal(), estimator)
+    if not bool(torch.isfinite(penalty).all()):
+        raise ExtensionError(f"{estimator.label}: the penalty of a token with log-prob near -1 is not finite")
+    gradient = torch.autograd.grad(penalty.sum(), log_probs)[0] if penalty.requires_grad else None
+    if gradient is None or not bool(gradient.any()):
+        raise ExtensionError(
+            f"{estimator.label}: its penalty has no gradient to log_probs: compute it without detach() or .item()"
+        )
+    kl_penalty(log_probs[:0], log_probs[:0].detach(), estimator)
+
+
+def check_correction(correction: RolloutCorrectionSettings) -> None:
+    """Correct a batch, and one without tokens, where the mode or a rule is not built in.
+
+    Raises:
+        ExtensionError: as ``rollout_correction``; or a weight is negative or not finite.
+    """
+    if not correction.has_own:
+        return
+    sequence_ids, loss_mask, normal = _batch()
+    train = -1.0 - 0.3 * normal().abs()
+    rollout = train + 0.1 * normal()
+    found = correct_responses(train, rollout, loss_mask, sequence_ids, len(_LENGTHS), correction)
+    if not bool((torch.isfinite(found.importance_weights) & (found.importance_weights >= 0)).all()):
+        raise ExtensionError(
+            f"algorithm.rollout_correction.mode={correction.mode}: a weight of a ratio near 1 is negative or not finite"
+        )
+    correct_responses(train[:0], rollout[:0], loss_mask[:0], sequence_ids[:0], 0, correction)
 
 
 _COLUMNS = {Need.CRITIC: "values", Need.REFERENCE: "ref_log_probs", Need.ENTROPY: "entropy"}

@@ -17,43 +17,70 @@ at most 10, and has no gradient beyond that, nor beyond |log r| = 20.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "mse")
+from megatron_retool.algorithms.settings import BUILT_IN
+from megatron_retool.registry import Extension, ExtensionError, Registry
+
 K3_LIMIT = 10.0
 _MAX_EXPONENT = 20.0
+KLEstimator = Callable[..., Tensor]
+"""estimator(log_probs, ref_log_probs, *, settings) -> the penalty of each token, [T]."""
+
+kl_estimators: Registry[KLEstimator] = Registry(
+    "algorithm.kl_estimator", takes=("log_probs", "ref_log_probs"), declared=BUILT_IN["kl_estimator"]
+)
 
 
-def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, k3_limit: float | None = K3_LIMIT) -> Tensor:
+@kl_estimators.register("k1")
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """log pi - log pi_ref."""
+    return log_probs - ref_log_probs
+
+
+@kl_estimators.register("mse")
+@kl_estimators.register("k2")
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(log pi - log pi_ref)^2 / 2."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+@kl_estimators.register("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log pi - log pi_ref|."""
+    return (log_probs - ref_log_probs).abs()
+
+
+@kl_estimators.register("k3")
+def k3(log_probs: Tensor, ref_log_probs: Tensor, *, kl_k3_limit: float | None = K3_LIMIT) -> Tensor:
+    """r - 1 - log r; ``kl_k3_limit`` is the largest of a token, None: no limit."""
+    # expm1 keeps the digits that exp(x) - 1 - x loses where the policies nearly agree.
+    bounded = (log_probs - ref_log_probs).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    penalty = torch.expm1(-bounded) + bounded
+    return penalty if kl_k3_limit is None else penalty.clamp(max=kl_k3_limit)
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: Extension[KLEstimator]) -> Tensor:
     """Per-token estimate of KL(pi || pi_ref) at the sampled tokens; differentiable in ``log_probs``.
 
     Args:
         log_probs, ref_log_probs: float [T], of the sampled tokens.
-        estimator: k1, k2, k3, abs or mse.
-        k3_limit: the largest k3 of a token; None: no limit.
 
     Returns:
         [T] of ``log_probs``'s dtype.
 
     Raises:
-        ValueError: an unknown estimator.
+        ExtensionError: the estimator raised, or did not return one number for each token.
     """
-    difference = log_probs - ref_log_probs
-    if estimator == "k1":
-        return difference
-    if estimator in ("k2", "mse"):
-        return 0.5 * difference.square()
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k3":
-        # expm1 keeps the digits that exp(x) - 1 - x loses where the policies nearly agree.
-        bounded = difference.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-        penalty = torch.expm1(-bounded) + bounded
-        return penalty if k3_limit is None else penalty.clamp(max=k3_limit)
-    raise ValueError(f"algorithm.kl_estimator={estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
+    penalty = estimator.attempt(log_probs, ref_log_probs)
+    if not isinstance(penalty, Tensor) or penalty.shape != log_probs.shape:
+        found = list(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
+        raise ExtensionError(f"{estimator.label}: it returned {found} for {len(log_probs)} tokens: return a tensor [T]")
+    return penalty
 
 
 def kl_reward(
@@ -61,15 +88,13 @@ def kl_reward(
     ref_log_probs: Tensor,
     loss_mask: Tensor,
     coefficient: float,
-    estimator: str,
-    k3_limit: float | None = K3_LIMIT,
+    estimator: Extension[KLEstimator],
 ) -> tuple[Tensor, float]:
     """Per-token rewards -coefficient * KL for ``compute_advantages``'s ``token_rewards``, and the mean KL per token.
 
     Args:
         log_probs: float [T], of the policy that the advantages are for (old_log_probs).
         ref_log_probs: float [T]. loss_mask: bool [T].
-        estimator, k3_limit: of ``kl_penalty``.
 
     Returns:
         (float32 [T], 0 where ``loss_mask`` is false or a log-prob is not finite; mean KL over the other tokens, 0.0 if
@@ -77,7 +102,7 @@ def kl_reward(
         coefficient must outlive them.
     """
     with torch.no_grad():
-        penalty = kl_penalty(log_probs, ref_log_probs, estimator, k3_limit)
+        penalty = kl_penalty(log_probs, ref_log_probs, estimator)
         known = loss_mask & torch.isfinite(log_probs - ref_log_probs)
         penalty = torch.where(known, penalty, 0.0)
         count = int(known.sum())

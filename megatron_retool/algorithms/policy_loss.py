@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_retool.algorithms.kl import K3_LIMIT, kl_penalty
+from megatron_retool.algorithms.kl import KLEstimator, kl_penalty
 from megatron_retool.algorithms.means import Mean
 from megatron_retool.algorithms.ragged import contiguous_ids, describe, require_matching_shapes, sequence_sum
 from megatron_retool.algorithms.rollout_correction import correct_responses
@@ -193,7 +193,7 @@ class PolicyObjective:
     Attributes:
         loss: the policy term.
         entropy_coefficient, kl_in_loss: coefficients of the other two terms.
-        kl_estimator, kl_k3_limit: see ``kl``.
+        kl_estimator: of the KL to the reference policy; needed with ``kl_in_loss``.
         rejection: in bypass mode, where ``old_log_probs`` are the engine's: its rules and veto are applied to the
             current log-probs against them, and rejected tokens weigh 0.
     """
@@ -201,8 +201,7 @@ class PolicyObjective:
     loss: Extension[PolicyLoss]
     entropy_coefficient: float = 0.0
     kl_in_loss: float = 0.0
-    kl_estimator: str = "k3"
-    kl_k3_limit: float | None = K3_LIMIT
+    kl_estimator: Extension[KLEstimator] | None = None
     rejection: RolloutCorrectionSettings | None = None
 
 
@@ -250,13 +249,10 @@ def policy_loss(inputs: PolicyLossInputs, objective: PolicyObjective) -> LossOut
             raise ValueError("algorithm.entropy_coefficient needs the policy's entropy")
         loss = loss - objective.entropy_coefficient * _weighted_sum(inputs.entropy, weights)
     if objective.kl_in_loss:
-        if inputs.ref_log_probs is None:
-            raise ValueError("algorithm.kl_in_loss needs the reference policy's log-probs")
+        if inputs.ref_log_probs is None or objective.kl_estimator is None:
+            raise ValueError("algorithm.kl_in_loss needs the reference policy's log-probs and an estimator")
         penalty = kl_penalty(
-            _selected(inputs.log_probs, active),
-            _selected(inputs.ref_log_probs, active),
-            objective.kl_estimator,
-            objective.kl_k3_limit,
+            _selected(inputs.log_probs, active), _selected(inputs.ref_log_probs, active), objective.kl_estimator
         )
         kl_loss = _weighted_sum(penalty, weights)
         loss = loss + objective.kl_in_loss * kl_loss

@@ -32,9 +32,9 @@ and k3, http://joschu.net/blog/kl-approx.html.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +49,41 @@ from megatron_retool.algorithms.rejection_rules import (
     RejectionRule,
     parse_rejection_rules,
 )
-from megatron_retool.algorithms.settings import CORRECTION_LEVELS, CORRECTION_MODES, RolloutCorrectionSettings
+from megatron_retool.algorithms.settings import CORRECTION_LEVELS, RolloutCorrectionSettings
+from megatron_retool.registry import Extension, ExtensionError, Registry
 
 _MAX_EXPONENT = 20.0
 PROBABILITY_BIN_EDGES = (0.01, 0.1, 0.5, 0.9)
 _PREFIX = "rollout_corr/"
+
+
+weight_modes: Registry[Callable[..., Any]] = Registry("algorithm.rollout_correction.mode", takes=("ratio",))
+"""mode(ratio, *, lower, upper) -> the weight of each unit, [units], or that and bool [units], false where a unit gives
+no loss at all. ``ratio`` is float [units] of sampled tokens or responses, as the level says."""
+rejection_statistics: Registry[Callable[..., Any]] = Registry(
+    "algorithm.rollout_correction.rejection",
+    takes=("log_ratio", "sequence_ids", "num_sequences"),
+    kwargs_key="the rule's key=value words",
+)
+
+
+@weight_modes.register("truncate")
+def truncate(ratio: Tensor, *, upper: float) -> Tensor:
+    """min(rho, upper)."""
+    return ratio.clamp(max=upper)
+
+
+@weight_modes.register("clip")
+def clip(ratio: Tensor, *, lower: float, upper: float) -> Tensor:
+    """clamp(rho, lower, upper)."""
+    return ratio.clamp(lower, upper)
+
+
+@weight_modes.register("mask")
+def mask(ratio: Tensor, *, lower: float, upper: float) -> tuple[Tensor, Tensor]:
+    """rho inside the bounds; a unit outside gives no loss."""
+    inside = (ratio >= lower) & (ratio <= upper)
+    return torch.where(inside, ratio, 0.0), inside
 
 
 @dataclass(frozen=True)
@@ -108,6 +138,7 @@ def rollout_correction(
 
     Raises:
         ValueError: shapes do not match, or a setting is not known.
+        ExtensionError: a mode or statistic is not known, raised, or did not return a number for each unit.
     """
     require_matching_shapes(
         train_log_probs=train_log_probs,
@@ -250,6 +281,11 @@ def _divergence(difference: Tensor, estimator: str) -> Tensor:
 
 def _rule_statistic(units: _SampledTokens, rule: RejectionRule) -> Tensor:
     """The rule's statistic: [sampled] for rules about tokens, [num_sequences] for rules about responses."""
+    if rule.quantity == "own":
+        statistic = rejection_statistics.bind(rule.name, rule.kwargs)
+        found = statistic.attempt(units.difference, units.sequence_ids, units.num_sequences)
+        size = len(units) if rule.unit == "token" else units.num_sequences
+        return _checked(statistic, found, size, f"a number for each of {size} {rule.unit}s")
     if rule.quantity == "ratio":
         level = "token" if rule.unit == "token" else ("geometric" if rule.reduction == "mean" else "sequence")
         return _exp(units.log_ratio(level))
@@ -294,15 +330,20 @@ def _importance_weights(units: _SampledTokens, config: RolloutCorrectionSettings
     if config.mode == "none" or config.bypass_old_log_probs:
         return torch.ones_like(units.difference), everything
     ratio = _exp(units.log_ratio(config.level))
-    if config.mode == "truncate":
-        return units.per_token(config.level, ratio.clamp(max=config.upper)), everything
-    if config.mode == "clip":
-        return units.per_token(config.level, ratio.clamp(config.lower, config.upper)), everything
-    if config.mode == "mask":
-        inside = (ratio >= config.lower) & (ratio <= config.upper)
-        weights = torch.where(inside, ratio, 0.0)
-        return units.per_token(config.level, weights), units.per_token(config.level, inside)
-    raise ValueError(f"rollout_correction.mode={config.mode!r} is not one of {', '.join(CORRECTION_MODES)}")
+    mode = weight_modes.bind(config.mode, config.mode_kwargs, settings=config)
+    found = mode.attempt(ratio)
+    weights, inside = found if isinstance(found, tuple) and len(found) == 2 else (found, torch.ones_like(ratio) > 0)
+    what = f"a weight for each of {len(ratio)} ratios"
+    weights, inside = (_checked(mode, each, len(ratio), what) for each in (weights, inside))
+    return units.per_token(config.level, weights.to(ratio.dtype)), units.per_token(config.level, inside.bool())
+
+
+def _checked(extension: Extension[Callable[..., Any]], found: Any, size: int, what: str) -> Tensor:
+    """``found`` where it is a tensor [size]."""
+    if not isinstance(found, Tensor) or found.shape != (size,):
+        given = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ExtensionError(f"{extension.label}: it returned {given}: return {what}, a tensor [{size}]")
+    return found
 
 
 def _normalized(units: _SampledTokens, weights: Tensor, kept: Tensor, config: RolloutCorrectionSettings) -> Tensor:

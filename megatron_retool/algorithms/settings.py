@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_retool.fields import choice, fraction, not_negative, number
 from megatron_retool.registry import Need
@@ -24,6 +25,7 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
         "seq-mean-token-mean": (),
         "seq-mean-token-sum-norm": (),
     },
+    "kl_estimator": {"k1": (), "k2": (), "k3": (), "abs": (), "mse": ()},
 }
 """Setting of the section algorithm -> names of what is built in -> what that needs of the run."""
 
@@ -42,6 +44,7 @@ READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "clip_ratio_high": ("clip", "gspo", "cispo"),
         "dual_clip": ("clip", "gspo"),
     },
+    "kl_estimator": {"kl_k3_limit": ("k3",)},
 }
 """Setting of the section algorithm -> other settings of that section -> the built-ins that read them."""
 
@@ -70,14 +73,18 @@ class RolloutCorrectionSettings:
 
     level: str = choice(*CORRECTION_LEVELS)
     """Level of the importance weight."""
-    mode: str = choice(*CORRECTION_MODES)
-    """What happens to the weight outside its bounds; "none" turns weights off and leaves rejection on."""
+    mode: str = "truncate"
+    """What happens to the weight outside its bounds: truncate, clip, mask, or one's own: path/to/file.py:function or
+    package.module:function. none turns weights off and leaves rejection on."""
+    mode_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the mode; lower and upper are filled from here."""
     lower: float = not_negative(0.0)
     """Lower bound of the weight."""
     upper: float = number(2.0, above=0)
     """Upper bound of the weight."""
     rejection: list[str] = field(default_factory=lambda: ["geometric_ratio 0.999 1.001"])
-    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>": see ``rejection_rules``."""
+    """Rules, ANDed, each "<level>_<statistic> <lower> <upper>", or with a statistic of one's own "<token or sequence>
+    <path/to/file.py:function> <lower> <upper> <key=value> …": see ``rejection_rules``."""
     veto_threshold: float | None = number(1e-4, above=0, below=1)
     """Drop a sequence with any token ratio strictly below it; null: none."""
     batch_k3_limit: float | None = number(None, above=0)
@@ -89,3 +96,8 @@ class RolloutCorrectionSettings:
     over all sampled tokens, at the levels sequence and geometric over all responses."""
     bypass_old_log_probs: bool = False
     """Take the rollout log-probs as old_log_probs and skip the learner's recomputation."""
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the mode or a rule is not built in."""
+        return ":" in self.mode or any(":" in rule for rule in self.rejection)

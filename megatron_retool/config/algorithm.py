@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_retool.algorithms.kl_schedule import kl_coefficient
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
-from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
+from megatron_retool.algorithms.settings import BUILT_IN, CORRECTION_MODES, RolloutCorrectionSettings
 from megatron_retool.algorithms.stage_schedule import parse_stages
 from megatron_retool.config.base import ConfigError, at_least_one, choice, fraction, not_negative, number, positive
 from megatron_retool.registry import Extension, ExtensionError, Need, load_object
 
 if TYPE_CHECKING:
     from megatron_retool.algorithms.advantages import AdvantageEstimator
+    from megatron_retool.algorithms.kl import KLEstimator
     from megatron_retool.algorithms.loss_aggregation import LossAggregation
     from megatron_retool.algorithms.policy_loss import PolicyObjective
 
@@ -75,6 +76,11 @@ class RolloutCorrectionConfig(RolloutCorrectionSettings):
             parse_rejection_rules(self.rejection)
         except ValueError as error:
             raise ConfigError(f"{key}.rejection: {error}") from error
+        if self.mode not in CORRECTION_MODES and ":" not in self.mode:
+            try:
+                load_object(f"{key}.mode", self.mode, known=CORRECTION_MODES)
+            except ExtensionError as error:
+                raise ConfigError(str(error)) from error
         if self.mode != "none" and not 0 <= self.lower < self.upper:
             raise ConfigError(f"{key}: the bounds must satisfy 0 <= lower={self.lower} < upper={self.upper}")
         if self.bypass_old_log_probs and self.mode != "none":
@@ -140,8 +146,11 @@ class AlgorithmConfig:
     """Coefficient of the KL to the initial policy in the loss; 0: off."""
     kl_in_reward: float = not_negative(0.0)
     """Coefficient of the KL to the initial policy in each token's reward; 0: off."""
-    kl_estimator: str = choice("k3", "k1", "k2", "abs", "mse")
-    """How that KL is estimated from one token."""
+    kl_estimator: str = "k3"
+    """How that KL is estimated from one token: k1, k2, k3, abs, mse, or one's own: path/to/file.py:function or
+    package.module:function."""
+    kl_estimator_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the estimator; those that it has in common with this section are filled from here."""
     kl_k3_limit: float | None = positive(10.0)
     """The largest k3 of a token, beyond which it has no gradient (as in verl); null: no limit."""
     kl_schedule: str = choice("constant", "linear", "cosine")
@@ -178,8 +187,7 @@ class AlgorithmConfig:
             loss=policy_losses.bind(self.policy_loss, self.policy_loss_kwargs, settings=self),
             entropy_coefficient=self.entropy_coefficient,
             kl_in_loss=self.kl_in_loss,
-            kl_estimator=self.kl_estimator,
-            kl_k3_limit=self.kl_k3_limit,
+            kl_estimator=self.kl_penalty,
             rejection=self.rollout_correction if self.rollout_correction.bypass_old_log_probs else None,
         )
 
@@ -189,6 +197,13 @@ class AlgorithmConfig:
         from megatron_retool.algorithms.loss_aggregation import loss_aggregations
 
         return loss_aggregations.bind(self.loss_aggregation, self.loss_aggregation_kwargs, settings=self)
+
+    @property
+    def kl_penalty(self) -> Extension[KLEstimator]:
+        """What ``kl_estimator`` names, with its settings; ExtensionError as ``Registry.bind``."""
+        from megatron_retool.algorithms.kl import kl_estimators
+
+        return kl_estimators.bind(self.kl_estimator, self.kl_estimator_kwargs, settings=self)
 
     @property
     def needs(self) -> dict[Need, str]:
@@ -212,24 +227,31 @@ class AlgorithmConfig:
             return built_in[target]
         if ":" not in target and target not in built_in:
             load_object(f"algorithm.{name}", target, known=built_in)
-        if name == "advantage":
-            return self.estimator.needs
-        return self.objective.loss.needs if name == "policy_loss" else self.aggregation.needs
+        bound: dict[str, Callable[[], Extension[Any]]] = {
+            "advantage": lambda: self.estimator,
+            "policy_loss": lambda: self.objective.loss,
+            "loss_aggregation": lambda: self.aggregation,
+            "kl_estimator": lambda: self.kl_penalty,
+        }
+        return bound[name]().needs
 
     def dry_run(self) -> None:
-        """Call advantage estimator, loss and aggregation on a small made-up batch, where they are not built in.
+        """Call what is not built in on a small made-up batch: estimators, loss, aggregation, correction.
 
         Raises:
             ConfigError: one raises, or returns what cannot be trained on.
         """
-        if all(getattr(self, name) in built_in for name, built_in in BUILT_IN.items()):
+        own = [name for name, built_in in BUILT_IN.items() if getattr(self, name) not in built_in]
+        if not own and not self.rollout_correction.has_own:
             return
-        from megatron_retool.algorithms.dry_run import check_advantage, check_aggregation, check_policy_loss
+        from megatron_retool.algorithms import dry_run
 
         try:
-            check_advantage(self.estimator)
-            check_policy_loss(self.objective.loss)
-            check_aggregation(self.aggregation)
+            dry_run.check_advantage(self.estimator)
+            dry_run.check_policy_loss(self.objective.loss)
+            dry_run.check_aggregation(self.aggregation)
+            dry_run.check_kl_estimator(self.kl_penalty)
+            dry_run.check_correction(self.rollout_correction)
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
 

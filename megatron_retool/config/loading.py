@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def _first_line(error: BaseException) -> str:
 
 
 _FILE_AND_OBJECT = re.compile(r"(?P<file>[^:{}$]+\.py):[A-Za-z_][\w.]*")
+_RULE = re.compile(r"(?P<unit>token|sequence)\s+(?P<target>[^\s:]+\.py:[A-Za-z_][\w.]*)(?P<rest>\s.*)")
+"""A rejection rule with a statistic of one's own (algorithms/rejection_rules.py)."""
 
 
 def _anchored(node: Any, directory: Path) -> Any:
@@ -173,6 +176,8 @@ def _anchored(node: Any, directory: Path) -> Any:
         return {_anchored(key, directory): _anchored(value, directory) for key, value in node.items()}
     if isinstance(node, list):
         return [_anchored(value, directory) for value in node]
+    if isinstance(node, str) and (rule := _RULE.fullmatch(node)):
+        return f"{rule['unit']} {shlex.quote(_anchored(rule['target'], directory))}{rule['rest']}"
     match = _FILE_AND_OBJECT.fullmatch(node) if isinstance(node, str) else None
     if match is not None and not Path(match["file"]).is_absolute():
         places = [base / match["file"] for base in (directory, Path.cwd())]

@@ -42,7 +42,11 @@ def _built_ins() -> Iterator[_Reader]:
             yield _Reader("algorithm", (key,), reads, f"{setting}={' or '.join(targets)}")
 
 
-_PENALISED = _one_of("reward.overlong.mode", "soft_punish")
+def _length_penalty(mode: str) -> Callable[[Callable[[str], Any]], bool]:
+    """Whether reward.overlong.mode is ``mode``, or a function of one's own, which may take the same settings."""
+    return lambda value: value("reward.overlong.mode") == mode or ":" in value("reward.overlong.mode")
+
+
 READERS: tuple[_Reader, ...] = (
     *_built_ins(),
     _Reader(
@@ -57,9 +61,21 @@ READERS: tuple[_Reader, ...] = (
         lambda value: value("algorithm.adaptive_kl_target") is not None,
         "algorithm.adaptive_kl_target",
     ),
-    _Reader("reward.overlong", ("penalty", "buffer_length"), _PENALISED, "reward.overlong.mode=soft_punish"),
     _Reader(
-        "reward.overlong", ("pieces",), _one_of("reward.overlong.mode", "piecewise"), "reward.overlong.mode=piecewise"
+        "reward.overlong",
+        ("penalty", "buffer_length"),
+        _length_penalty("soft_punish"),
+        "reward.overlong.mode=soft_punish",
+    ),
+    _Reader("reward.overlong", ("pieces",), _length_penalty("piecewise"), "reward.overlong.mode=piecewise"),
+    _Reader(
+        "reward.overlong", ("kwargs",), _length_penalty(""), "a reward.overlong.mode of one's own (FILE.py:FUNCTION)"
+    ),
+    _Reader(
+        "algorithm.rollout_correction",
+        ("mode_kwargs",),
+        lambda value: ":" in value("algorithm.rollout_correction.mode"),
+        "an algorithm.rollout_correction.mode of one's own (FILE.py:FUNCTION)",
     ),
     _Reader(
         "trainer",

@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_retool.config.base import at_least_one, choice, not_negative, number, positive
+from megatron_retool.config.base import ConfigError, at_least_one, not_negative, number, positive
+from megatron_retool.registry import ExtensionError, load_object
+
+LENGTH_PENALTIES = ("none", "soft_punish", "piecewise")
 
 
 @dataclass(frozen=True)
 class OverlongConfig:
-    mode: str = choice("none", "soft_punish", "piecewise")
-    """What long responses lose: nothing, DAPO's linear penalty within buffer_length of the limit, or that of pieces."""
+    mode: str = "none"
+    """What long responses lose: none: nothing, soft_punish: DAPO's linear penalty within buffer_length of the limit,
+    piecewise: that of pieces, or what a function of one's own says: path/to/file.py:function or
+    package.module:function."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a function of one's own."""
     buffer_length: int = at_least_one(4096)
     """soft_punish: tokens below data.max_response_length from which on the penalty grows."""
     penalty: float = not_negative(1.0)
@@ -39,3 +46,11 @@ class RewardConfig:
     """Score of a response whose function timed out, raised, ran out of memory or returned no number."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """What is taken off the score of long responses."""
+
+    def check(self) -> None:
+        """Raise ConfigError where ``overlong.mode`` names no penalty."""
+        if self.overlong.mode not in LENGTH_PENALTIES and ":" not in self.overlong.mode:
+            try:
+                load_object("reward.overlong.mode", self.overlong.mode, known=LENGTH_PENALTIES)
+            except ExtensionError as error:
+                raise ConfigError(str(error)) from error

@@ -165,8 +165,7 @@ def add_advantages(
             columns["ref_log_probs"],
             loss_mask,
             coefficient,
-            config.algorithm.kl_estimator,
-            config.algorithm.kl_k3_limit,
+            config.algorithm.kl_penalty,
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coefficient}
         state.kl = state.kl.updated(measured, batch.num_rollouts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.by_data_source import grader_of, missing_grader
-from megatron_retool.rewards.overlong import parse_pieces, piecewise_penalty, soft_punishment
+from megatron_retool.rewards.overlong import length_penalties, length_penalty
 from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
 from megatron_retool.rollout_rows import AGENT_KEY, ROW_NAMES, own_extra_info, rollouts_of, whole_rollout
 from megatron_retool.trajectory import FinishReason, Trajectory
@@ -60,22 +60,14 @@ class RewardManager:
         Args:
             config: the ``reward`` section.
             tokenizer: decodes responses.
-            max_response_length: data.max_response_length, needed by overlong.mode=soft_punish.
+            max_response_length: data.max_response_length, which overlong.mode needs.
 
         Raises:
             ConfigError: the reward function cannot be loaded, or the overlong settings contradict each other.
         """
         self._config = config
         self._tokenizer = tokenizer
-        self._max_response_length = max_response_length
-        try:
-            self._pieces = parse_pieces(config.overlong.pieces) if config.overlong.mode == "piecewise" else []
-            if config.overlong.mode == "soft_punish":
-                if max_response_length is None:
-                    raise ValueError("reward.overlong.mode=soft_punish needs data.max_response_length")
-                soft_punishment(0, max_response_length, config.overlong.buffer_length, config.overlong.penalty)
-        except ValueError as error:
-            raise ConfigError(f"reward.overlong: {error}") from error
+        self._penalty = added_to_reward(config, max_response_length)
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()
         self._workers: list[WorkerProcess] = []
@@ -203,23 +195,37 @@ class RewardManager:
 
     def _fill(self, rows: Sequence[Trajectory], trajectory: Trajectory, info: dict[str, Any]) -> None:
         """The same for all ``rows`` of a rollout, of which ``trajectory`` is the whole."""
-        overlong = self._config.overlong
-        length = len(trajectory.response_ids)
         info = dict(info)
         penalty = 0.0
-        if overlong.mode == "soft_punish":
-            assert self._max_response_length is not None
-            penalty = soft_punishment(length, self._max_response_length, overlong.buffer_length, overlong.penalty)
-        elif overlong.mode == "piecewise":
-            penalty = piecewise_penalty(length, self._pieces)
-        if overlong.mode != "none":
+        if self._penalty is not None:
+            penalty = self._penalty(len(trajectory.response_ids))
             info["overlong_penalty"] = penalty
-        if overlong.filter and trajectory.finish_reason is FinishReason.LENGTH:
+        if self._config.overlong.filter and trajectory.finish_reason is FinishReason.LENGTH:
             info["overlong_filtered"] = True
         for row in rows:
             row.reward = float(info["score"]) + penalty
             # What rollout wrote there stays: where a branch of ARPO began.
             row.reward_info = {**row.reward_info, **info}
+
+
+def added_to_reward(config: RewardConfig, max_response_length: int | None) -> Callable[[int], float] | None:
+    """What the section ``overlong`` adds to the reward of a response of so many tokens; None: nothing.
+
+    Raises:
+        ConfigError: its mode cannot be loaded, or its settings do not fit one another.
+    """
+    overlong = config.overlong
+    if overlong.mode == "none":
+        return None
+    if max_response_length is None:
+        raise ConfigError(f"reward.overlong.mode={overlong.mode} needs data.max_response_length")
+    try:
+        bound = length_penalties.bind(overlong.mode, overlong.kwargs, settings=overlong)
+        for length in (0, max_response_length):
+            length_penalty(bound, length, max_response_length)
+    except ExtensionError as error:
+        raise ConfigError(str(error)) from error
+    return lambda length: length_penalty(bound, length, max_response_length)
 
 
 def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> None:

@@ -1,12 +1,36 @@
-"""Length penalties, added to a response's reward. Pure functions of lengths in tokens."""
+"""Length penalties, added to a response's reward: ``reward.overlong.mode``. Pure functions of lengths in tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from megatron_retool.registry import Extension, ExtensionError, Registry
+
+LengthPenalty = Callable[..., float]
+"""penalty(length, max_response_length, *, settings) -> what is added to the reward, usually 0 or less."""
+
+length_penalties: Registry[LengthPenalty] = Registry(
+    "reward.overlong.mode", takes=("length", "max_response_length"), kwargs_key="reward.overlong.kwargs"
+)
 
 
-def soft_punishment(length: int, max_response_length: int, buffer_length: int, penalty: float) -> float:
+def length_penalty(penalty: Extension[LengthPenalty], length: int, max_response_length: int) -> float:
+    """What ``penalty`` says of a response of so many tokens.
+
+    Raises:
+        ExtensionError: it raised, or did not return a finite number.
+    """
+    found: Any = penalty.attempt(length, max_response_length)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise ExtensionError(f"{penalty.label}: it returned {str(found)[:40]!r} for {length} tokens: return a number")
+    return float(found)
+
+
+@length_penalties.register("soft_punish")
+def soft_punishment(length: int, max_response_length: int, *, buffer_length: int, penalty: float) -> float:
     """DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13.
 
     0 up to ``max_response_length - buffer_length``, then linear down to ``-penalty`` at ``max_response_length``, and
@@ -24,6 +48,21 @@ def soft_punishment(length: int, max_response_length: int, buffer_length: int, p
     return -penalty * min(max(excess / buffer_length, 0.0), 1.0)
 
 
+@length_penalties.register("piecewise")
+def piecewise_penalty(length: int, max_response_length: int, *, pieces: Sequence[str]) -> float:
+    """Continuous and piecewise linear: nothing before the first piece, then the sum over the pieces passed.
+
+    Raises:
+        ValueError: as ``parse_pieces``.
+    """
+    parsed = parse_pieces(tuple(pieces))
+    total = 0.0
+    for piece, following in zip(parsed, [*parsed[1:], None], strict=True):
+        end = length if following is None else min(length, following.start)
+        total -= max(end - piece.start, 0) / 1000.0 * piece.per_thousand
+    return total
+
+
 class Piece(NamedTuple):
     """From ``start`` tokens on, every further 1000 tokens cost ``per_thousand``."""
 
@@ -31,7 +70,8 @@ class Piece(NamedTuple):
     per_thousand: float
 
 
-def parse_pieces(texts: Sequence[str]) -> list[Piece]:
+@functools.lru_cache(maxsize=8)
+def parse_pieces(texts: tuple[str, ...]) -> list[Piece]:
     """Parse ``["8000 0.01", "12000 0.05"]``, each "<from tokens> <penalty per 1000 tokens>".
 
     Raises:
@@ -47,12 +87,3 @@ def parse_pieces(texts: Sequence[str]) -> list[Piece]:
     if not pieces or any(b.start <= a.start for a, b in zip(pieces, pieces[1:], strict=False)):
         raise ValueError(f"the pieces {list(texts)} must begin at ascending lengths")
     return pieces
-
-
-def piecewise_penalty(length: int, pieces: Sequence[Piece]) -> float:
-    """Continuous piecewise-linear penalty: nothing before the first piece, then the sum over the pieces passed."""
-    total = 0.0
-    for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
-        end = length if following is None else min(length, following.start)
-        total -= max(end - piece.start, 0) / 1000.0 * piece.per_thousand
-    return total

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_retool.algorithms.kl import KL_ESTIMATORS
+from megatron_retool.algorithms.kl import kl_estimators
 from megatron_retool.algorithms.loss_aggregation import loss_aggregations, token_weights
 from megatron_retool.algorithms.policy_loss import (
     PolicyLossInputs,
@@ -219,7 +219,7 @@ def test_rejected_and_tool_tokens_cannot_poison_the_loss():
         assert all(math.isfinite(value) for value in reduce_metrics([metrics]).values())
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", kl_estimators.names)
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_a_token_without_loss_holds_reaches_neither_loss_nor_gradient(name, estimator):
     config = AlgorithmConfig(policy_loss=name, dual_clip=3.0, kl_in_loss=0.1, kl_estimator=estimator).objective

@@ -384,6 +384,9 @@ def test_a_responses_result_does_not_depend_on_the_batch_around_it(lengths, rule
         ("token_ratio 2 1", "must not exceed"),
         ("token_ratio nan 1", "must not exceed"),
         ("sequence_ratio -2 -1", "would drop everything"),
+        ("response my_rules.py:function 0 2", "begin it with what it drops, token or sequence"),
+        ("token my_rules.py:function 0", "lacks its bounds"),
+        ("token my_rules.py:function 0 2 32", "'32' is no keyword argument: write key=value"),
     ],
 )
 def test_bad_rules_are_refused_by_the_configuration(text, message):
@@ -406,3 +409,65 @@ def test_bad_rules_are_refused_by_the_configuration(text, message):
 def test_contradicting_settings_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [f"algorithm.rollout_correction.{override}" for override in overrides])
+
+
+OWN = """
+import torch
+def spread(log_ratio, sequence_ids, num_sequences, *, power=2):
+    sums = torch.zeros(num_sequences, dtype=torch.float64)
+    return sums.index_add_(0, sequence_ids, log_ratio.abs().double() ** power)
+def distance(log_ratio, sequence_ids, num_sequences):
+    return log_ratio.abs()
+def soft(ratio, *, upper, sharpness=1.0):
+    return upper * torch.tanh(sharpness * ratio / upper), ratio < 10
+def negative(ratio):
+    return -ratio
+def short(ratio):
+    return ratio[:1]
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    directory = tmp_path / "with a space"
+    directory.mkdir()
+    (directory / "my_correction.py").write_text(OWN)
+    return directory
+
+
+def test_rules_and_weights_of_ones_own(own):
+    (own / "run.yaml").write_text(
+        "algorithm:\n  rollout_correction:\n    mode: my_correction.py:soft\n    mode_kwargs: {sharpness: 2.0}\n"
+        "    veto_threshold: null\n    rejection:\n"
+        "      - sequence my_correction.py:spread 0 1 power=1\n      - token my_correction.py:distance 0 0.5\n"
+    )
+    correction = load_config(own / "run.yaml").algorithm.rollout_correction
+    difference = torch.tensor([0.1, 0.2, 0.7, 0.1, 0.6, 0.6])
+    owner = torch.tensor([0, 0, 1, 1, 2, 2])
+    found = correct_responses(difference, torch.zeros(6), torch.ones(6, dtype=torch.bool), owner, 3, correction)
+    # The third response's distances sum to more than 1; of the others one token is further than 0.5.
+    assert found.keep_mask.tolist() == [True, True, False, True, False, False]
+    expected = 2.0 * torch.tanh(difference.exp())
+    torch.testing.assert_close(found.importance_weights, expected)
+    load_config(own / "run.yaml").algorithm.dry_run()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mode={}:negative", "negative or not finite"),
+        ("mode={}:short", "returned a tensor .1.: return a weight for each of"),
+        ("rejection=['sequence \"{}:distance\" 0 1']", "return a number for each of 6 sequences"),
+        ("rejection=['token \"{}:spread\" 0 1 powr=3']", "has no parameter of that name; its own are power"),
+    ],
+)
+def test_a_dry_run_refuses_corrections_that_give_no_number_for_each(own, override, message):
+    override = override.format(own / "my_correction.py")
+    config = load_config(None, [f"algorithm.rollout_correction.{override}"])
+    with pytest.raises(ConfigError, match=message):
+        config.algorithm.dry_run()
+
+
+def test_an_unknown_mode_names_the_nearest():
+    with pytest.raises(ConfigError, match="'trunkate' is not one of truncate, none, clip, mask.*nearest is truncate"):
+        load_config(None, ["algorithm.rollout_correction.mode=trunkate"])

@@ -7,13 +7,14 @@ import inspect
 import pytest
 
 from megatron_retool.algorithms.advantages import advantage_estimators
+from megatron_retool.algorithms.kl import kl_estimators
 from megatron_retool.algorithms.policy_loss import policy_losses
 from megatron_retool.algorithms.settings import BUILT_IN, READ_BY
 from megatron_retool.config import AlgorithmConfig, ConfigError, load_config
 from megatron_retool.config.readers import READERS
 from megatron_retool.config.tree import default_values
 
-REGISTRIES = {"advantage": advantage_estimators, "policy_loss": policy_losses}
+REGISTRIES = {"advantage": advantage_estimators, "policy_loss": policy_losses, "kl_estimator": kl_estimators}
 
 
 @pytest.mark.parametrize(

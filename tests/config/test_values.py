@@ -191,10 +191,11 @@ def test_ranges_in_words():
 
 def test_built_in_algorithms_need_what_is_declared():
     from megatron_retool.algorithms.advantages import advantage_estimators
+    from megatron_retool.algorithms.kl import kl_estimators
     from megatron_retool.algorithms.loss_aggregation import loss_aggregations
     from megatron_retool.algorithms.policy_loss import policy_losses
 
-    for registry in (advantage_estimators, policy_losses, loss_aggregations):
+    for registry in (advantage_estimators, policy_losses, loss_aggregations, kl_estimators):
         declared = BUILT_IN[registry.key.removeprefix("algorithm.")]
         assert set(registry.names) == set(declared)
         for name, needed in declared.items():
