@@ -26,9 +26,9 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/hf_to_mcore.py")
     end_when_interrupted()
-    from conversion.files.safetensors_headers import refuse_at_once
+    from conversion.files.early_refusals import refuse_hf_to_mcore
 
-    refuse_at_once(sys.argv[1:])
+    refuse_hf_to_mcore(sys.argv[1:])
 
 import argparse
 import json

@@ -21,6 +21,9 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/mcore_to_hf.py")
     end_when_interrupted()
+    from conversion.files.early_refusals import refuse_mcore_to_hf
+
+    refuse_mcore_to_hf(sys.argv[1:])
 
 import argparse
 import itertools

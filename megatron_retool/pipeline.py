@@ -97,7 +97,8 @@ def _finish(config: Config, stages: Stages) -> int:
         left.append(f"model {export}")
     summary = summarise(run_dir, stages.seconds)
     if "report" in wanted and read_metrics(run_dir / "metrics.jsonl"):
-        left.append(f"report {write_report(run_dir, summary.text())}")
+        report = write_report(run_dir, summary.text())
+        left += [f"report {report.page}", *(f"note: {problem}" for problem in report.problems)]
     if "summary" in wanted:
         summary.print(stages.console)
     for line in left:

@@ -5,21 +5,22 @@ What is wrong with a directory's files is found here in milliseconds, before any
 
 from __future__ import annotations
 
-import argparse
 import struct
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from conversion.model.weight_map import WeightMap
 from megatron_retool.untrusted import BriefError, load_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""What an engine reads weights from."""
 _ITEM_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -73,28 +74,43 @@ def check_weight_files(directory: str | Path) -> None:
     check_index(directory, index, {file: {e.name for e in read_header(directory / file)} for file in files})
 
 
-def refuse_at_once(arguments: Sequence[str]) -> None:
-    """End the process with one line where --hf-dir of a command line names a directory that cannot be converted.
+def check_tensors(directory: str | Path, architecture: Architecture) -> None:
+    """Hold the tensors that a directory's headers name against those of the model that its config.json describes.
 
-    For scripts, before they import what takes seconds. What it does not find is found by the conversion itself.
+    SGLang serves a model whose files lack a tensor, with values that it makes up. Files in which no name is known pass,
+    as a model beside a tower may have them; so does a directory without safetensors.
 
     Raises:
-        SystemExit: with status 1.
+        HFCheckpointError: a tensor is missing or has another shape; the message names it.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--hf-dir")
-    parser.add_argument("--family", action="append", default=[])
-    try:
-        options, _ = parser.parse_known_args(arguments)
-        if options.hf_dir is None or not Path(options.hf_dir).is_dir():
-            return
-        Architecture.from_pretrained(options.hf_dir, options.family, dequantized=True)
-        check_weight_files(options.hf_dir)
-    except argparse.ArgumentError:
+    directory = Path(directory)
+    if not any((directory / name).exists() for name in (INDEX_NAME, SINGLE_FILE_NAME)):
         return
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    files, _ = weight_files(directory)
+    stored = {entry.name: (file, entry) for file in files for entry in read_header(directory / file)}
+    expected = WeightMap(architecture).hf_shapes
+    if not expected.keys() & stored.keys():
+        return
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise HFCheckpointError(
+            f"{directory} has no tensor {missing[0]}{more}, which config.json's {architecture.family} with "
+            f"{architecture.num_layers} layers needs: fetch the weights again, or the config.json that belongs to them"
+        )
+    for name, shape in expected.items():
+        file, entry = stored[name]
+        if entry.shape != shape:
+            raise HFCheckpointError(
+                f"{directory / file}: tensor {name} has shape {list(entry.shape)}, and config.json implies "
+                f"{list(shape)}: fetch the weights again, or the config.json that belongs to them"
+            )
+
+
+def check_weights_are_there(directory: Path) -> None:
+    """Raise HFCheckpointError where a model's directory has no file of weights, in whatever format."""
+    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
+        raise HFCheckpointError(f"{directory} has a config.json and no weights (*.safetensors): fetch them")
 
 
 def weight_files(directory: Path) -> tuple[list[str], Mapping[str, str]]:

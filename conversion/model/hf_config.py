@@ -103,8 +103,8 @@ class DeltaNetSizes:
 
 
 def _refused(value: Any) -> type[UnsupportedArchitecture]:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return UnsupportedArchitecture if is_number else MalformedConfig
+    is_size = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    return UnsupportedArchitecture if is_size else MalformedConfig
 
 
 class ConfigReader:
@@ -233,7 +233,7 @@ def decoder(config: ConfigReader) -> dict[str, Any]:
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     groups = config.integer("num_key_value_heads", heads)
     if heads % groups:
-        raise UnsupportedArchitecture(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+        raise MalformedConfig(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
     if not config.has("head_dim") and hidden % heads:
         raise UnsupportedArchitecture(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     if config.mapping.get("hidden_act", "silu") != "silu":
@@ -631,7 +631,7 @@ def layer_types(config: ConfigReader, known: Sequence[str] = (_FULL, _SLIDING)) 
         return None
     layers, types = config.integer("num_hidden_layers"), config.items("layer_types")
     if len(types) != layers:
-        raise UnsupportedArchitecture(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
+        raise MalformedConfig(f"layer_types is no list of num_hidden_layers={layers} kinds of attention")
     types = [_FULL if kind == "attention" else kind for kind in types]  # its earlier name
     for number, kind in enumerate(types):
         if kind not in known:

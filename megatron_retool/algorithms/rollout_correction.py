@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.importance_metrics import importance_metrics
+from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
 from megatron_retool.algorithms.ragged import CHUNK, require_matching_shapes, sequence_max, sequence_sum
 from megatron_retool.algorithms.rejection_rules import (
     FIRST_RULE,
@@ -53,7 +54,6 @@ from megatron_retool.algorithms.settings import CORRECTION_LEVELS, RolloutCorrec
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 _MAX_EXPONENT = 20.0
-PROBABILITY_BIN_EDGES = (0.01, 0.1, 0.5, 0.9)
 _PREFIX = "rollout_corr/"
 
 

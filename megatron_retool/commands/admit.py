@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.config import ConfigError
+from megatron_retool.data.path_checks import check_output_file
 
 EXIT_STATUS = {1: "a check failed, no family covers the model, or an error, which the last line says"}
 
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.admission.layouts import FEW, NAMED
     from megatron_retool.admission.requests import Request, architecture_of, one_of_each_family, read_config
 
+    if options.output is not None:
+        check_output_file("--json", options.output)
     names = {"few": FEW, "named": NAMED, "all": None}[options.layouts or "named"]
     requests = one_of_each_family() if options.every_family else []
     if options.layouts:

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.config import DataConfig
+    from megatron_retool.data.path_checks import check_directory
     from megatron_retool.data.prepare.datasets import DATA_SETS
     from megatron_retool.data.prepare.run import prepare
     from megatron_retool.data.prepare.source import hub_source, local_source
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     if options.local is not None and options.revision is not None:
         raise ValueError("--revision is the hub's: leave it out with --from")
+    check_directory("--output", (options.output or Path("data") / options.name).absolute())
     data_set = DATA_SETS[options.name]
     directory = options.output or Path("data") / options.name
     instruction = DataConfig().question_instruction if options.instruction is None else options.instruction

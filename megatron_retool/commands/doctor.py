@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
 from megatron_retool.config import ConfigError
-from megatron_retool.data.path_checks import check_directory
+from megatron_retool.data.path_checks import check_directory, check_output_file
 from megatron_retool.doctor.catalogue import select
 from megatron_retool.doctor.session import Nodes
 from megatron_retool.interruption import interrupts
@@ -61,9 +61,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     # Before the imports, which take seconds, and before the steps, which take minutes.
     select(options.chosen)
     nodes = _nodes(options)
-    if options.output.is_dir():
-        raise ConfigError(f"--output {options.output} is a directory: name a file in it")
-    check_directory("--output", options.output.absolute().parent)
+    check_output_file("--output", options.output)
     if options.keep is not None:
         check_directory("--keep", options.keep.absolute())
     from megatron_retool.doctor import run as doctor

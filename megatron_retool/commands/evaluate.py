@@ -19,8 +19,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_retool.commands.running import on_base, run_async, with_exported_model
+from megatron_retool.commands.running import is_checkpoint, on_base, run_async, with_exported_model
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.config.model import check_model_path
 from megatron_retool.data.path_checks import check_paths, is_made_by_the_demo
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
@@ -44,13 +45,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     check_run(config)
     check_evaluation(config)
-    is_checkpoint = not (Path(config.model.path) / "config.json").is_file()
-    if not is_checkpoint and not is_made_by_the_demo(config, config.model.path):
+    if not is_checkpoint(Path(config.model.path)) and not is_made_by_the_demo(config, config.model.path):
         check_model(config, learns=False)
     check_extensions(config)
     config = on_base(config, options)
-    from megatron_retool.loop.validation import evaluate_model
     from megatron_retool.pipeline import naming_the_base
+
+    with naming_the_base(config):
+        check_model_path(config.model.path)
+    from megatron_retool.loop.validation import evaluate_model
 
     with naming_the_base(config), LeaveRequest(), tempfile.TemporaryDirectory() as scratch:
         config = with_exported_model(

@@ -26,5 +26,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.viewer.report import write_report
 
     with interrupts():
-        console.print(f"wrote {write_report(options.run_dir, summarise(Path(options.run_dir)).text())}")
+        report = write_report(options.run_dir, summarise(Path(options.run_dir)).text())
+    console.print(f"wrote {report.page}", markup=False, highlight=False)
+    for problem in report.problems:
+        console.print(f"note: {problem}", markup=False, highlight=False)
     return 0

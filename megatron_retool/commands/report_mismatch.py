@@ -21,5 +21,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.reports.mismatch import write_mismatch_report
 
     with interrupts():
-        console.print(f"wrote {write_mismatch_report(options.run_dir)}")
+        page, problems = write_mismatch_report(options.run_dir)
+    console.print(f"wrote {page}", markup=False, highlight=False)
+    for problem in problems:
+        console.print(f"note: {problem}", markup=False, highlight=False)
     return 0

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
+from conversion.files.checksums import verify_files
+from conversion.files.directory import FORMAT_NAME
 from megatron_retool.commands.settings import config_file
 from megatron_retool.config import Config, load_config
 from megatron_retool.interruption import end_at_once, interrupts
@@ -66,17 +68,21 @@ def run_async[Result](coroutine: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(guarded())
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether it is one of a run's checkpoints, or weights alone of Megatron-Core."""
+    return any((place / FORMAT_NAME).is_file() for place in (directory, directory / "learner"))
+
+
 def with_exported_model(config: Config, target: Path, say: Callable[[str], None]) -> Config:
     """``config``; where model.path is a run's checkpoint, with the Hugging Face model that is made of it in ``target``.
 
     Raises:
         DistCheckpointError, DamagedError: the checkpoint is incomplete or damaged.
     """
-    from conversion.files.directory import FORMAT_NAME
-
     source = Path(config.model.path)
-    if not any((directory / FORMAT_NAME).is_file() for directory in (source, source / "learner")):
+    if not is_checkpoint(source):
         return config
+    verify_files(source, contents=False)  # before the import, which takes seconds
     from conversion.mcore_to_hf import export
 
     say(f"exporting {source}")

@@ -72,6 +72,8 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     console.print(
         f"wrote {options.export}: {made.size / 2**20:.1f} MiB, {made.responses} responses{left}", highlight=False
     )
+    for problem in made.problems:
+        console.print(f"note: {problem}", markup=False, highlight=False)
     return 0
 
 
@@ -91,8 +93,14 @@ def _serve(options: argparse.Namespace, console: Console) -> int:
     def started(address: str) -> None:
         console.print(f"{address} shows {options.run_dir}; Ctrl-C ends it", highlight=False)
 
-    with interrupts():
-        asyncio.run(serve(root, options.host, options.port, started))
+    try:
+        with interrupts():
+            asyncio.run(serve(root, options.host, options.port, started))
+    except OSError as error:
+        raise ValueError(
+            f"--host {options.host} --port {options.port}: {error.strerror or error}: name an address of this machine "
+            "and a free port"
+        ) from error
     return 0
 
 

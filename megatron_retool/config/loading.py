@@ -79,6 +79,11 @@ def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dic
         raise ConfigError(f"config file {path}{origin} is a directory: name a YAML file")
     if not is_file:
         raise ConfigError(f"config file {path}{origin} does not exist")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigError(
+            f"config file {path}{origin} has {path.stat().st_size / 2**20:.0f} MiB, and settings have at most "
+            f"{_MOST_BYTES // 2**20}: is it a YAML file of settings?"
+        )
     try:
         loaded = OmegaConf.load(path)
     except PermissionError:
@@ -107,6 +112,7 @@ def _read_file(path: Path, extended_by: tuple[Path, ...]) -> list[tuple[str, dic
     return [*_read_file(path.parent / base, chain), (str(path), settings)]
 
 
+_MOST_BYTES = 4 * 2**20
 _DOTTED_KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from conversion.files.safetensors_headers import HFCheckpointError, check_weight_files
+from conversion.files.safetensors_headers import HFCheckpointError, check_tensors, check_weight_files
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import MalformedConfig, UnsupportedArchitecture
 from megatron_retool.config import Config, ConfigError, ModelConfig
@@ -31,6 +31,8 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
         ConfigError: the message names key and cure.
     """
     check_directory("trainer.runs_dir and trainer.experiment_name", config.run_dir)
+    if (config.run_dir / "metrics.jsonl").is_dir():
+        raise ConfigError(f"{config.run_dir / 'metrics.jsonl'} is a directory, where a run writes a file: move it away")
     if not config.model.path:
         raise ConfigError("model.path is not set: give a Hugging Face directory or a hub id")
     for name in prompts:
@@ -49,8 +51,8 @@ def check_stage_files(config: Config) -> None:
 
 
 def check_model_files(model: ModelConfig) -> None:
-    """Check model.path, its config.json's types, the sizes of its weight files, the files of its tokenizer, and that
-    its vocabulary has room for the tokenizer's.
+    """Check model.path, its config.json's types, the sizes of its weight files, names and shapes of its tensors, the
+    files of its tokenizer, and that its vocabulary has room for the tokenizer's.
 
     A model that no family covers passes: an evaluation may serve it.
 
@@ -63,7 +65,7 @@ def check_model_files(model: ModelConfig) -> None:
     try:
         check_weight_files(model.path)
         if (Path(model.path) / "config.json").is_file():
-            Architecture.from_pretrained(model.path, model.families)
+            check_tensors(model.path, Architecture.from_pretrained(model.path, model.families))
     except (HFCheckpointError, MalformedConfig) as error:
         raise ConfigError(f"model.path={model.path}: {error}") from error
     except UnsupportedArchitecture:
@@ -95,6 +97,13 @@ def check_directory(keys: str, directory: Path) -> None:
     longest = os.pathconf(place, "PC_PATH_MAX") // 2
     if len(os.fsencode(os.path.abspath(directory))) > longest:
         raise ConfigError(f"{str(directory)[:40]}… is longer than the {longest} bytes that {keys} may have together")
+
+
+def check_output_file(option: str, file: Path) -> None:
+    """Raise ConfigError where ``file``, which a command line's ``option`` names, cannot be written."""
+    if file.is_dir():
+        raise ConfigError(f"{option} {file} is a directory: name a file in it")
+    check_directory(option, file.absolute().parent)
 
 
 def _is_read_only(place: Path) -> bool:

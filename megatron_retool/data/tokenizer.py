@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from megatron_retool.untrusted import load_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""A tag that transformers adds to Jinja: what the model writes lies between two of them."""
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.vocab", "*.tiktoken", "*.spm")
 
 
@@ -42,7 +45,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def check_tokenizer_files(model: ModelConfig) -> None:
-    """Make sure that the files of a tokenizer hold a vocabulary; no package is imported.
+    """Make sure that the files of a tokenizer hold a vocabulary, and its chat template is one; transformers is not
+    imported.
 
     From tokenizer_config.json alone, transformers makes a tokenizer that knows no text, and says nothing.
 
@@ -68,6 +72,30 @@ def check_tokenizer_files(model: ModelConfig) -> None:
             raise ConfigError(f"{key}={directory}: {name} cannot be read: {error}: fetch it again") from None
         if not isinstance(found, dict) or (part is not None and not isinstance(found.get(part), dict)):
             raise ConfigError(f"{key}={directory}: {name} is not that of a tokenizer: fetch it again")
+    _check_template(key, directory)
+
+
+def _check_template(key: str, directory: Path) -> None:
+    """Raise ConfigError where the chat template is no Jinja template; what transformers adds to Jinja passes."""
+    import jinja2
+
+    file, template = directory / "chat_template.jinja", None
+    try:
+        template = file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={directory}: {file.name} cannot be read: {error}: fetch it again") from None
+    if template is None:
+        file = directory / "tokenizer_config.json"
+        template = _mapping(file).get("chat_template")
+    if not isinstance(template, str):
+        return
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"{key}={directory}: the chat template in {file.name} is no Jinja template (line {error.lineno}: "
+            f"{error.message}): fetch it again, or set model.tokenizer_path"
+        ) from None
 
 
 def check_vocabulary(model: ModelConfig) -> None:

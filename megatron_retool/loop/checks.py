@@ -9,6 +9,7 @@ from pathlib import Path
 
 from conversion.files.checksums import CHECKPOINT_NAME
 from conversion.files.directory import COMPANIONS, FORMAT_NAME
+from conversion.files.safetensors_headers import HFCheckpointError, check_weights_are_there
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.loop.rollout_files import step_path
@@ -85,9 +86,13 @@ def check_model(config: Config, *, learns: bool) -> None:
             )
         raise ConfigError(f"model.path={config.model.path} is no Hugging Face model directory: no config.json{cure}")
     check_served_model(config)
-    if not learns:
+    architecture = Architecture.from_pretrained(directory, config.model.families) if learns else None
+    try:
+        check_weights_are_there(directory)
+    except HFCheckpointError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    if architecture is None:
         return
-    architecture = Architecture.from_pretrained(directory, config.model.families)
     check_longest_text(config, architecture)
     for number, stage in enumerate(config.sft.stages):
         if architecture.longest_text is not None and stage.max_length > architecture.longest_text:
@@ -111,6 +116,11 @@ def check_model(config: Config, *, learns: bool) -> None:
         raise ConfigError(
             f"model.mcore_path={config.model.mcore_path} is a run's checkpoint, whose weights lie in learner/: give "
             f"{config.model.mcore_path}/learner to begin a new run from them, or resume with trainer.resume_from_path"
+        )
+    if config.model.mcore_path is not None and not (Path(config.model.mcore_path) / FORMAT_NAME).is_file():
+        raise ConfigError(
+            f"model.mcore_path={config.model.mcore_path} is no Megatron-Core checkpoint (no {FORMAT_NAME}): make "
+            "it with conversion/hf_to_mcore.py, or set it to null, and the weights of model.path are read"
         )
 
 

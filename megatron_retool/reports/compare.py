@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_retool.reports.summary import Summary, summarise
-from megatron_retool.runs.metrics_file import read_metrics
+from megatron_retool.runs.metrics_file import require_rows
 
 ABSENT = "–"
 
@@ -22,12 +22,12 @@ def compare_runs(run_dirs: Sequence[Path], console: Console) -> None:
 
     Raises:
         FileNotFoundError: a directory is no run: it has no config.yaml or no rows in metrics.jsonl.
+        ValueError: as ``stored_settings``.
     """
     names = _names(run_dirs)
-    settings = [_settings(run_dir) for run_dir in run_dirs]
+    settings = [{key: str(value) for key, value in stored_settings(run_dir).items()} for run_dir in run_dirs]
     for run_dir in run_dirs:
-        if not read_metrics(run_dir / "metrics.jsonl"):
-            raise FileNotFoundError(f"{run_dir / 'metrics.jsonl'} is not there or has no rows: nothing to compare")
+        require_rows(run_dir, "there is nothing to compare")
     console.print(_table("settings that differ", "setting", names, differing_settings(settings)))
     console.print(_table("figures", "figure", names, figures([summarise(run_dir) for run_dir in run_dirs])))
 
@@ -57,16 +57,24 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
 
 
-def _settings(run_dir: Path) -> dict[str, str]:
+def stored_settings(run_dir: Path) -> dict[str, Any]:
+    """A run's settings by dotted key. They are not checked: a run of another version has other keys.
+
+    Raises:
+        FileNotFoundError: the directory has no config.yaml.
+        ValueError: config.yaml is no YAML, or no mapping.
+    """
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give directories of runs, as runs/demo")
     try:
-        settings = flat_settings(OmegaConf.to_container(OmegaConf.load(path)))
+        settings = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # OmegaConf's and YAML's own, of a foreign file
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} cannot be read: {reason}: correct it, or name another run") from error
-    return {key: str(value) for key, value in settings.items()}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no mapping of settings: correct it, or name another run")
+    return flat_settings(settings)
 
 
 def flat_settings(tree: Any) -> dict[str, Any]:

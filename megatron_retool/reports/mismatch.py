@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import OmegaConf
 
-from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
+from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
 from megatron_retool.loop.rollout_files import read_estimates, step_path
+from megatron_retool.reports.compare import stored_settings
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
+from megatron_retool.runs.metrics_file import check_run_directory, read_metrics_and_problems
 from megatron_retool.trajectory import read_trajectories
 
 _MAX_POINTS = 20_000
@@ -160,15 +160,19 @@ def log_perplexities(
     return mean(sample.rollout_log_probs), mean(sample.train_log_probs)
 
 
-def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> Path:
-    """Draw and write everything; the page's path.
+def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> tuple[Path, list[str]]:
+    """Draw and write everything.
+
+    Returns:
+        The page's path, and a sentence for each line of metrics.jsonl that is damaged and not drawn.
 
     Raises:
-        FileNotFoundError, ValueError: as ``read_sample``.
+        FileNotFoundError, ValueError: as ``read_sample``; or config.yaml cannot be read.
         ValueError: the run was in bypass mode, where the learner's log-probs were not computed.
     """
     run_dir = Path(run_dir)
-    if _was_bypass(run_dir / "config.yaml"):
+    check_run_directory(run_dir)
+    if _was_bypass(run_dir):
         raise ValueError(
             f"{run_dir} took the engine's log-probs as the learner's (rollout_correction.bypass_old_log_probs): there "
             "is nothing to compare"
@@ -178,18 +182,17 @@ def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> Path:
     target.mkdir(exist_ok=True)
     rows = mismatch_statistics(sample)
     write_text(target / "mismatch.json", json.dumps(rows, indent=1, ensure_ascii=False))
-    pictures = _draw(sample, rows, read_metrics(run_dir / "metrics.jsonl"), target)
+    metrics, problems = read_metrics_and_problems(run_dir / "metrics.jsonl")
+    pictures = _draw(sample, rows, metrics, target)
     page = target / "mismatch.html"
     write_text(page, _page(run_dir.name, pictures, rows))
-    return page
+    return page, problems
 
 
-def _was_bypass(config_file: Path) -> bool:
-    # Not load_config: the run may be of another version of the project, whose keys were others.
-    if not config_file.exists():
+def _was_bypass(run_dir: Path) -> bool:
+    if not (run_dir / "config.yaml").exists():
         return False
-    key = "algorithm.rollout_correction.bypass_old_log_probs"
-    return bool(OmegaConf.select(OmegaConf.load(config_file), key, default=False))
+    return stored_settings(run_dir).get("algorithm.rollout_correction.bypass_old_log_probs") is True
 
 
 def _draw(

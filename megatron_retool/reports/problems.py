@@ -51,21 +51,25 @@ class ProblemAccuracy:
     accuracy: npt.NDArray[np.float64]
 
 
-def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[ProblemAccuracy]:
+def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]], problems: list[str]) -> list[ProblemAccuracy]:
     """Accuracy by problem and step, of each data source, from validation/ (full validations alone).
 
     Args:
         rows: of metrics.jsonl; files of steps without a validation there are left over from before a resume.
+        problems: gets a sentence for each file that is damaged; its step is left out.
     """
     steps = sorted({row["step"] for row in rows if any(name.startswith("val-core/") for name in row)})
     found: dict[tuple[str, str], dict[int, float]] = {}
     extra_info: dict[tuple[str, str], Mapping[str, Any]] = {}
     for step in steps:
+        path = step_path(run_dir / "validation", step)
         try:
-            problems = _read(step_path(run_dir / "validation", step))
-        except UnreadableFile:
+            validated = _read(path)
+        except UnreadableFile as error:
+            if path.exists():
+                problems.append(str(error))
             continue
-        for info, accuracy in problems:
+        for info, accuracy in validated:
             key = (str(info.get("data_source", "unknown")), str(info.get("uid", info.get("index"))))
             found.setdefault(key, {})[step] = accuracy
             extra_info.setdefault(key, info)
@@ -76,13 +80,15 @@ def problem_accuracy(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[P
     ]
 
 
-def draw_problems(run_dir: Path, rows: Sequence[Mapping[str, Any]], target: Path) -> list[tuple[str, str]]:
-    """Write a heat map for each data source and ``TABLE`` into ``target``.
+def draw_problems(
+    run_dir: Path, rows: Sequence[Mapping[str, Any]], target: Path, problems: list[str]
+) -> list[tuple[str, str]]:
+    """Write a heat map for each data source and ``TABLE`` into ``target``; ``problems`` as in ``problem_accuracy``.
 
     Returns:
         (name of the picture without its ending, title); none where the run has no validation's file.
     """
-    found = problem_accuracy(run_dir, rows)
+    found = problem_accuracy(run_dir, rows, problems)
     if not found:
         return []
     write_text(target / TABLE, _table(found))

@@ -16,7 +16,7 @@ from megatron_retool.monitor.code_purpose import Purpose
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.reports.problems import TABLE, draw_problems
 from megatron_retool.runs.files import write_text
-from megatron_retool.runs.metrics_file import check_run_directory, read_metrics
+from megatron_retool.runs.metrics_file import require_rows
 
 _DRAWN_PHASES = (
     Phase.STEP,
@@ -144,12 +144,14 @@ class Plots:
 
     Attributes:
         last: metrics of the last step.
+        problems: sentences about files, lines and values of the run that are damaged and not drawn.
     """
 
     run_dir: Path
     directory: Path
     pictures: Sequence[Figure]
     last: dict[str, Any]
+    problems: Sequence[str]
 
     def write_page(self, notes: str = "") -> Path:
         """A page of all, plots.html beside them; its path.
@@ -174,15 +176,12 @@ def draw_plots(run_dir: str | Path) -> Plots:
         FileNotFoundError: there is no such run, or it has no metrics.
     """
     run_dir = Path(run_dir)
-    check_run_directory(run_dir)
+    rows, problems = require_rows(run_dir, "there is nothing to report")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    if not rows:
-        raise FileNotFoundError(f"{run_dir / 'metrics.jsonl'} has no rows: nothing to report")
     target = run_dir / "report"
     target.mkdir(exist_ok=True)
     pictures = []
@@ -204,8 +203,8 @@ def draw_plots(run_dir: str | Path) -> Plots:
         canvas.savefig(target / f"{figure.name}.png")
         plt.close(canvas)
         pictures.append(figure)
-    pictures += [Figure(name, title, []) for name, title in draw_problems(run_dir, rows, target)]
-    return Plots(run_dir, target, pictures, rows[-1])
+    pictures += [Figure(name, title, []) for name, title in draw_problems(run_dir, rows, target, problems)]
+    return Plots(run_dir, target, pictures, rows[-1], problems)
 
 
 def _page(title: str, notes: str, pictures: Sequence[Figure], last: dict[str, Any]) -> str:

@@ -16,14 +16,36 @@ def check_run_directory(run_dir: Path) -> None:
         raise FileNotFoundError(f"{run_dir} is no directory: name that of a run, runs/<experiment_name>")
 
 
+def require_rows(run_dir: Path, purpose: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """As ``read_metrics_and_problems`` of a run's directory, which has to have a row.
+
+    Args:
+        purpose: what there would be without one, such as "nothing to report".
+
+    Raises:
+        FileNotFoundError: there is no such directory, or its metrics.jsonl is missing, no file, or has no row that can
+            be read; the message says which, and names the first damaged line.
+    """
+    check_run_directory(run_dir)
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        state = "is a directory" if path.is_dir() else "is missing"
+        raise FileNotFoundError(f"{path} {state}: {purpose} before the run has finished a step; or name another run")
+    rows, problems = read_metrics_and_problems(path)
+    if not rows:
+        reason = f" ({problems[0]})" if problems else ""
+        raise FileNotFoundError(f"{path} has no rows{reason}: {purpose}; name another run, or restore the file")
+    return rows, problems
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl in order; none where there is no such file. Every row has a whole number as its step.
-    A line that a crash cut off, or a disk damaged, is left out."""
+    A line that a crash cut off, or a disk damaged, is left out, and so is a value that is no number."""
     return read_metrics_and_problems(path)[0]
 
 
 def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows, as ``read_metrics``, and a sentence for each line that is none."""
+    """The rows, as ``read_metrics``, and a sentence for each line or value that is left out."""
     rows, problems = [], []
     path = Path(path)
     if path.is_file():
@@ -34,7 +56,9 @@ def read_metrics_and_problems(path: str | Path) -> tuple[list[dict[str, Any]], l
             elif type(row.get("step")) is not int:
                 problems.append(f"{path}, line {number} has no whole number as its step: it is left out")
             else:
-                rows.append(row)
+                wrong = [name for name, value in row.items() if isinstance(value, str | list | dict)]
+                problems += [f"{path}, line {number}: {name} is no number: it is left out" for name in wrong]
+                rows.append({name: value for name, value in row.items() if name not in wrong})
     return rows, problems
 
 

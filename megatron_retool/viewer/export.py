@@ -38,11 +38,13 @@ class Exported:
     Attributes:
         size: bytes of the file.
         left_out: responses of the steps that are not in it.
+        problems: sentences about files of the runs that are damaged; what they would show is not in it.
     """
 
     size: int
     responses: int
     left_out: int
+    problems: Sequence[str]
 
 
 def export(
@@ -81,7 +83,9 @@ def export(
     text = page_text(answers, summary)
     with atomic_write(file) as handle:
         handle.write(text.encode())
-    return Exported(len(text.encode()), room.taken, room.left_out)
+    pages = [answer for answer in answers.values() if "problems" in answer]
+    problems = dict.fromkeys(problem for page in pages for problem in page["problems"])
+    return Exported(len(text.encode()), room.taken, room.left_out, list(problems))
 
 
 _UNESCAPED = "!'()*-._~"

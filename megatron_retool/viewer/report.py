@@ -6,6 +6,8 @@ responses, and needs neither this machine nor a server. The plots of ``reports/r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_retool.reports.problems import TABLE
@@ -18,7 +20,19 @@ MOST_TOKENS = 20_000
 """Response tokens in a report, some megabytes: it is sent by mail. ``megatron-retool view --export`` takes more."""
 
 
-def write_report(run_dir: str | Path, summary: str = "") -> Path:
+@dataclass(frozen=True)
+class Report:
+    """
+    Attributes:
+        page: index.html's path.
+        problems: sentences about what is damaged in the run and so is not in the report.
+    """
+
+    page: Path
+    problems: Sequence[str]
+
+
+def write_report(run_dir: str | Path, summary: str = "") -> Report:
     """report/index.html and, beside it, plots.html with its PNG files and the table of problems.
 
     A run that cannot be exported, as one without config.yaml, has the plots in index.html too, which says why.
@@ -26,11 +40,8 @@ def write_report(run_dir: str | Path, summary: str = "") -> Path:
     Args:
         summary: lines of "name: value", a table above the page.
 
-    Returns:
-        The page's path.
-
     Raises:
-        FileNotFoundError: there is no such run, or it has no metrics.
+        FileNotFoundError: there is no such run, or it has no metrics; the message says which.
     """
     run_dir = Path(run_dir)
     drawn = draw_plots(run_dir)
@@ -38,9 +49,11 @@ def write_report(run_dir: str | Path, summary: str = "") -> Path:
     page = plots.with_name(PAGE_NAME)
     beside = [plots.name, *([TABLE] if (plots.parent / TABLE).is_file() else [])]
     text = "\n".join([summary, f"beside this file: {', '.join(beside)}"]).strip()
+    problems = list(drawn.problems)
     try:
-        export(run_dir.resolve(), page, most_tokens=MOST_TOKENS, summary=text)
+        problems += export(run_dir.resolve(), page, most_tokens=MOST_TOKENS, summary=text).problems
     except (OSError, ValueError) as error:  # a run's end must not fail for its report
-        drawn.write_page(f"{summary}\n\nThe page of the whole run could not be made: {error}".strip())
+        problems.append(f"the page of the whole run could not be made: {error}")
+        drawn.write_page(f"{summary}\n\n{problems[-1]}".strip())
         write_text(page, plots.read_text(encoding="utf-8"))
-    return page
+    return Report(page, list(dict.fromkeys(problems)))

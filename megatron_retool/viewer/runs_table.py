@@ -111,7 +111,10 @@ def settings_of(run_dir: Path, problems: list[str]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _read_settings(path: Path, _changed: int, _size: int) -> dict[str, Any]:
-    settings: dict[str, Any] = values_for_json(flat_settings(OmegaConf.to_container(OmegaConf.load(path))))
+    tree = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(tree, dict):
+        raise ValueError("it is no mapping of settings")
+    settings: dict[str, Any] = values_for_json(flat_settings(tree))
     return settings
 
 

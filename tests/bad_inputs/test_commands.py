@@ -51,6 +51,11 @@ COMMANDS = [
     ("doctor --steps nosuch", "--steps nosuch", "--list"),
     ("doctor --output empty", "--output empty is a directory"),
     ("doctor --output a_file/report.json", "a_file is a file", "--output"),
+    ("admit qwen3-30b-a3b --json empty", "--json empty is a directory"),
+    ("admit qwen3-30b-a3b --json a_file/found.json", "a_file is a file", "--json"),
+    ("data prepare gsm8k --output a_file", "a_file is a file", "--output"),
+    ("train --config large.yaml", "large.yaml has 5 MiB", "at most 4"),
+    ("view configured --host nowhere.invalid", "--host nowhere.invalid", "address of this machine"),
     ("doctor --keep a_file", "a_file is a file", "--keep"),
     ("doctor --node-rank 5", "belong together"),
     ("check gone", "gone is no directory"),
@@ -115,6 +120,7 @@ def places(tmp_path: Path) -> None:
     (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 3}\n')
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "metrics.jsonl").write_text('{"step": 3}\n')
+    (tmp_path / "large.yaml").write_text("#" * (5 * 2**20))
     (tmp_path / "configuration.yaml").write_text("sft: {stages: [{train_files: [a_file]}]}\n")
 
 

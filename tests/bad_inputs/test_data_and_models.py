@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from conversion import hf_to_mcore, mcore_to_hf
 from megatron_retool.config import load_config
 from megatron_retool.data.demo import make_demo
 from tests.bad_inputs.conftest import Refused
 
+Weights = dict[str, np.ndarray]
 SMALL = (
     "pretrain_rows=64 sft_rows=64 sft_val_rows=8 train_rows=16 val_rows=4 hidden_size=32 num_layers=1 vocab_size=384"
 )
@@ -123,6 +127,8 @@ DAMAGED: list[tuple[str, Any, str]] = [
     ("tokenizer.json", "{}", "tokenizer.json is not that of a tokenizer"),
     ("tokenizer.json", None, "model.tokenizer_path"),
     ("tokenizer_config.json", "[]", "tokenizer_config.json is not that of a tokenizer"),
+    ("chat_template.jinja", "{% for x in %}", "the chat template in chat_template.jinja is no Jinja template (line 1"),
+    ("config.json", {"num_hidden_layers": -2}, "num_hidden_layers=-2 is not a positive integer"),
 ]
 
 
@@ -144,6 +150,46 @@ def test_damaged_files_of_a_model(
     named = str(directory) if command in ("serve", "chat") else f"model.path={directory}"
     stage = [f"sft.stages=[{{train_files: {demo}/sft.parquet}}]"] if command == "sft" else []
     refused([command, named, *stage], words)
+
+
+WEIGHTS: list[tuple[str, Callable[[Weights], object], str]] = [
+    ("a tensor is missing", lambda tensors: tensors.pop("model.norm.weight"), "has no tensor model.norm.weight"),
+    (
+        "a tensor has another shape",
+        lambda tensors: tensors.update({"model.norm.weight": np.ones(3, np.float32)}),
+        "model.norm.weight has shape [3], and config.json implies [32]",
+    ),
+    ("a layer is missing", lambda tensors: _without_layer(tensors), "more tensors, which config.json's qwen2 with 1 l"),
+]
+
+
+def _without_layer(tensors: Weights) -> None:
+    for name in [name for name in tensors if ".layers.0." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "serve", "chat", "sft"])
+@pytest.mark.parametrize("case", WEIGHTS, ids=[case[0] for case in WEIGHTS])
+def test_weights_that_are_not_those_of_the_configuration(
+    command: str, case: tuple[str, Callable[[Weights], object], str], refused: Refused, demo: Path, tmp_path: Path
+) -> None:
+    """SGLang would serve them, with values that it makes up."""
+    _, change, words = case
+    directory = with_config(demo, tmp_path / "model")
+    tensors = load_file(demo / "model" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    named = str(directory) if command in ("serve", "chat") else f"model.path={directory}"
+    stage = [f"sft.stages=[{{train_files: {demo}/sft.parquet}}]"] if command == "sft" else []
+    refused([command, named, *stage], words)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "serve", "chat", "sft"])
+def test_a_model_that_was_fetched_without_weights(command: str, refused: Refused, demo: Path, tmp_path: Path) -> None:
+    directory = with_config(demo, tmp_path / "model")
+    named = str(directory) if command in ("serve", "chat") else f"model.path={directory}"
+    stage = [f"sft.stages=[{{train_files: {demo}/sft.parquet}}]"] if command == "sft" else []
+    refused([command, named, *stage], "no weights (*.safetensors)", "fetch them")
 
 
 EXPERTS = {
@@ -171,6 +217,7 @@ def test_what_cannot_replay_routing(refused: Refused, demo: Path, tmp_path: Path
     train = ["train", f"model.path={demo}/model"]
     refused([*train, "learner.routing_replay=old_log_probs"], "learner.routing_replay=old_log_probs", "qwen2", "none")
     experts = with_config(demo, tmp_path / "experts", **EXPERTS, tie_word_embeddings=False)
+    (experts / "pytorch_model.bin").touch()
     train = ["train", f"model.path={experts}", "rollout.replay_dir=stored"]
     refused(train, "rollout.replay_dir=stored", "step_000001.parquet is not there")
     (tmp_path / "stored").mkdir()

@@ -21,6 +21,7 @@ SUBMIT = ["bash", str(ROOT / "scripts" / "slurm" / "submit.sh"), "--dry-run"]
         ([*COMMAND, "train", "trainer.sead=1"], "'trainer.seed'"),
         ([*COMMAND, "pipeline", "learner.world_size=0"], "learner.world_size=0 must be at least 1"),
         ([sys.executable, str(CONVERTER), "--mcore-dir=x", "--hf-dir=y"], "x does not exist"),
+        ([sys.executable, str(CONVERTER), f"--mcore-dir={ROOT}", f"--hf-dir={ROOT}/docs"], "which is read"),
         ([*SUBMIT, "--config", "gone.yaml"], "gone.yaml does not exist"),
         ([*SUBMIT, "--nodes", "x"], "--nodes"),
     ],

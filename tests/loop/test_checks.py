@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,11 @@ def test_a_checkpoint_in_a_models_place_is_told_what_it_is(tmp_path):
         check_model(load_config(None, [f"model.path={alone}"]), learns=True)
     complete = tmp_path / "global_step_4"
     complete.mkdir()
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "model.safetensors").touch()
     for place, words in ((complete, "whose weights lie in learner/: give .*global_step_4/learner"), (alone, None)):
-        config = load_config(None, [f"model.path={MODEL}", f"model.mcore_path={place}"])
+        config = load_config(None, [f"model.path={model}", f"model.mcore_path={place}"])
         if words is None:
             check_model(config, learns=True)
         else:
@@ -47,6 +51,7 @@ def test_a_checkpoint_in_a_models_place_is_told_what_it_is(tmp_path):
 
 def test_texts_that_outgrow_longrope_are_refused_with_any_engine(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PHI_4_MINI))
+    (tmp_path / "model.safetensors").touch()
     keys = [f"model.path={tmp_path}", "rollout.engine.backend=transformers", "data.max_prompt_length=1096"]
     short, long = [*keys, "data.max_response_length=3000"], [*keys, "data.max_response_length=3001"]
     check_model(load_config(None, short), learns=True)

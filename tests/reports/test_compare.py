@@ -36,5 +36,5 @@ def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing/config\.yaml does not exist: give directories of runs"):
         compare_runs([run, tmp_path / "nothing"], Console(quiet=True))
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is not there or has no rows"):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is missing: there is nothing to compare"):
         compare_runs([run, run], Console(quiet=True))

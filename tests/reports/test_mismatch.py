@@ -64,7 +64,7 @@ def test_steps_are_spread_over_the_run(run_dir):
 
 
 def test_report_of_a_run(run_dir):
-    page = write_mismatch_report(run_dir)
+    page, _ = write_mismatch_report(run_dir)
     text = page.read_text()
     for name in ("over_probability", "log_ppl", "probability", "by_category", "over_steps"):
         assert (page.parent / f"mismatch_{name}.png").stat().st_size > 5000 and f"mismatch_{name}.png" in text

@@ -38,7 +38,7 @@ def aime(index: int) -> dict[str, Any]:
 
 
 def read(run_dir: Path) -> Any:
-    return problem_accuracy(run_dir, [json.loads(line) for line in (run_dir / "metrics.jsonl").open()])
+    return problem_accuracy(run_dir, [json.loads(line) for line in (run_dir / "metrics.jsonl").open()], [])
 
 
 def test_problems_are_sorted_by_difficulty_and_then_by_accuracy(tmp_path: Path) -> None:

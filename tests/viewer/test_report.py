@@ -18,7 +18,9 @@ def exported(page):
 
 def test_the_report_is_the_page_of_the_run_under_its_summary(tmp_path):
     run_dir = make_run(tmp_path / "run")
-    page = write_report(run_dir, "accuracy: <0.5>\nsteps: 2, median: 1 s")
+    report = write_report(run_dir, "accuracy: <0.5>\nsteps: 2, median: 1 s")
+    page = report.page
+    assert not [problem for problem in report.problems if "tokenizer" not in problem]  # the run has none
     text = page.read_text()
     assert page == run_dir / "report" / "index.html" and '<th scope="row">accuracy</th><td>&lt;0.5&gt;</td>' in text
     assert '<th scope="row">steps</th><td>2, median: 1 s</td>' in text and "<pre" not in text.partition("<main")[0]
@@ -34,9 +36,10 @@ def test_a_run_that_cannot_be_exported_has_its_plots(tmp_path, monkeypatch):
     (run_dir / "config.yaml").unlink()
     drawn = []
     monkeypatch.setattr(report, "draw_plots", lambda directory: drawn.append(directory) or draw_plots(directory))
-    text = write_report(run_dir, "summary").read_text()
+    made = write_report(run_dir, "summary")
+    text = made.page.read_text()
     assert len(drawn) == 1, "drawing takes longer than everything else"
-    assert "could not be made" in text and 'src="accuracy.png"' in text
+    assert "could not be made" in text and "could not be made" in made.problems[0] and 'src="accuracy.png"' in text
 
 
 def test_the_command_writes_the_summary_too(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_retool.algorithms.rollout_correction import PROBABILITY_BIN_EDGES
+from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from conversion.files.checksums import COMPLETE_NAME
 from conversion.files.directory import local_directory
-from conversion.files.dist_checkpoint import DistCheckpoint
-from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
 from conversion.model.stacked import Stacker
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
@@ -27,6 +25,9 @@ from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import check_run_directory
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
 from megatron_retool.trajectory import Trajectory, TrajectoryBatch, read_trajectories
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENS_OF_A_RESPONSE = 1024
 """Most tokens that are judged of one response, whose logits exist at one time."""
@@ -48,6 +49,9 @@ class Weights:
 
     def tensors(self, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its Hugging Face name, in the dtype that is stored."""
+        from conversion.files.dist_checkpoint import DistCheckpoint  # torch: finding a step needs none
+        from conversion.files.hf_checkpoint import HFCheckpoint
+
         weight_map = WeightMap(architecture)
         if self.mcore_dir is None:
             assert self.hf_dir is not None

@@ -87,7 +87,7 @@ def test_a_conversion_refuses_before_heavy_imports(tmp_path: Path) -> None:
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **dict.fromkeys(sizes, 2)}))
     write(tmp_path / "model.safetensors", GOOD, 12)
-    script = ["conversion/hf_to_mcore.py", "--hf-dir", str(tmp_path), "--mcore-dir", str(tmp_path / "out")]
+    script = ["conversion/hf_to_mcore.py", "--hf-dir", str(tmp_path), "--mcore-dir", str(tmp_path.with_name("out"))]
     run = subprocess.run([sys.executable, "-X", "importtime", *script], capture_output=True, text=True, timeout=60)
     said = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
     assert (run.returncode, len(said)) == (1, 1)
