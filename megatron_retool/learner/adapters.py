@@ -25,6 +25,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -36,6 +41,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, Segment, shard, shard_shape
 from megatron_retool.config import ConfigError, LoraConfig
+from megatron_retool.learner.attention import rms_norm
 from megatron_retool.learner.model import PackedModel
 from megatron_retool.learner.weights import (
     TensorParallelPlace,
@@ -65,9 +71,10 @@ class Adapter(torch.nn.Module):
         self.enabled = True
         self.is_column = mapping.tp_dim == 0
         self.tp_size, self.tp_rank = TensorParallelPlace.current().of(mapping)
-        self._group = linear.tp_group
-        self._sequence_parallel = bool(linear.sequence_parallel)
-        self._exchanges_elsewhere = bool(linear.explicit_expert_comm)
+        # Transformer Engine's layers of experts have another, for it leaves their exchange to Megatron.
+        self._group = getattr(linear, "_tp_group", None) or linear.tp_group
+        self._sequence_parallel = bool(linear.config.sequence_parallel) and self.tp_size > 1
+        self._exchanges_elsewhere = mapping.expert is not None
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a, self.b = ParameterList(), ParameterList()
         for factor in factor_mappings(mapping, settings.rank):
@@ -91,8 +98,7 @@ class Adapter(torch.nn.Module):
             parameter.partition_stride = 1
         for parameter in whole:
             # Such a gradient is one of this rank's tokens; finalize_model_grads adds up what has this mark.
-            own_tokens = self._sequence_parallel and self.mapping.expert is None
-            parameter.sequence_parallel = own_tokens
+            parameter.sequence_parallel = self._sequence_parallel and not self._exchanges_elsewhere
 
     @property
     def partial(self) -> tuple[Parameter, ...]:
@@ -104,10 +110,10 @@ class Adapter(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the layer adds to its output: [..., in of this rank] -> [..., rows of this rank]."""
         low = torch.nn.functional.linear(x, torch.cat(list(self.a)) if len(self.a) > 1 else self.a[0])
-        low = self._exchanged(low)
+        low = self._exchanged(low * self.scale)
         parts = low.split(self.rank, -1)
         blocks = zip(self.mapping.blocks, self.b, strict=True)
-        return self._fused([torch.nn.functional.linear(parts[_source(block)], b) for block, b in blocks]) * self.scale
+        return self._fused([torch.nn.functional.linear(parts[_source(block)], b) for block, b in blocks])
 
     def _exchanged(self, low: Tensor) -> Tensor:
         if self._exchanges_elsewhere or self.tp_size == 1:
@@ -156,7 +162,11 @@ class _Adapted:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         output, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return (output + self.lora(x) if self.lora.enabled else output), bias
+        return (output + self.lora(self._read(x)) if self.lora.enabled else output), bias
+
+    def _read(self, x: Tensor) -> Tensor:
+        """What the layer multiplies its weight with."""
+        return x
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """The layer's own, whose axes are for weight and bias alone, and the factors with theirs."""
@@ -170,25 +180,37 @@ class _Adapted:
             f"{prefix}lora.",
             axes,
             sharded_offsets,
-            tp_group=self.tp_group,  # type: ignore[attr-defined]
+            tp_group=self.lora._group,
             dp_cp_group=metadata["dp_cp_group"],
         )
 
 
-class _AdaptedColumn(_Adapted, ColumnParallelLinear): ...
+class _AdaptedBehindNorm(_Adapted):
+    """The same of Transformer Engine's layer that has the norm before it inside."""
 
-
-class _AdaptedRow(_Adapted, RowParallelLinear): ...
+    def _read(self, x: Tensor) -> Tensor:
+        # Computed once more: the kernel keeps what it makes of its input to itself.
+        layer: Any = self
+        return rms_norm(x, layer.layer_norm_weight, layer.eps, layer.config.layernorm_zero_centered_gamma)
 
 
 @functools.cache
 def _adapted(layer: Any) -> type[Any]:
-    """``layer`` with an adapter where it calls Megatron's layer, before what it does with that layer's output."""
-    for native, adapted in ((ColumnParallelLinear, _AdaptedColumn), (RowParallelLinear, _AdaptedRow)):
-        if layer is native:
-            return adapted
-        if issubclass(layer, native):
-            return type(f"Adapted{layer.__name__}", (layer, adapted), {})
+    """``layer`` with an adapter where it calls Megatron's or Transformer Engine's, before what it does with the output.
+
+    Where Transformer Engine is not installed, Megatron has no classes in its layers' place.
+    """
+    mixins = {
+        ColumnParallelLinear: _Adapted,
+        RowParallelLinear: _Adapted,
+        TEColumnParallelLinear: _Adapted,
+        TERowParallelLinear: _Adapted,
+        TELayerNormColumnParallelLinear: _AdaptedBehindNorm,
+    }
+    for plain, mixin in mixins.items():
+        if isinstance(plain, type) and issubclass(layer, plain):
+            adapted = type(f"Adapted{plain.__name__}", (mixin, plain), {})
+            return adapted if layer is plain else type(f"Adapted{layer.__name__}", (layer, adapted), {})
     raise ConfigError(f"learner.lora.rank: adapters do not know layers of the kind {layer.__name__}: set it to 0")
 
 

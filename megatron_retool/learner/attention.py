@@ -49,15 +49,19 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        if self.zero_centered:
-            if x.dtype != torch.float32:  # in which 1 + weight would lose digits
-                return F.rms_norm(x.float(), self.normalized_shape, 1.0 + weight.float(), self.eps).to(x.dtype)
-            weight = 1.0 + weight
-        if x.is_cuda or x.dtype != torch.float32:
-            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-        # On the host torch's own is a dozen passes over memory.
-        return _HostRMSNorm.apply(x, weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None, zero_centered: bool) -> Tensor:
+    """x weight / sqrt(mean(x^2) + eps) over the last dimension, or with 1 + weight: in the shape and dtype of ``x``."""
+    if zero_centered:
+        if x.dtype != torch.float32:  # in which 1 + weight would lose digits
+            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
+        weight = 1.0 + weight
+    if x.is_cuda or x.dtype != torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # On the host torch's own is a dozen passes over memory.
+    return _HostRMSNorm.apply(x, weight, eps)
 
 
 class SwiGLUMLP(MLP):

@@ -148,7 +148,9 @@ def build_transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": acceleration.transformer_engine is not None,
+            # Adapters are on each expert's own layers.
+            "moe_grouped_gemm": acceleration.transformer_engine is not None
+            and not (learner.lora.rank and "experts" in learner.lora.targets),
         }
     if architecture.router_groups is not None:
         options["moe_router_num_groups"], options["moe_router_group_topk"] = architecture.router_groups

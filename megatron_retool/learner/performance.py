@@ -40,11 +40,6 @@ def check_performance(
             f"this {architecture.family} model has multi-head latent attention, which nobody has tried in Transformer "
             "Engine's layers: train it where Transformer Engine is not installed"
         )
-    if learner.lora.rank and acceleration.transformer_engine:
-        raise ConfigError(
-            f"learner.lora.rank={learner.lora.rank}: adapters know Megatron-Core's local layers alone, not Transformer "
-            "Engine's: train where Transformer Engine is not installed, or set learner.lora.rank=0"
-        )
     if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
         raise ConfigError(
             f"this {architecture.family} model has attention sinks and biased experts, which are there in "
@@ -155,7 +150,9 @@ def layer_options(learner: LearnerConfig, acceleration: Acceleration) -> dict[st
     if fused_permutation is None:
         fused_permutation = engine and engine_version(acceleration) >= FUSED_PERMUTATION
     options: dict[str, Any] = {
+        # Under adapters no weight of these layers has a gradient.
         "gradient_accumulation_fusion": learner.gradient_accumulation_fusion
+        and not learner.lora.rank
         and (engine or acceleration.fused_weight_gradient),
         "moe_token_dispatcher_type": learner.moe_token_dispatcher_type,
         "moe_permute_fusion": fused_permutation,

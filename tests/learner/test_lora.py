@@ -31,6 +31,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp2": ("qwen3", 2, {CP: 2}),
     "tied, biases, one rank": ("qwen2", 1, {}),
     "tied, biases, pp2": ("qwen2", 2, {PP: 2}),
+    "norms after, one rank": ("olmo2", 1, {}),
+    "norms after, tp2 sp": ("olmo2", 2, {TP: 2, SP: True}),
+    "windows, zero-centered norms, one rank": ("gemma3_text", 1, {}),
     "fused on disk, one rank": ("phi3", 1, {}),
     "fused on disk, tp2 sp": ("phi3", 2, {TP: 2, SP: True}),
     "experts, one rank": ("qwen3_moe", 1, {}),
@@ -38,6 +41,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts, tp2 sp etp1": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 1}),
     "experts, tp2 sp etp2": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 2}),
     "experts, tp2 sp etp1 ep2": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 1, EP: 2}),
+    "dense layers, shared experts, one rank": ("glm4_moe", 1, {}),
+    "dense layers, shared experts, ep2": ("glm4_moe", 2, {EP: 2}),
+    "dense layers, shared experts, tp2 sp etp1": ("glm4_moe", 2, {TP: 2, SP: True, ETP: 1}),
 }
 FOUR = {
     "pp4 vpp2": ("qwen3 of 8 layers", 4, {PP: 4, VPP: 2}),
@@ -64,7 +70,7 @@ def _learner(world: int, settings: dict[str, Any], directory: Path) -> Any:
     )
 
 
-def _compare(world: int, settings: dict[str, Any], directory: Path, control: str = "") -> dict[str, float]:
+def compare_layout(world: int, settings: dict[str, Any], directory: Path, control: str = "") -> dict[str, float]:
     """How far this layout's learner is from the reference, on rank 0."""
     from megatron_retool.learner.weights import all_gather_gradient_shards, gradient_value
 
@@ -143,7 +149,7 @@ def _leave_out(control: str, learner: Any) -> None:
 
 def _compare_all(world: int, directory: Path, names: list[str]) -> dict[str, dict[str, float]]:
     layouts = {**LAYOUTS, **FOUR}
-    return {name: _compare(world, layouts[name][2], directory / layouts[name][0]) for name in names}
+    return {name: compare_layout(world, layouts[name][2], directory / layouts[name][0]) for name in names}
 
 
 def _found(directory: Path, layouts: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -157,7 +163,7 @@ def _found(directory: Path, layouts: dict[str, Any]) -> dict[str, dict[str, floa
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    for family in ("qwen3", "qwen2", "phi3", "qwen3_moe"):
+    for family in ("qwen3", "qwen2", "phi3", "olmo2", "gemma3_text", "qwen3_moe", "glm4_moe"):
         write_reference(family, directory / family)
     return directory
 
@@ -167,23 +173,24 @@ def found(references: Path) -> dict[str, dict[str, float]]:
     return _found(references, LAYOUTS)
 
 
-def _within(figures: dict[str, float]) -> None:
+def within(figures: dict[str, float], layout: str) -> None:
+    """Fail where a figure of ``compare_layout`` is above its bar."""
     bars = {"grad_norm": NORM_BAR}
     too_far = {name: value for name, value in figures.items() if not value <= bars.get(name, BAR)}
-    assert not too_far
-    assert {"gradient", "grad_norm", "merged", "step"} <= figures.keys()
+    assert not too_far, layout
+    assert {"gradient", "grad_norm", "merged", "step"} <= figures.keys(), layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_are_pefts_in_every_layout(found: dict[str, dict[str, float]], layout: str) -> None:
-    _within(found[layout])
+    within(found[layout], layout)
 
 
 @pytest.mark.slow
 def test_adapters_are_pefts_on_four_ranks(references: Path) -> None:
     write_reference("qwen3", references / "qwen3 of 8 layers", num_hidden_layers=8)
-    for figures in _found(references, FOUR).values():
-        _within(figures)
+    for layout, figures in _found(references, FOUR).items():
+        within(figures, layout)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +203,7 @@ def test_adapters_are_pefts_on_four_ranks(references: Path) -> None:
 def test_ranks_drift_apart_without_a_sum_of_gradients(references: Path, control: str, layout: str) -> None:
     family, world, settings = LAYOUTS[layout]
     with pytest.raises(RankFailed, match="ranks differ in"):
-        run_ranks(_compare, world, references / "drift", world, settings, references / family, control)
+        run_ranks(compare_layout, world, references / "drift", world, settings, references / family, control)
 
 
 CONTROLS = {
@@ -210,4 +217,4 @@ def test_what_is_left_out_is_seen(references: Path, control: str) -> None:
     layout, figure, least = CONTROLS[control]
     family, world, settings = LAYOUTS[layout]
     directory = references / f"control {list(CONTROLS).index(control)}"
-    assert run_ranks(_compare, world, directory, world, settings, references / family, control)[figure] > least
+    assert run_ranks(compare_layout, world, directory, world, settings, references / family, control)[figure] > least
