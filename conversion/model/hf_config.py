@@ -71,6 +71,28 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class IndexerSizes:
+    """Of the indexer that chooses the keys of each query (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
+
+    A key's score for a query is the sum over the indexer's heads of weight x relu(query . key). Positions rotate the
+    first ``Architecture.rotary_dim`` features of each head.
+    """
+
+    heads: int
+    head_dim: int
+    """Features of a head's queries, and of the one key that all heads share."""
+    top_k: int
+    """Keys that each query sees at most."""
+    interleaved: bool = False
+    """Features that are rotated together lie side by side, not half of the rotated ones apart."""
+
+    @property
+    def query_size(self) -> int:
+        """Features of all heads' queries."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class DeltaNetSizes:
     """Of a gated delta net (Gated Delta Networks, arXiv:2412.06464, section 3.3).
 
@@ -397,6 +419,71 @@ def latent_attention(config: ConfigReader) -> dict[str, Any]:
     }
 
 
+def sparse_attention(config: ConfigReader, *, interleaved: bool) -> dict[str, Any]:
+    """Fields of latent attention whose queries see the keys that an indexer chooses.
+
+    Args:
+        interleaved: how the family's indexer rotates features, whatever config.json says; see ``IndexerSizes``.
+
+    Raises:
+        UnsupportedArchitecture: as ``latent_attention``, config.json says something else of the indexer's positions, or
+            asks for another choice than the keys with the largest scores.
+    """
+    if config.flag("indexer_rope_interleave") != interleaved:
+        needed = "set it to true" if interleaved else "remove it"
+        raise UnsupportedArchitecture(
+            f"indexer_rope_interleave={shown(config.mapping.get('indexer_rope_interleave'))}: transformers rotates the "
+            f"indexer of {config.text('model_type')} as if it were {shown(interleaved)}, and SGLang as it says: "
+            f"{needed} if the model was trained so"
+        )
+    config.require(rope_interleave=True, index_k_norm_type="layer", index_kpool=1)
+    config.refuse("index_init_tokens", "index_local_tokens", "cli_factor")
+    config.integer("q_lora_rank")
+    indexer = IndexerSizes(
+        heads=config.integer("index_n_heads"),
+        head_dim=config.integer("index_head_dim"),
+        top_k=config.integer("index_topk"),
+        interleaved=interleaved,
+    )
+    fields = latent_attention(config)
+    if indexer.head_dim < fields["rotary_dim"]:
+        raise UnsupportedArchitecture(
+            f"index_head_dim={indexer.head_dim} is less than qk_rope_head_dim={fields['rotary_dim']}: positions rotate "
+            "as many features of the indexer's heads"
+        )
+    return {**fields, "indexer": indexer}
+
+
+def shared_choices(config: ConfigReader) -> dict[str, Any]:
+    """``shared_choices``: layers that see the keys which the layer before them has chosen or taken over
+    (arXiv:2603.12201). Those that indexer_types calls "shared"; without it "S" in index_topk_pattern; without either,
+    all but every index_topk_freq-th from index_skip_topk_offset on.
+
+    Raises:
+        UnsupportedArchitecture: there is not a kind for each layer, a kind is unknown, or the first layer has no
+            indexer.
+    """
+    layers = config.integer("num_hidden_layers")
+    if config.has("indexer_types"):
+        key, kinds = "indexer_types", config.items("indexer_types")
+    elif config.has("index_topk_pattern"):
+        key = "index_topk_pattern"
+        names = {"F": _FULL_INDEXER, "S": _SHARED_INDEXER}
+        kinds = [names.get(letter, letter) for letter in config.text(key)]
+    else:
+        key = "index_topk_freq"
+        every, first = config.integer(key, 1), config.integer("index_skip_topk_offset", 2)
+        kinds = [_SHARED_INDEXER if max(n - first + 1, 0) % every else _FULL_INDEXER for n in range(layers)]
+    if len(kinds) != layers or any(kind not in (_FULL_INDEXER, _SHARED_INDEXER) for kind in kinds):
+        raise UnsupportedArchitecture(
+            f"{key}={shown(config.mapping[key])} does not say of each of {layers} layers whether its indexer is "
+            f"{_FULL_INDEXER} or {_SHARED_INDEXER}"
+        )
+    if kinds[0] == _SHARED_INDEXER:
+        raise UnsupportedArchitecture(f"{key}: the first layer has no layer before it whose keys it could share")
+    return {"shared_choices": tuple(number for number, kind in enumerate(kinds) if kind == _SHARED_INDEXER)}
+
+
 def normalise_latents(model: Any) -> Any:
     """``model``, of transformers, whose latents are normalised with rms_norm_eps as engines and the learner do it.
 
@@ -613,6 +700,8 @@ def _windows(window: int | None, windowed: list[bool]) -> dict[str, Any]:
 # What transformers takes for keys that are absent.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_INDEXED = "indexed_attention"
+_FULL_INDEXER, _SHARED_INDEXER = "full", "shared"
 
 
 def _window(config: ConfigReader) -> int | None:
@@ -639,15 +728,21 @@ def layer_types(config: ConfigReader, known: Sequence[str] = (_FULL, _SLIDING)) 
     return types
 
 
-def check_layer_types(config: ConfigReader, windows: Sequence[int | None], linear: Sequence[int] = ()) -> None:
+def check_layer_types(
+    config: ConfigReader, windows: Sequence[int | None], linear: Sequence[int] = (), *, indexed: bool = False
+) -> None:
     """Make sure that a model whose layers have these ``windows`` is the one that ``layer_types`` describes.
 
     Args:
         linear: numbers of the layers without attention, see ``gated_delta_net``.
+        indexed: whether an indexer chooses the keys in every layer.
 
     Raises:
         UnsupportedArchitecture: it is not, and the learner would compute something else.
     """
+    if indexed:
+        layer_types(config, (_INDEXED,))
+        return
     known = (_FULL, _SLIDING, _LINEAR) if linear else (_FULL, _SLIDING)
     for number, (kind, window) in enumerate(zip(layer_types(config, known) or [], windows, strict=False)):
         if kind != (_LINEAR if number in linear else _FULL if window is None else _SLIDING):

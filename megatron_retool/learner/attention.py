@@ -9,7 +9,7 @@ through a mask.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
+from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, KeyChoice, SharedPrefixes
 from megatron_retool.learner.sinks import sink_attention
 from megatron_retool.learner.tree_attention import tree_attention
 
@@ -134,6 +134,8 @@ class LocalPackedSequences(PackedSeqParams):
         cos, sin: [t, 1, r] at each token's position, r <= head_dim; see ``RotaryTable``.
         local_cos, local_sin: the same for layers with a window; None: as in the others.
         query_growth: see ``positions.query_growth``.
+        key_choices: number of a layer, counted from 1 -> the keys that it has chosen, for the layer behind it
+            (``sparse_attention.py``).
     """
 
     buckets: tuple[Bucket, ...] | tuple[ContextBucket, ...] = ()
@@ -143,6 +145,7 @@ class LocalPackedSequences(PackedSeqParams):
     local_cos: Tensor | None = None
     local_sin: Tensor | None = None
     query_growth: Tensor | None = None
+    key_choices: dict[int, tuple[KeyChoice, ...]] = field(default_factory=dict)
 
 
 class RotaryTable:
@@ -223,8 +226,12 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: LocalPackedSequences | None = None,
+        chosen: tuple[KeyChoice, ...] | None = None,
     ) -> Tensor:
-        """[t, 1, heads, head_dim] queries, [t, 1, groups, head_dim] keys and values -> [t, 1, heads x head_dim]."""
+        """[t, 1, heads, head_dim] queries, [t, 1, groups, head_dim] keys and values -> [t, 1, heads x head_dim].
+
+        ``chosen``, where it is given, has the keys that queries of each bucket see; there is no window then.
+        """
         packed = packed_seq_params
         assert isinstance(packed, LocalPackedSequences), "micro-batches are always packed"
         cos, sin = packed.cos, packed.sin
@@ -236,34 +243,55 @@ class PackedAttention(MegatronModule):
         if packed.tree is not None:
             out = tree_attention(query, key, value, packed.tree, self.scale)
         elif packed.cp_group is None:
-            out = self._within_rank(query, key, value, packed.buckets)
+            out = self._within_rank(query, key, value, packed.buckets, chosen)
         else:
-            out = self._across_ranks(query, key, value, packed.buckets, packed.cp_group)
+            out = self._across_ranks(query, key, value, packed.buckets, chosen, packed.cp_group)
         return out.reshape(out.size(0), 1, -1)
 
-    def _within_rank(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...]) -> Tensor:
+    def _within_rank(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        buckets: tuple[Any, ...],
+        chosen: tuple[KeyChoice, ...] | None,
+    ) -> Tensor:
         sizes = [bucket.tokens for bucket in buckets]
         # split, not slices: the gradients of a split are one concatenation.
         parts = zip(*(x.split(sizes) for x in (query, key, value)), buckets, strict=True)
         outputs = []
-        for q, k, v, bucket in parts:
+        for number, (q, k, v, bucket) in enumerate(parts):
             q, k, v = (to_grid(x, bucket) for x in (q, k, v))
             mask = None
-            if self.window is not None and bucket.length > self.window:
+            if chosen is not None and (own := chosen[number]) is not None:
+                mask = own.unsqueeze(1)
+            elif self.window is not None and bucket.length > self.window:
                 positions = torch.arange(bucket.length, device=q.device)
                 mask = self._mask(positions, positions)
             outputs.append(from_grid(self._attend(q, k, v, mask), bucket))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, buckets: tuple[Any, ...], group: Any) -> Tensor:
+    def _across_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        buckets: tuple[Any, ...],
+        chosen: tuple[KeyChoice, ...] | None,
+        group: Any,
+    ) -> Tensor:
         # Forward all-gather, backward reduce-scatter, along the tokens.
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
         outputs = []
-        for q, bucket in zip(query.split([b.queries.tokens for b in buckets]), buckets, strict=True):
+        queries = query.split([bucket.queries.tokens for bucket in buckets])
+        for number, (q, bucket) in enumerate(zip(queries, buckets, strict=True)):
             shape = (bucket.queries.batch, bucket.key_length, key.size(1), 2 * key.size(2))
             k, v = both.index_select(0, bucket.key_pad).view(shape).chunk(2, dim=-1)
             keys = torch.arange(bucket.key_length, device=q.device)
-            mask = self._mask(bucket.query_positions, keys).unsqueeze(1)
+            if chosen is not None and (own := chosen[number]) is not None:
+                mask = own.unsqueeze(1)
+            else:
+                mask = self._mask(bucket.query_positions, keys).unsqueeze(1)
             outputs.append(from_grid(self._attend(to_grid(q, bucket.queries), k, v, mask), bucket.queries))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -341,18 +369,20 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        return rotate(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0), None, None
+        return rotate(grad, cos, sin, -1.0), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float = 1.0) -> Tensor:
+    """``x`` [t, heads, d] with its first features rotated, as many as ``cos`` and ``sin`` [t, 1, r] have; see
+    ``RotaryTable``. With a ``direction`` of -1 back again."""
     if cos.size(-1) < x.size(-1):
         first, rest = x.split([cos.size(-1), x.size(-1) - cos.size(-1)], -1)
-        return torch.cat([_rotate(first, cos, sin, direction), rest], -1)
+        return torch.cat([rotate(first, cos, sin, direction), rest], -1)
     swapped = x.roll(x.size(-1) // 2, -1).mul_(sin)
     if direction < 0:
         swapped.neg_()

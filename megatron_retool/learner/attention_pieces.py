@@ -14,6 +14,10 @@ BLOCK_TOKENS = 128
 """Tokens of a block of FlexAttention's mask, its default."""
 
 
+KeyChoice = Tensor | None
+"""Which keys each query of a bucket sees: bool [B, L, keys], without keys behind the query; None: all of its past."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Sequences of similar length that attention treats as one padded batch [B, L].

@@ -8,6 +8,7 @@ on their first features, and all that it can do - packing, context parallelism, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from conversion.model.hf_config import LatentSizes
+from conversion.model.hf_config import IndexerSizes, LatentSizes
 from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm
+from megatron_retool.learner.sparse_attention import SparseAttention
 
 
 class LatentAttention(MegatronModule):
@@ -35,6 +37,8 @@ class LatentAttention(MegatronModule):
     Args:
         sizes: of the latents.
         rotated: features of each head that positions rotate; ``config.kv_channels`` has them and the others together.
+        indexer: of what chooses the keys that a query sees; None: it sees all of its past.
+        shared_choices: see ``Architecture.shared_choices``.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class LatentAttention(MegatronModule):
         layer_number: int,
         sizes: LatentSizes,
         rotated: int,
+        indexer: IndexerSizes | None = None,
+        shared_choices: Collection[int] = (),
         pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.sizes, self.rotated = sizes, rotated
+        self.sizes, self.rotated, self.is_sparse = sizes, rotated, indexer is not None
         self.plain = config.kv_channels - rotated
         heads, hidden = config.num_attention_heads, config.hidden_size
         options: dict[str, Any] = {
@@ -69,9 +75,19 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = ColumnParallelLinear(
             sizes.key_value_rank, heads * (self.plain + sizes.value_dim), **column
         )
-        self.core_attention = PackedAttention(
-            config, layer_number, None, "self", softmax_scale=config.softmax_scale, pg_collection=pg_collection
-        )
+        core: dict[str, Any] = {"softmax_scale": config.softmax_scale, "pg_collection": pg_collection}
+        if indexer is None:
+            self.core_attention = PackedAttention(config, layer_number, None, "self", **core)
+        else:
+            assert sizes.query_rank is not None, "the indexer reads the queries' latent"
+            sparse: dict[str, Any] = {
+                "sizes": indexer,
+                "query_rank": sizes.query_rank,
+                "rotated": rotated,
+                "chooses": layer_number - 1 not in shared_choices,
+                "is_shared": layer_number in shared_choices,
+            }
+            self.core_attention = SparseAttention(config, layer_number, None, "self", **core, **sparse)
         self.linear_proj = RowParallelLinear(
             heads * sizes.value_dim, hidden, input_is_parallel=True, skip_bias_add=True, **options
         )
@@ -83,21 +99,27 @@ class LatentAttention(MegatronModule):
         packed_seq_params: LocalPackedSequences | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = self._queries(hidden_states), *self._keys_and_values(hidden_states)
+        latent = self._query_latent(hidden_states)
+        query, key, value = self._queries(latent), *self._keys_and_values(hidden_states)
         # Attention wants heads of one size; zeros change neither a score nor what is cut off again.
         size = max(query.size(-1), value.size(-1))
         query, key, value = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
-        out = self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
+        read = {"hidden_states": hidden_states, "query_latent": latent} if self.is_sparse else {}
+        out = self.core_attention(query, key, value, packed_seq_params=packed_seq_params, **read)
         out = out.unflatten(-1, (-1, size))[..., : self.sizes.value_dim].flatten(-2)
         found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return found
 
-    def _queries(self, hidden_states: Tensor) -> Tensor:
-        """[t, 1, heads / TP, d], the rotated features first."""
+    def _query_latent(self, hidden_states: Tensor) -> Tensor:
+        """[t, 1, query rank], normalised; the hidden states where queries have no latent."""
         if self.sizes.query_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
-        else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+            return hidden_states
+        latent: Tensor = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        return latent
+
+    def _queries(self, latent: Tensor) -> Tensor:
+        """[t, 1, heads / TP, d], the rotated features first."""
+        query, _ = (self.linear_q_proj if self.sizes.query_rank is None else self.linear_q_up_proj)(latent)
         plain, turned = query.unflatten(-1, (-1, self.plain + self.rotated)).split([self.plain, self.rotated], -1)
         return torch.cat([self._in_halves(turned), plain], -1)
 
