@@ -19,6 +19,7 @@ from conversion.model.hf_config import (
     PREDICTORS,
     ConfigReader,
     DeltaNetSizes,
+    IndexerSizes,
     LatentSizes,
     MalformedConfig,
     RopeScaling,
@@ -86,6 +87,10 @@ class Architecture:
     """RMSNorm of the output of attention and of the MLP, before it is added to the residual stream."""
     latent: LatentSizes | None = None
     """Queries, keys and values are made of latent vectors; None: they are projections of the hidden states."""
+    indexer: IndexerSizes | None = None
+    """Of what chooses the keys that a query sees, in every layer; None: it sees all of its past."""
+    shared_choices: tuple[int, ...] = ()
+    """Layers, by global number, without an indexer, which see the keys that the layer before them sees; ascending."""
     attention_gate: bool = False
     """Attention's output is multiplied by the sigmoid of a linear function of its input, feature by feature."""
     delta_net: DeltaNetSizes | None = None
@@ -152,6 +157,15 @@ class Architecture:
         """Whether the layer with this global number has softmax attention, and not a gated delta net."""
         return layer not in self.linear_layers
 
+    def has_indexer(self, layer: int) -> bool:
+        """Whether the layer with this global number chooses keys by itself."""
+        return self.indexer is not None and layer not in self.shared_choices
+
+    @property
+    def indexer_layers(self) -> int:
+        """How many layers choose keys by themselves."""
+        return 0 if self.indexer is None else self.num_layers - len(self.shared_choices)
+
     @property
     def attention_layers(self) -> int:
         """How many layers have softmax attention."""
@@ -160,7 +174,7 @@ class Architecture:
     @property
     def has_mixed_layers(self) -> bool:
         """Whether layers differ in their parameters."""
-        return bool(self.dense_layers or self.linear_layers)
+        return bool(self.dense_layers or self.linear_layers or self.shared_choices)
 
     def with_predictors(self) -> Architecture:
         """The model with its layers for multi-token prediction, of which config.json tells how many there are.
@@ -249,9 +263,18 @@ class Architecture:
         return self.hidden_size * (projected + sizes.value_size)
 
     @property
+    def indexer_weights(self) -> int:
+        """Elements of one indexer's matrices."""
+        if self.indexer is None:
+            return 0
+        queries = self.query_rank * self.indexer.query_size
+        return queries + self.hidden_size * (self.indexer.head_dim + self.indexer.heads)
+
+    @property
     def all_attention_weights(self) -> int:
-        """Elements of the matrices of attention, and of gated delta nets, in all layers."""
-        return self.attention_layers * self.attention_weights + len(self.linear_layers) * self.delta_net_weights
+        """Elements of the matrices of attention, of its indexers, and of gated delta nets, in all layers."""
+        attention = self.attention_layers * self.attention_weights + self.indexer_layers * self.indexer_weights
+        return attention + len(self.linear_layers) * self.delta_net_weights
 
     @property
     def latent_key_value_size(self) -> int:
@@ -322,7 +345,9 @@ class Architecture:
                 hf_config=dict(hf_config),
                 **family.read(config),
             )
-            check_layer_types(config, architecture.windows, architecture.linear_layers)
+            check_layer_types(
+                config, architecture.windows, architecture.linear_layers, indexed=architecture.indexer is not None
+            )
             check_short_factors(architecture.rope_scaling, architecture.rotary_dim or architecture.head_dim)
             return architecture
         except UnsupportedArchitecture:

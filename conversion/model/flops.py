@@ -34,21 +34,32 @@ PEAK_FLOPS = {
 
 
 def forward_flops(
-    architecture: Architecture, lengths: Sequence[int] | npt.NDArray[Any], head_tokens: int | None = None
+    architecture: Architecture,
+    lengths: Sequence[int] | npt.NDArray[Any],
+    head_tokens: int | None = None,
+    *,
+    masked: bool = False,
 ) -> float:
     """FLOPs of one forward pass over whole sequences.
 
     Args:
-        architecture: the model; of a mixture of experts only the chosen experts count.
+        architecture: the model; of a mixture of experts only the chosen experts count, and of sparse attention only the
+            chosen keys, beside the indexer's scores of all.
         lengths: tokens of each sequence.
         head_tokens: tokens whose logits are computed; None: all.
+        masked: also count the pairs that sparse attention leaves out, which the learner computes and masks.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     tokens = float(lengths.sum())
     heads = tokens if head_tokens is None else float(head_tokens)
     windows = Counter(architecture.windows)
+    scores = 0.0
+    if architecture.indexer is not None:
+        scores = architecture.num_layers * index_pair_flops(architecture) * _causal_pairs(lengths, None)
+        if not masked:
+            windows = Counter({architecture.indexer.top_k: architecture.num_layers})  # so many pairs, of any keys
     pairs = sum(layers * _causal_pairs(lengths, window) for window, layers in windows.items()) / windows.total()
-    return forward_flops_of(architecture, tokens, pairs, heads)
+    return scores + forward_flops_of(architecture, tokens, pairs, heads)
 
 
 def forward_flops_of(architecture: Architecture, tokens: float, pairs: float, head_tokens: float) -> float:
@@ -106,12 +117,21 @@ def pair_flops(architecture: Architecture) -> float:
     return share * 2.0 * (architecture.query_size + architecture.output_size)
 
 
+def index_pair_flops(architecture: Architecture) -> float:
+    """Forward FLOPs of one layer's indexer for one (query, key) pair: each head's score, and their weighted sum; the
+    mean where some layers have none."""
+    indexer = architecture.indexer
+    if indexer is None:
+        return 0.0
+    return architecture.indexer_layers / architecture.num_layers * 2.0 * (indexer.query_size + indexer.heads)
+
+
 def quadratic_cost(architecture: Architecture) -> float:
     """c such that a sequence of n tokens costs n + c n^2, in units of one token's FLOPs outside attention scores.
 
-    A causal model attends to half of the n^2 pairs.
+    A causal model attends to half of the n^2 pairs. The learner computes those that sparse attention leaves out, too.
     """
-    return 0.5 * pair_flops(architecture) / token_flops(architecture)
+    return 0.5 * (pair_flops(architecture) + index_pair_flops(architecture)) / token_flops(architecture)
 
 
 def peak_flops(device_name: str | None) -> float | None:

@@ -228,7 +228,17 @@ def _misfits(
         expert=expert,
         expert_tensor=expert_tensor if architecture.is_moe else tensor,
     )
-    return list(dict.fromkeys(_misfit(cut) for cut in parts if not cut.fits))
+    wrong = list(dict.fromkeys(_misfit(cut) for cut in parts if not cut.fits))
+    chunks = pipeline * (virtual_pipeline or 1)
+    if not architecture.num_layers % chunks:
+        firsts = range(0, architecture.num_layers, architecture.num_layers // chunks)
+        if apart := sorted(set(firsts) & set(architecture.shared_choices)):
+            wrong.append(
+                f"layer {apart[0]} of the model sees the keys that the layer before it has chosen, and PP x VPP = "
+                f"{chunks} puts it on another stage: change learner.pipeline_model_parallel_size or "
+                "learner.virtual_pipeline_model_parallel_size"
+            )
+    return wrong
 
 
 def _misfit(cut: Cut) -> str:

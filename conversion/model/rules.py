@@ -43,6 +43,8 @@ class Layers(Enum):
     """Those with softmax attention: all, but for ``Architecture.linear_layers``."""
     LINEAR = "linear"
     """``Architecture.linear_layers``."""
+    INDEXER = "indexer"
+    """Those that choose keys by themselves: all, but for ``Architecture.shared_choices``."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Rule:
     """A field of ``Architecture``: a model where it is not set lacks the parameter."""
     is_buffer: bool = False
     """A buffer of Megatron-Core's module in float32: no gradient is taken of it, and no cast changes it."""
+    is_frozen: bool = False
+    """A parameter that training leaves as it is: it has neither a gradient nor an optimizer's state."""
 
 
 Rules = tuple[Rule, ...]
@@ -98,6 +102,9 @@ SIZES = (
     "linear_projected",
     "linear_rates",
     "linear_kernel",
+    "index_query",
+    "index_head_dim",
+    "index_heads",
 )
 """Names of sizes; ``WeightMap`` has their values for one model."""
 
@@ -222,6 +229,24 @@ LATENT_ATTENTION: Rules = (
     ATTENTION[-1],
 )
 """With ``Architecture.latent``, in place of ``ATTENTION``."""
+
+_INDEXER, _HF_INDEXER = _LATENT + "core_attention.indexer.", _HF_LATENT + "indexer."
+
+INDEXER: Rules = tuple(
+    replace(rule, layers=Layers.INDEXER, is_frozen=True)
+    for rule in (
+        Rule(_INDEXER + "linear_wq_b.weight", (_HF_INDEXER + "wq_b.weight",), (("index_query", "query_rank"),)),
+        Rule(_INDEXER + "linear_wk.weight", (_HF_INDEXER + "wk.weight",), (("index_head_dim", "hidden"),)),
+        norm(_INDEXER + "k_norm.weight", _HF_INDEXER + "k_norm.weight", "index_head_dim"),
+        norm(_INDEXER + "k_norm.bias", _HF_INDEXER + "k_norm.bias", "index_head_dim"),
+        Rule(
+            _INDEXER + "linear_weights_proj.weight",
+            (_HF_INDEXER + "weights_proj.weight",),
+            (("index_heads", "hidden"),),
+        ),
+    )
+)
+"""With ``Architecture.indexer``, beside ``LATENT_ATTENTION``. Every tensor-parallel rank has all of it."""
 
 QKV_BIAS: Rules = (
     Rule(

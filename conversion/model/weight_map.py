@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import DeltaNetSizes
+from conversion.model.hf_config import DeltaNetSizes, IndexerSizes
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from megatron_retool.untrusted import BriefError
@@ -395,6 +395,7 @@ class WeightMap:
                 absent = (
                     Layers.DENSE if self.architecture.has_experts(layer) else Layers.EXPERTS,
                     Layers.LINEAR if self.architecture.has_attention(layer) else Layers.ATTENTION,
+                    None if self.architecture.has_indexer(layer) else Layers.INDEXER,
                 )
                 present = [rule for rule in rules if rule.layers not in absent]
                 per_expert = [rule for rule in present if "{expert}" in rule.mcore]
@@ -444,6 +445,7 @@ class WeightMap:
 
 def _sizes(architecture: Architecture) -> MappingABC[str, int]:
     delta = architecture.delta_net or DeltaNetSizes(0, 0, 0, 0, 0)
+    indexer = architecture.indexer or IndexerSizes(0, 0, 0)
     values = (
         1,
         architecture.vocab_size,
@@ -473,6 +475,9 @@ def _sizes(architecture: Architecture) -> MappingABC[str, int]:
         delta.convolved_size + delta.value_size,
         2 * delta.value_heads,
         delta.kernel,
+        indexer.query_size,
+        indexer.head_dim,
+        indexer.heads,
     )
     return dict(zip(SIZES, values, strict=True))
 

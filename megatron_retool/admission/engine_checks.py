@@ -19,6 +19,13 @@ from sglang_rollout.weight_sync.engine_classes import Load, Loaded, load_into_en
 
 KIND, PARAMETERS, LOG_PROBS = "engine", "every parameter of SGLang's class", "log-probs of SGLang's engine"
 _WEIGHTS = "model.safetensors"
+_STRETCHED = {
+    "type": "yarn",
+    "factor": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def engine_checks(models: Sequence[tuple[Path, Architecture]], directory: Path, *, wanted: bool) -> list[list[Check]]:
@@ -36,7 +43,7 @@ def engine_checks(models: Sequence[tuple[Path, Architecture]], directory: Path, 
     loads, refused = [], []
     for number, (source, architecture) in enumerate(models):
         served = _class_names(source)
-        by_class = unserved(architecture, served) or _unbuilt_on_cpu(architecture)
+        by_class = unserved(architecture, served)
         by_engine = by_class or unserved_on_cpu(architecture, served)
         refused.append((by_class, by_engine))
         if not by_class:
@@ -57,21 +64,22 @@ def engine_checks(models: Sequence[tuple[Path, Architecture]], directory: Path, 
     ]
 
 
-def _unbuilt_on_cpu(architecture: Architecture) -> str:
-    """Why SGLang's class cannot be made on a CPU; empty: it can."""
-    if architecture.family.startswith("deepseek") and architecture.rope_scaling is None:
-        return "SGLang makes DeepSeek's positions on a CPU only where they are stretched"
-    return ""
-
-
 def _class_names(directory: Path) -> list[str]:
     return json.loads((directory / "config.json").read_text()).get("architectures") or []
 
 
 def _published(source: Path, architecture: Architecture, served: list[str], place: Path) -> Path:
-    """The model with a config.json in the form that it came in: transformers 5 leaves keys out that SGLang reads."""
+    """The model with a config.json in the form that it came in: transformers 5 leaves keys out that SGLang reads.
+
+    On a CPU SGLang makes the positions of DeepSeek's classes only where they are stretched. The log-probs of these
+    classes are not computed there, and weights know no positions, so a model without stretched ones gets some.
+    """
     place.mkdir()
-    (place / "config.json").write_text(json.dumps({**architecture.hf_config, "architectures": served}))
+    config = {**architecture.hf_config, "architectures": served}
+    of_deepseek = architecture.family.startswith("deepseek") or architecture.indexer is not None
+    if of_deepseek and architecture.rope_scaling is None:
+        config |= {"rope_parameters": None, "rope_theta": architecture.rope_theta, "rope_scaling": _STRETCHED}
+    (place / "config.json").write_text(json.dumps(config))
     (place / _WEIGHTS).symlink_to((source / _WEIGHTS).resolve())
     return place
 

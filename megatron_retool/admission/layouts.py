@@ -117,6 +117,8 @@ def _judged(case: Case, architecture: Architecture) -> Case:
         reason = "prefixes are not shared under attention sinks"
     elif SHARE in case.settings and architecture.sliding_window is not None:
         reason = "prefixes are not shared under a sliding window"
+    elif SHARE in case.settings and architecture.indexer is not None:
+        reason = "prefixes are not shared under sparse attention"
     elif SHARE in case.settings and architecture.linear_layers:
         reason = "prefixes are not shared in gated delta nets"
     else:

@@ -38,7 +38,6 @@ _BY_KEY: tuple[tuple[str, str], ...] = (
     ("llama_4_scaling_beta", "queries scaled by their position"),
     ("attn_temperature_tuning", "queries scaled by their position"),
     ("attention_value_scale", "scaled values"),
-    ("index_topk", "an indexer, which chooses the tokens that attention sees"),
     ("clip_qkv", "clipped queries, keys and values"),
     ("hidden_activation", "an activation other than silu"),
     ("activation_function", "an activation other than silu"),

@@ -104,6 +104,27 @@ whatever config.json says, as DeepSeek's own code does, whose models declare 1e-
 computes with transformers (admission, `--verify`, the referee, `rollout.engine.backend=transformers`) it sets the
 number in its modules. Who loads such a model with transformers alone gets 1e-6.
 
+DeepSeek-V3.2 (`deepseek_v32`) and GLM-5 (`glm_moe_dsa`) have sparse attention on top of latents: in each layer an
+indexer scores all tokens before a query, and attention sees the `index_topk` tokens with the largest scores. A text of
+up to `index_topk` tokens sees all of them: the learner computes dense attention and skips the indexer. In a longer text
+it computes every pair and drops those that were not chosen. The result is exact, but takes as long as dense attention,
+and each layer keeps a mask with a number for each pair until the backward pass, unless it is recomputed. Kernels that
+compute chosen pairs alone need a GPU, and the learner does not use them. Of equal scores the earlier token's counts as
+larger. Packing, tensor, sequence, pipeline, context and expert parallelism and recomputation give the same numbers.
+Shared prefixes are refused by name; so are, as for all latents, Transformer Engine's layers and SGLang on a CPU.
+
+The indexer is frozen. Attention uses its choice alone, which has no gradient, so that the policy's gradients are those
+of attention over the chosen tokens. The indexer's weights have no gradient, no weight decay and no optimizer state, and
+engines and exports get them as they were loaded. Training an indexer by a loss of its own is not offered. SGLang
+computes its scores in FP8 on a GPU, and the learner in float32 from activations of its own dtype: where scores are
+close they choose other tokens, which shows as a mismatch of log-probs ([mismatch.md](mismatch.md)).
+
+DeepSeek-V3.2's indexer rotates features that lie half of the rotated ones apart, GLM-5's features side by side.
+transformers does so whatever config.json says; SGLang follows `indexer_rope_interleave`, which has to be true for GLM-5
+and absent for DeepSeek-V3.2. In a `glm_moe_dsa` model some layers may see the tokens that the layer before them has
+chosen (`indexer_types`, `index_topk_pattern` or `index_topk_freq`). They are trained too, but a pipeline stage cannot
+begin with one. Layers for multi-token prediction of both families are carried along and not trained.
+
 ERNIE-4.5's dense models (`ernie4_5`) rotate features side by side. SmolLM3 (`smollm3`) has no positions in every
 fourth layer (`no_rope_layers`). SGLang has no class of its own for SmolLM3 and dots.llm1 (`dots1`), and runs
 transformers' code of them; so it does for ERNIE-4.5, unless `architectures` says `Ernie4_5_ForCausalLM`. Ministral 3

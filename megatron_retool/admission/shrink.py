@@ -12,6 +12,9 @@ VOCAB_SIZE = 101
 """No multiple of anything: the learner has to pad it."""
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN = 32, 48, 24, 40
 HEADS, EXPERTS, CHOSEN, WINDOW, POSITIONS = 4, 4, 2, 16, 128
+INDEX_HEADS = 16
+"""A key's score is exactly 0 where all of its indexer's heads say nothing: with few heads many are equal, and rounding
+decides between them."""
 LONGROPE_POSITIONS = POSITIONS // 2
 """From which longrope stretches."""
 _FACTORS = ("short_factor", "long_factor")
@@ -34,6 +37,9 @@ _SIZES: dict[str, int] = {
     "linear_num_value_heads": 2 * HEADS,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "index_n_heads": INDEX_HEADS,
+    "index_head_dim": 12,
+    "index_topk": WINDOW,
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": POSITIONS,
 }
@@ -80,7 +86,7 @@ def _layers(hf_config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The keys that count or name layers."""
     before = int(hf_config.get("num_hidden_layers") or layers)
     small: dict[str, Any] = {"num_hidden_layers": layers}
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types"):
         kinds = hf_config.get(key)
         if isinstance(kinds, Sequence) and not isinstance(kinds, str) and kinds:
             small[key] = _every_kind(kinds, layers)

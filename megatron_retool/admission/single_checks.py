@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.flops import forward_flops, pair_flops
+from conversion.model.flops import forward_flops, index_pair_flops, pair_flops
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.outcome import Check, Verdict, judged
 from megatron_retool.admission.recurrent_delta_rule import recurrent
@@ -76,7 +76,7 @@ def planned_flops(architecture: Architecture, model: Any) -> Check:
         model(torch.zeros(1, FLOPS_TOKENS, dtype=torch.long), use_cache=False)
     expected = counter.get_total_flops()
     # torch counts all pairs of eager attention; a causal model, with its windows, needs a part of them.
-    pairs = architecture.num_layers * pair_flops(architecture)
+    pairs = architecture.num_layers * (pair_flops(architecture) + index_pair_flops(architecture))
     alone = forward_flops(architecture, [1] * FLOPS_TOKENS)
     found = alone + pairs * (FLOPS_TOKENS**2 - FLOPS_TOKENS)
     off = abs(found / expected - 1)

@@ -154,7 +154,7 @@ def build_transformer_config(
         }
     if architecture.router_groups is not None:
         options["moe_router_num_groups"], options["moe_router_group_topk"] = architecture.router_groups
-    if architecture.dense_layers:
+    if architecture.is_moe and (architecture.dense_layers or architecture.shared_choices):
         # A list also gives every layer's tensors keys of their own in checkpoints, see weight_map.checkpoint_place.
         options["moe_layer_freq"] = [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)]
     if architecture.linear_layers:
@@ -254,6 +254,7 @@ def _local_layer(
     if architecture.latent is not None:
         params = {**spec.submodules.self_attention.params, "sizes": architecture.latent}
         params["rotated"] = architecture.rotary_dim
+        params |= {"indexer": architecture.indexer, "shared_choices": architecture.shared_choices}
         spec.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
     if not has_attention:
         spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"sizes": architecture.delta_net})

@@ -52,6 +52,11 @@ def check_performance(
             f"this {architecture.family} model has gated delta nets and gated attention, which nobody has tried beside "
             "Transformer Engine's layers: train it where Transformer Engine is not installed"
         )
+    if learner.share_prefixes and architecture.indexer is not None:
+        raise ConfigError(
+            "learner.share_prefixes=true does not go with this model's sparse attention, whose indexer chooses keys of "
+            "one text: set it to false"
+        )
     if learner.share_prefixes and architecture.linear_layers:
         raise ConfigError(
             "learner.share_prefixes=true does not go with this model's gated delta nets, whose state would have to "

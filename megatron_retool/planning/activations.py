@@ -44,6 +44,9 @@ def layer_activations(
                                                                                          heads together local in both
         latents      2 t c w / s                              t c (8 + w) / s            c features of latents and of
                                                                                          the shared key (DeepSeek-V3)
+        chosen keys  no such layers                           t CP t w                   mask of the pairs of a text as
+                                                                                         long as the micro-batch
+                                                                                         (DeepSeek-V3.2)
         delta net    no such layers                           see ``_delta_net``         in place of attention and query
                                                                                          norm (Qwen3-Next)
         SwiGLU       3 t f w / TP                             4 t f w / TP               gate, up, (silu,) product
@@ -68,6 +71,8 @@ def layer_activations(
     }
     if a.latent is not None:
         parts["latents"] = tokens * (a.query_rank + a.cached_size) * (2 * width if fused else 8 + width) / split
+    if a.indexer is not None and tokens * layout.context > a.indexer.top_k:
+        parts["chosen keys"] = tokens * layout.context * tokens * width
     if linear:
         parts["attention"] = _delta_net(a, tokens, width) / tp
     elif a.qk_norm:

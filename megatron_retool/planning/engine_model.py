@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from conversion.model.architecture import Architecture
-from conversion.model.flops import pair_flops, token_flops
+from conversion.model.flops import index_pair_flops, pair_flops, token_flops
 from megatron_retool.config import EngineConfig
 from megatron_retool.planning.hardware import GIB, Accelerator
 from megatron_retool.planning.memory import parameter_count, routed_expert_parameters
@@ -155,12 +155,25 @@ class EngineModel:
     @cached_property
     def kv_bytes_per_token(self) -> float:
         """Of the whole engine: 2 (key, value) x layers with attention x groups x head_dim. Where more devices share a
-        token's cache than there are groups, copies are kept; of latents every device has all."""
+        token's cache than there are groups, copies are kept; of latents, and of indexers' keys, every device has all.
+        """
         a, devices = self.architecture, self.tensor_parallel // self.attention_groups
         if a.latent is not None:
-            return a.num_layers * a.cached_size * devices * self.kv_bytes_per_element
+            return self._latent_bytes * devices + self._index_bytes * devices
         groups = max(a.num_query_groups, devices)
         return 2 * a.attention_layers * groups * a.head_dim * self.kv_bytes_per_element
+
+    @property
+    def _latent_bytes(self) -> float:
+        """Of a token on each device, in all layers."""
+        return self.architecture.num_layers * self.architecture.cached_size * self.kv_bytes_per_element
+
+    @property
+    def _index_bytes(self) -> float:
+        """Of a token on each device: the keys of all indexers, in FP8 with a float32 scale for 128 features
+        (DSATokenToKVPool in sglang/srt/mem_cache/memory_pool.py 0.5.23)."""
+        indexer = self.architecture.indexer
+        return 0.0 if indexer is None else self.architecture.indexer_layers * indexer.head_dim * (1 + 4 / 128)
 
     @cached_property
     def state_bytes(self) -> float:
@@ -264,8 +277,20 @@ class EngineModel:
 
     @cached_property
     def seconds_per_context_token(self) -> float:
-        """What each token of context adds to a decode step."""
-        return self.kv_bytes_per_token / self._bandwidth
+        """What each token of context adds to a decode step; of sparse attention, which reads so many latents of each
+        sequence and no more (``_chosen_bytes``), the indexers' keys alone."""
+        read = self.kv_bytes_per_token
+        if self.architecture.indexer is not None:
+            read = self._index_bytes * (self.tensor_parallel // self.attention_groups)
+        return read / self._bandwidth
+
+    @property
+    def _chosen_bytes(self) -> float:
+        """Latents that sparse attention reads of a sequence in a decode step, on the whole engine. Shorter contexts
+        have fewer, which is not counted."""
+        indexer = self.architecture.indexer
+        devices = self.tensor_parallel // self.attention_groups
+        return 0.0 if indexer is None else self._latent_bytes * devices * indexer.top_k
 
     @cached_property
     def _flops_per_token(self) -> float:
@@ -292,7 +317,8 @@ class EngineModel:
     def _compute_batch_seconds(self, batch: int) -> float:
         profile, a = self.profile, self.architecture
         seconds = profile.fixed_seconds + profile.per_sequence_seconds * batch
-        seconds += self._read_bytes(batch) / self._bandwidth + batch * self._flops_per_token / self._compute
+        read = self._read_bytes(batch) + batch * self._chosen_bytes
+        seconds += read / self._bandwidth + batch * self._flops_per_token / self._compute
         if a.is_moe:
             slowdown = profile.compute_efficiency / profile.experts_compute_efficiency - 1
             seconds += batch * self._experts_flops / self._compute * slowdown
@@ -323,8 +349,11 @@ class EngineModel:
     def prefill_seconds(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
         """Reading ``new_tokens`` that follow ``cached_tokens`` whose keys and values are there."""
         a = self.architecture
-        pairs = new_tokens * (cached_tokens + new_tokens / 2)
-        flops = a.num_layers * (token_flops(a) * new_tokens + pair_flops(a) * pairs)
+        scored = pairs = new_tokens * (cached_tokens + new_tokens / 2)
+        if a.indexer is not None:
+            pairs = min(pairs, new_tokens * a.indexer.top_k)
+        of_pairs = pair_flops(a) * pairs + index_pair_flops(a) * scored
+        flops = a.num_layers * (token_flops(a) * new_tokens + of_pairs)
         return flops / self._compute
 
 

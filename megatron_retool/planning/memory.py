@@ -49,21 +49,23 @@ class _Shard:
     shared: Tensors = ()
     matrices: int = 0
     """Elements of them that Muon updates, where it is the optimizer."""
+    frozen: int = 0
+    """Elements beside them that training leaves as they are."""
 
     def __add__(self, other: _Shard) -> _Shard:
         tensors = (self.dense + other.dense, self.expert + other.expert, self.shared + other.shared)
-        return _Shard(*tensors, self.matrices + other.matrices)
+        return _Shard(*tensors, self.matrices + other.matrices, self.frozen + other.frozen)
 
     def times(self, count: int) -> _Shard:
         dense, expert = (tuple((size, number * count) for size, number in t) for t in (self.dense, self.expert))
-        return _Shard(dense, expert, self.shared, self.matrices * count)
+        return _Shard(dense, expert, self.shared, self.matrices * count, self.frozen * count)
 
     @property
     def elements(self) -> int:
-        return sum(size * number for size, number in (*self.dense, *self.expert, *self.shared))
+        return self.frozen + sum(size * number for size, number in (*self.dense, *self.expert, *self.shared))
 
 
-_Part = str | tuple[bool, bool]
+_Part = str | tuple[bool, bool, bool]
 """embedding, norm, output, predictors, or ``_kind`` of a layer."""
 
 
@@ -82,9 +84,11 @@ def _shards(
     small = replace(
         architecture,
         num_layers=len(kinds),
-        dense_layers=tuple(number for number, (dense, _) in enumerate(kinds) if dense),
-        linear_layers=tuple(number for number, (_, linear) in enumerate(kinds) if linear),
+        dense_layers=tuple(number for number, (dense, _, _) in enumerate(kinds) if dense),
+        linear_layers=tuple(number for number, (_, linear, _) in enumerate(kinds) if linear),
+        shared_choices=tuple(number for number, (_, _, shared) in enumerate(kinds) if shared),
     )
+    frozen: Counter[_Part] = Counter()
     parts: dict[_Part, list[tuple[int, bool, bool]]] = {
         "embedding": [],
         **{kind: [] for kind in kinds},
@@ -110,6 +114,9 @@ def _shards(
             part = "predictors"
         else:
             part = "output" if mapping.mcore_name.startswith("output_layer") else "norm"
+        if mapping.rule.is_frozen:
+            frozen[part] += sum(sizes)
+            continue
         # Experts have gradient buffers of their own only where other ranks hold them than dense layers.
         is_matrix = updated_by_muon(mapping.mcore_name, len(mapping.mcore_shape))
         spread = routed and (expert > 1 or expert_tensor != tensor)
@@ -119,6 +126,7 @@ def _shards(
             dense=_counted(size for size, spread, _ in found if not spread),
             expert=_counted(size for size, spread, _ in found if spread),
             matrices=sum(size for size, _, is_matrix in found if is_matrix),
+            frozen=frozen[part],
         )
         for part, found in parts.items()
     }
@@ -170,9 +178,10 @@ def _layers(shards: Mapping[_Part, _Shard], architecture: Architecture, numbers:
     return sum((shards[kind].times(count) for kind, count in counts.items()), _Shard())
 
 
-def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool]:
-    """Whether a layer is a dense one among experts, and whether it has a gated delta net."""
-    return layer in architecture.dense_layers, layer in architecture.linear_layers
+def _kind(architecture: Architecture, layer: int) -> tuple[bool, bool, bool]:
+    """Whether a layer is a dense one among experts, has a gated delta net, sees the keys that another one chose."""
+    a = architecture
+    return layer in a.dense_layers, layer in a.linear_layers, layer in a.shared_choices
 
 
 def parameter_count(architecture: Architecture) -> int:
@@ -209,6 +218,11 @@ def rank_factors(architecture: Architecture, layout: ParallelLayout, stage: int,
 def adapters_of(learner: LearnerConfig) -> Adapters | None:
     """What the functions of this module are told of learner.lora."""
     return (learner.lora.rank, tuple(learner.lora.targets)) if learner.lora.rank else None
+
+
+def trained_parameters(architecture: Architecture, layout: ParallelLayout, stage: int) -> int:
+    """``rank_parameters`` without those that training leaves as they are."""
+    return sum(chunk.elements - chunk.frozen for chunk in _stage_chunks(architecture, layout, stage))
 
 
 def expert_data_parallel(layout: ParallelLayout) -> int:
@@ -253,7 +267,8 @@ def state_bytes(
     share of the rank with the most; padding aside all shares are equal.  Without the distributed optimizer nothing is
     padded or divided: n is the number of parameters and optimizer = s n.  The buckets of learner.overlap_grad_reduce
     round up more often, by less than lcm(128, D) elements each, which is not counted.  Muon has one moment less for
-    each element of a matrix: 4 bytes.
+    each element of a matrix: 4 bytes.  What training leaves as it is (indexers) has b bytes an element and nothing
+    else.
 
     With ``adapters`` the model has parameters alone, outside of these buffers, and n is that of the factors.
     """
@@ -262,16 +277,18 @@ def state_bytes(
         per_element = optimizer_bytes_per_element(LearnerConfig(dtype=dtype), OptimizerConfig())
     dense_ranks, expert_ranks = layout.data * layout.context, expert_data_parallel(layout)
     elements = shares = 0.0
-    matrices = 0
+    matrices = frozen = 0
     for chunk in _stage_chunks(architecture, layout, stage, adapters):
         matrices += chunk.matrices
+        frozen += chunk.frozen
         for tensors, ranks in ((chunk.dense, dense_ranks), (chunk.shared, dense_ranks), (chunk.expert, expert_ranks)):
             length = _buffer_elements(tensors, ranks, distributed_optimizer)
             elements += length
             shares += length / ranks if distributed_optimizer else length
-    frozen = rank_parameters(architecture, layout, stage) if adapters is not None else 0
+    if adapters is not None:
+        frozen = rank_parameters(architecture, layout, stage)
     return StateBytes(
-        parameters=width * (frozen + elements),
+        parameters=width * (elements + frozen),
         gradients=4.0 * elements,
         optimizer=per_element * shares - (4.0 * matrices if optimizer == "muon" else 0.0),
     )
@@ -315,8 +332,8 @@ def checkpoint_bytes(
 
     Each parameter is stored once: b bytes of weight and, for AdamW, fp32 master copy and two moments (12 bytes; 12 in
     fp32 as well, where the master copy repeats the weight).  Vocabulary padding is stored, a tied output layer is not.
-    For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated. With
-    ``adapters`` their factors are all that is stored.
+    For Muon, which needs the plain optimizer, a matrix has one moment, and fp32 weights are not repeated. What training
+    leaves as it is has its weight alone. With ``adapters`` their factors are all that is stored.
     """
     width = PARAMETER_BYTES[dtype] + (12 if with_optimizer else 0)
     if adapters is not None:
@@ -326,16 +343,16 @@ def checkpoint_bytes(
     tables = 1 if architecture.tie_word_embeddings else 2
     padding = (rows - architecture.vocab_size) * architecture.hidden_size * tables
     total = (parameter_count(architecture) + padding) * width
-    if with_optimizer and optimizer == "muon":
-        total -= 4 * _matrix_elements(architecture)
-        if dtype == "float32":
-            total -= 4 * (parameter_count(architecture) + padding)
-    return total
-
-
-def _matrix_elements(architecture: Architecture) -> int:
+    if not with_optimizer:
+        return total
     shards = _shards(architecture, 1, 1, 1, architecture.vocab_size)
-    return (_layers(shards, architecture, range(architecture.num_layers)) + shards["predictors"]).matrices
+    layers = _layers(shards, architecture, range(architecture.num_layers)) + shards["predictors"]
+    total -= 12 * layers.frozen
+    if optimizer == "muon":
+        total -= 4 * layers.matrices
+        if dtype == "float32":
+            total -= 4 * (parameter_count(architecture) - layers.frozen + padding)
+    return total
 
 
 # --- the whole device -------------------------------------------------------------------------------------------------

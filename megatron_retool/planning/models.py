@@ -129,6 +129,15 @@ _DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+_DEEPSEEK_V3_2: dict[str, Any] = {
+    **_DEEPSEEK_V3,
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+
+
 def _deepseek_v2(
     layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int, experts: int, query_rank: int | None, **more: Any
 ) -> dict[str, Any]:
@@ -313,6 +322,24 @@ MODELS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.0,
     ),  # fmt: skip
     "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3.2": _DEEPSEEK_V3_2,
+    "glm-5": {
+        **_DEEPSEEK_V3_2,
+        **_decoder("glm_moe_dsa", 78, 6144, 64, 64, 12288, 154880),
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "head_dim": 64,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_interleave": True,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+    },
     "kimi-k2": {
         **_DEEPSEEK_V3,
         "model_type": "kimi_k2",

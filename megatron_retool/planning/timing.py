@@ -34,7 +34,7 @@ from megatron_retool.planning.memory import (
     checkpoint_bytes,
     learner_memory,
     parameter_count,
-    rank_parameters,
+    trained_parameters,
 )
 from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mean_result
 from megatron_retool.planning.workload import Workload
@@ -204,7 +204,7 @@ def learner_time(
     gpu_flops = accelerator.flops * efficiency
     lengths = workload.total_lengths(workload.responses)
     response_tokens = round(workload.responses * workload.lengths.mean)
-    forward = forward_flops(a, lengths, response_tokens)
+    forward = forward_flops(a, lengths, response_tokens, masked=True)
     passes = 3.0 if training else 1.0
     again = recomputed_share(a, learner, workload.mean_length) if training else 0.0
     work = forward / layout.world_size / gpu_flops
@@ -250,7 +250,7 @@ def learner_time(
     gradient_exchange = optimizer = 0.0
     if training:
         ranks = layout.data * layout.context
-        held = max(rank_parameters(a, layout, stage) for stage in range(layout.pipeline))
+        held = max(trained_parameters(a, layout, stage) for stage in range(layout.pipeline))
         group = ranks * tp
         if ranks > 1:
             bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency

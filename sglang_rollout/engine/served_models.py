@@ -53,8 +53,10 @@ ATTENTION_GROUPS = frozenset(
     {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM2ForCausalLM",
         "Qwen2MoeForCausalLM",
@@ -70,6 +72,8 @@ EXPERTS_EVERYWHERE = frozenset({"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Q
 
 ASKED_FOR: Mapping[str, tuple[str, ...]] = {
     "DeepseekV2ForCausalLM": ("scoring_func", "moe_layer_freq", "n_group", "topk_group"),
+    "DeepseekV32ForCausalLM": ("scoring_func", "topk_method", "moe_layer_freq"),
+    "GlmMoeDsaForCausalLM": ("scoring_func", "topk_method", "moe_layer_freq"),
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "scoring_func"),
 }
 """Keys of config.json without which a class leaves out a part that transformers computes, or does not start."""

@@ -15,7 +15,8 @@ from megatron_retool.admission.requests import Request, one_of_each_family
 from megatron_retool.planning.models import model_of_each_family
 from tests.admission.variants import VARIANTS
 
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}
+SPARSE = {"deepseek_v32", "glm_moe_dsa", "glm-5 with shared keys"}
+LATENT = {*SPARSE, "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek-v2-lite", "kimi-k2"}
 GPU_ALONE = {*LATENT, "gpt_oss", "minimax_m2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """What SGLang does not serve on a CPU."""
 UNSERVED = {"dense layers among experts"}

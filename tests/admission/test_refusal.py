@@ -57,8 +57,7 @@ def test_a_newcomer_whose_parts_are_all_there(tmp_path: Path) -> None:
     ("model_type", "more", "part"),
     [
         ("mimo_v2_flash", {}, "scaled values"),
-        ("deepseek_v32", {}, "an indexer, which chooses the tokens that attention sees"),
-        ("deepseek_v32", {}, "index_n_heads=64, which no family here reads"),
+        ("deepseek_v4", {}, "hc_mult=4, which no family here reads"),
         ("llama4_text", {"attn_temperature_tuning": True}, "queries scaled by their position"),
         ("hy_v3", {}, "router_scaling_factor=2.826, which no family here reads"),
         ("exaone4", {}, "transformers' Attention.forward, Model.forward, unlike those of every family here"),

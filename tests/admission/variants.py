@@ -44,6 +44,7 @@ LONG_TEXTS: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense layers among experts": {**MODELS["qwen3-30b-a3b"], "mlp_only_layers": [20]},
     "deepseek-v2-lite": MODELS["deepseek-v2-lite"],
+    "glm-5 with shared keys": {**MODELS["glm-5"], "indexer_types": ["full", "shared"] * 39},
     "kimi-k2": MODELS["kimi-k2"],
     "mimo-7b": MODELS["mimo-7b"],
     "longrope": PHI_3_5_MINI,

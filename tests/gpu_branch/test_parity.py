@@ -30,7 +30,7 @@ Cases = dict[str, tuple[str, ...]]
 
 DENSE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo3", "qwen2")
 EXPERTS = ("glm4_moe", "minimax_m2")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 REFUSED = {"gpt_oss"}
 """On any GPU."""
@@ -50,11 +50,13 @@ LOCAL_ONE = {
     "qwen3_moe": ("one process",),
     "mistral": ("one process",),
     "deepseek_v3": ("one process",),
+    "deepseek_v32": ("one process",),
     "qwen3_next": ("one process",),
 }
 LOCAL_TWO = {
     "mistral": ("cp2",),
     "deepseek_v3": ("tp2 sp", "cp2"),
+    "glm_moe_dsa": ("tp2 sp", "cp2"),
     "qwen3_next": ("tp2 sp", "cp2"),
 }
 FAST = [(True, 1, ONE), (True, 2, TWO), (False, 1, LOCAL_ONE), (False, 2, LOCAL_TWO)]

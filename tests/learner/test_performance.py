@@ -21,7 +21,7 @@ from megatron_retool.learner.performance import (
     pipeline_options,
 )
 from megatron_retool.learner.precision import RECOMPUTE_MODULES, optimizer_options
-from tests.conversion.model.test_layout import DENSE, EXPERTS, LATENT, LINEAR, SINKS
+from tests.conversion.model.test_layout import DENSE, EXPERTS, LATENT, LINEAR, SINKS, SPARSE
 from tests.learner.test_precision import BARE_H200, CPU, H200
 
 # Whoever has Transformer Engine and no Apex.
@@ -50,6 +50,7 @@ def check(
         ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
         ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which nobody has tried beside"),
         ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "does not go with this model's gated delta"),
+        ({"share_prefixes": True}, {}, {"model": SPARSE, "machine": CPU}, "does not go with this model's sparse atte"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),
         ({"moe_router_fusion": True}, {}, {"model": BEST}, "whose groups of experts are chosen by their best one"),
         (FLEX, {}, {"machine": CPU}, "flex needs CUDA and Transformer Engine: set learner.*=alltoall"),

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from conversion.model.hf_config import IndexerSizes, LatentSizes
 from conversion.model.layout import ParallelLayout
+from megatron_retool.admission.shrink import shrunk
+from megatron_retool.admission.tiny_model import random_batch, random_model, save_model
+from megatron_retool.config import Config, LearnerConfig, OptimizerConfig
 from megatron_retool.learner import cpu
 from megatron_retool.learner.attention import LocalPackedSequences, RotaryTable
 from megatron_retool.learner.attention_pieces import Bucket
+from megatron_retool.planning.memory import checkpoint_bytes
+from megatron_retool.planning.models import MODELS
 
 HIDDEN, HEADS, TOP_K, ROTATED = 32, 4, 5, 8
 LENGTHS = (11, 7, 3)
@@ -198,6 +206,25 @@ def test_a_choice_that_nobody_shares_is_not_kept() -> None:
     assert params.key_choices == {}
 
 
+def test_the_backward_pass_keeps_a_mask_of_the_pairs_as_the_planner_says() -> None:
+    """And nothing else beside dense attention: neither scores nor anything of the indexer."""
+    length, sizes = 64, []
+    for indexer in (IndexerSizes(16, 12, TOP_K), None):
+        module, storages = own_attention(indexer=indexer), dict[int, int]()
+
+        def note(tensor: Tensor, kept: dict[int, int] = storages) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        params = packed(RotaryTable(torch.tensor([1.0, 0.3, 0.1, 0.03])), (length,))
+        hidden = torch.randn(length, 1, HIDDEN, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = module(hidden, packed_seq_params=params)
+        sizes.append(sum(storages.values()))
+        del out
+    assert sizes[0] - sizes[1] == length * length * 4
+
+
 def test_tokens_of_another_text_change_nothing() -> None:
     module = own_attention()
     params = packed(RotaryTable(torch.tensor([1.0, 0.3, 0.1, 0.03])))
@@ -208,3 +235,35 @@ def test_tokens_of_another_text_change_nothing() -> None:
         changed = torch.randn_like(hidden)
         changed[start:end] = hidden[start:end]
         assert torch.equal(module(changed, packed_seq_params=params)[0][start:end], before[start:end])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_leaves_an_indexer_as_it_is(tmp_path: Path, optimizer: str) -> None:
+    """Weights, which would decay, and a checkpoint, which would have an optimizer's state of them; in bfloat16."""
+    cpu.install()
+    from megatron_retool.learner.learner import Learner
+
+    hf_config = shrunk(MODELS["glm-5"], 2)
+    hf_dir = save_model(random_model(hf_config), tmp_path / "hf", hf_config)
+    settings = LearnerConfig(
+        dtype="bfloat16", max_tokens_per_micro_batch=112, use_distributed_optimizer=optimizer == "adamw"
+    )
+    given = OptimizerConfig(name=optimizer, lr=1e-2, weight_decay=0.5)
+    learner = Learner(Config(learner=settings), optimizer=given, total_optimizer_steps=9, hf_dir=hf_dir)
+
+    def exported() -> dict[str, Tensor]:
+        return {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
+
+    before = exported()
+    learner.sft_update(random_batch([(5, 30), (9, 3), (4, 22)]))
+    kept = {name for name, tensor in exported().items() if torch.equal(tensor, before[name])}
+    indexers = {name for name in before if ".indexer." in name}
+    assert len(indexers) == 10 and kept == indexers | {name for name in before if "e_score_correction" in name}
+
+    learner.save(tmp_path / "checkpoint")
+    stored = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    assert not [name for name in tensors if ".indexer." in name and name.startswith("optimizer")]
+    buffers = sum(4 * entry.size.numel() for name, entry in tensors.items() if name.endswith("expert_bias"))
+    written = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors.values())
+    assert written - buffers == checkpoint_bytes(learner.architecture, optimizer=optimizer)

@@ -96,6 +96,22 @@ def test_attention_groups_keep_one_copy_of_the_cache_and_several_of_the_attentio
     assert groups.weight_bytes - whole.weight_bytes == 7 * attention * 2
 
 
+def test_sparse_attention_caches_the_keys_of_indexers_and_reads_so_many_latents() -> None:
+    """Against DeepSeek-V3, which is DeepSeek-V3.2 without indexers; 8 GPUs have all latents each."""
+    v3, v32 = (EngineModel(preset(name), ACCELERATORS["B200"], 8) for name in ("deepseek-v3", "deepseek-v3.2"))
+    assert v32.kv_bytes_per_token - v3.kv_bytes_per_token == 8 * 61 * 132
+    shared = replace(v32, architecture=replace(v32.architecture, shared_choices=(2, 3, 4)))
+    assert shared.kv_bytes_per_token - v3.kv_bytes_per_token == 8 * 58 * 132
+    short, long = 2048, 100_000
+    more = [engine.step_seconds(1, long) - engine.step_seconds(1, short) for engine in (v3, v32)]
+    assert more[1] / more[0] == pytest.approx(132 / (576 * 2))
+    latents = v3.step_seconds(1, 2048) - v3.step_seconds(1, 0)
+    unread = v32.step_seconds(1, 0) - latents - v3.step_seconds(1, 0)
+    assert 0 < unread < 0.01 * v3.step_seconds(1, 0)  # the indexers' own weights
+    assert v32.prefill_seconds(long) < 0.5 * v3.prefill_seconds(long)
+    assert v32.prefill_seconds(short) > v3.prefill_seconds(short)
+
+
 def test_graphs_stay_on_the_device_whatever_the_cache() -> None:
     model = engine(graph_batch=256)
     assert (len(model.prefill_graph_sizes), max(model.prefill_graph_sizes)) == (58, 8192)

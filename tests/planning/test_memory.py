@@ -197,6 +197,35 @@ def test_activations_of_dense_layers_among_experts() -> None:
     assert memory.rank_parameters(first, layout, 1) == memory.rank_parameters(moe, layout, 1)
 
 
+def test_what_training_leaves_as_it_is_has_no_gradient_and_no_optimizer_state() -> None:
+    """The indexers of DeepSeek-V3.2, beside DeepSeek-V3 without them."""
+    dense, sparse = preset("deepseek-v3"), preset("deepseek-v3.2")
+    shared = replace(sparse, shared_choices=(10, 11))
+    one = 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128
+    frozen = memory.parameter_count(sparse) - memory.parameter_count(dense)
+    assert frozen == 61 * one == memory.parameter_count(shared) - memory.parameter_count(dense) + 2 * one
+    layout = LearnerConfig(world_size=64, expert_model_parallel_size=64).layout(sparse)
+    with_them, without = (memory.state_bytes(each, layout, 0) for each in (sparse, dense))
+    assert memory.trained_parameters(sparse, layout, 0) == memory.rank_parameters(dense, layout, 0)
+    assert with_them.parameters - without.parameters == 2 * frozen
+    assert (with_them.gradients, with_them.optimizer) == (without.gradients, without.optimizer)
+    for optimizer, dtype in (("adamw", "bfloat16"), ("muon", "bfloat16"), ("muon", "float32")):
+        found = [memory.checkpoint_bytes(each, dtype, optimizer=optimizer) for each in (sparse, dense)]
+        assert found[0] - found[1] == frozen * (2 if dtype == "bfloat16" else 4), (optimizer, dtype)
+
+
+def test_the_mask_of_chosen_keys_is_kept_where_texts_may_be_long() -> None:
+    dense, sparse = preset("deepseek-v3"), preset("deepseek-v3.2")
+    layout = LearnerConfig(world_size=2, context_parallel_size=2).layout(sparse)
+
+    def more(tokens: float) -> float:
+        found = [activations.layer_activations(each, layout, tokens) for each in (sparse, dense)]
+        return sum(found[0].values()) - sum(found[1].values())
+
+    assert more(1024) == 0.0  # of texts of up to 2048 tokens all keys are chosen
+    assert more(4096) == 4096 * 8192 * 2
+
+
 def test_full_recomputation_keeps_the_input_of_each_layer(facts: dict[str, Any]) -> None:
     assert facts["recomputed_layer"] == 2048 * SMALL_MODELS["qwen2"]["hidden_size"] * 2
 

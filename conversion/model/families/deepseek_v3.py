@@ -19,16 +19,18 @@ from conversion.model.rules import (
 )
 
 _EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "shared_experts."}))
+LAYER = (*LATENT_ATTENTION, *SWIGLU, *_EXPERTS)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    config.refuse("index_topk")  # SGLang's class reads it: attention is sparse then, as in the family deepseek_v32
     return {**unbiased_decoder(config), **latent_attention(config), **sigmoid_router(config)}
 
 
 FAMILY = Family(
     "deepseek_v3",
     aliases=("kimi_k2",),  # arXiv:2507.20534, section 2.3: DeepSeek-V3 with other sizes, and one group of experts
-    rules=decoder_rules(*LATENT_ATTENTION, *SWIGLU, *_EXPERTS),
+    rules=decoder_rules(*LAYER),
     predictors=predictor_behind(*LATENT_ATTENTION, *_EXPERTS),
     predictor_copies=COPIES_BEHIND,
     read=read,

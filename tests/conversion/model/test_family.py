@@ -68,6 +68,18 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 8,
 }
 
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 12,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM_5: dict[str, Any] = {**SPARSE, "model_type": "glm_moe_dsa", "indexer_rope_interleave": True}
 DEEPSEEK_V2: dict[str, Any] = {**LATENT, "model_type": "deepseek_v2", "norm_topk_prob": False}
 FLASH: dict[str, Any] = {**LATENT, "model_type": "glm4_moe_lite", "first_k_dense_replace": 1}
 STRETCHED: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -356,6 +368,22 @@ def test_a_family_with_names_of_its_own(tmp_path: Path) -> None:
         ({**MINIMAX, "attn_type_list": [1, 0]}, "attn_type_list has other kinds of layers than 1: linear attention is"),
         ({**MINIMAX, "rotary_dim": 3}, "partial_rotary_factor=0.375: 3 of a head's 8 features are no pairs"),
         ({**LATENT, "num_key_value_heads": 2}, "num_key_value_heads differs from num_attention_heads"),
+        ({**LATENT, "index_topk": 16}, "index_topk=16 is not supported for deepseek_v3"),
+        (
+            {**SPARSE, "indexer_rope_interleave": True},
+            "indexer_rope_interleave=true: transformers rotates .* remove it",
+        ),
+        ({**GLM_5, "indexer_rope_interleave": None}, "indexer_rope_interleave=null: transformers .* set it to true"),
+        ({**SPARSE, "rope_interleave": False}, "rope_interleave=false is not supported for deepseek_v32"),
+        ({**SPARSE, "q_lora_rank": None}, "q_lora_rank is missing"),
+        ({**SPARSE, "index_head_dim": 2}, "index_head_dim=2 is less than qk_rope_head_dim=4"),
+        ({**SPARSE, "index_topk_freq": 4}, "index_topk_freq=4 is not supported for deepseek_v32"),
+        ({**SPARSE, "indexer_types": ["full", "shared"]}, "indexer_types=.* is not supported for deepseek_v32"),
+        ({**SPARSE, "index_local_tokens": 64}, "index_local_tokens=64 is not supported for deepseek_v32"),
+        ({**SPARSE, "layer_types": ["full_attention"] * 2}, 'layer_types.0.="full_attention" is not one of indexed_'),
+        ({**GLM_5, "indexer_types": ["full"]}, "indexer_types=.* does not say of each of 2 layers"),
+        ({**GLM_5, "index_topk_pattern": "FX"}, 'index_topk_pattern="FX" does not say of each of 2 layers'),
+        ({**GLM_5, "indexer_types": ["shared", "full"]}, "indexer_types: the first layer has no layer before it"),
         ({**FLASH, "mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types="),
         (
             {**FLASH, "first_k_dense_replace": 2},
@@ -576,6 +604,30 @@ def test_a_value_of_another_type_is_an_architecture_or_one_error(family: str, na
             assert len(str(error)) < 1000, change
         else:
             assert len(found.windows) == found.num_layers, change
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_pattern": "FFSFSSFS"},
+        {"indexer_types": ["full", "shared"] * 4, "index_topk_freq": 4},
+        {"layer_types": ["indexed_attention"] * 8},
+    ],
+)
+def test_layers_that_share_keys_are_transformers(schedule: dict[str, Any]) -> None:
+    from transformers import GlmMoeDsaConfig
+
+    expected = GlmMoeDsaConfig(num_hidden_layers=8, **schedule).indexer_types
+    found = Architecture.from_hf_config({**LLAMA, **GLM_5, "num_hidden_layers": 8, **schedule})
+    assert ["shared" if n in found.shared_choices else "full" for n in range(8)] == expected
+    assert found.has_mixed_layers or schedule.keys() <= {"layer_types"}
+    names = {mapping.mcore_name for mapping in WeightMap(found)}
+    for layer, kind in enumerate(expected):
+        own = [name for name in names if name.startswith(f"decoder.layers.{layer}.") and ".indexer." in name]
+        assert len(own) == (5 if kind == "full" else 0)
 
 
 def test_latents_are_normalised_with_rms_norm_eps() -> None:

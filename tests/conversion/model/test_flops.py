@@ -9,7 +9,7 @@ import pytest
 
 from conversion.model import flops
 from conversion.model.architecture import Architecture
-from tests.conversion.model.test_layout import EXPERTS, LINEAR
+from tests.conversion.model.test_layout import EXPERTS, LINEAR, SPARSE
 
 QWEN25_7B = Architecture(
     family="qwen2",
@@ -64,6 +64,28 @@ def test_gated_delta_nets_have_a_state_in_place_of_pairs() -> None:
     assert flops.token_flops(LINEAR) - flops.token_flops(gated) == pytest.approx(0.75 * (delta - attention))
     per_token = [flops.forward_flops(LINEAR, [n], 0) / n for n in (1, 1000)]
     assert per_token[1] - per_token[0] == pytest.approx(8 * flops.pair_flops(LINEAR) * 999 / 2)
+
+
+def test_sparse_attention_has_so_many_pairs_and_its_indexers_all() -> None:
+    """Of 8 layers 5 have an indexer, of 4 heads with 8 features; each query sees 16 keys."""
+    assert SPARSE.indexer is not None
+    dense = replace(SPARSE, indexer=None, shared_choices=())
+    scores = 5 * 2 * (4 * 8 + 4)  # FLOPs of a pair
+    matrices = 5 * 2 * (0 * 4 * 8 + 64 * (8 + 4))  # of a token; the queries of these have no latent
+    assert flops.index_pair_flops(SPARSE) == scores / 8
+    few, many = 16, 1000
+    below = flops.forward_flops(SPARSE, [few]) - flops.forward_flops(dense, [few])
+    assert below == pytest.approx(few * matrices + scores * few * (few + 1) / 2)
+    seen = 16 * 17 / 2 + (many - 16) * 16
+    pairs = many * (many + 1) / 2
+    more = many * matrices + scores * pairs - 8 * flops.pair_flops(dense) * (pairs - seen)
+    assert flops.forward_flops(SPARSE, [many]) == pytest.approx(flops.forward_flops(dense, [many]) + more)
+    masked = flops.forward_flops(SPARSE, [many], masked=True)
+    assert masked == pytest.approx(flops.forward_flops(dense, [many]) + many * matrices + scores * pairs)
+    cost = many + flops.quadratic_cost(SPARSE) * many**2
+    other = 100 + flops.quadratic_cost(SPARSE) * 100**2
+    exact = [flops.forward_flops(SPARSE, [n], 0, masked=True) for n in (many, 100)]
+    assert cost / other == pytest.approx(exact[0] / exact[1], rel=0.01)
 
 
 def test_the_cost_of_a_sequence_is_its_flops() -> None:

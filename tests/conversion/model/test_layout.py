@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import DeltaNetSizes, LatentSizes
+from conversion.model.hf_config import DeltaNetSizes, IndexerSizes, LatentSizes
 from conversion.model.layout import padded_vocab_size
 from megatron_retool.config import ConfigError, LearnerConfig
 
@@ -37,6 +37,7 @@ EXPERTS = Architecture(
 )
 SINKS = replace(EXPERTS, family="gpt_oss", linear_bias=True, attention_sinks=True)
 LATENT = replace(EXPERTS, family="deepseek_v3", rotary_dim=4, latent=LatentSizes(None, 16, 8))
+SPARSE = replace(LATENT, family="glm_moe_dsa", indexer=IndexerSizes(4, 8, 16), shared_choices=(1, 4, 5))
 LINEAR = replace(
     EXPERTS, family="qwen3_next", attention_gate=True, qk_norm=True, linear_layers=(0, 1, 2, 4, 5, 6),
     delta_net=DeltaNetSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=12, kernel=4),
@@ -85,6 +86,12 @@ def test_which_layers_a_chunk_has() -> None:
             {"world_size": 4, CP: 4, "max_tokens_per_micro_batch": 7},
             r"smaller than the layout's padding unit, 8",
         ),
+        (
+            SPARSE,
+            {"world_size": 2, PP: 2},
+            r"layer 4 of the model sees the keys .*, and PP x VPP = 2 puts it on another",
+        ),
+        (SPARSE, {"world_size": 4, PP: 4, VPP: 2}, r"layer 1 of the model sees the keys .*, and PP x VPP = 8"),
         (EXPERTS, {"world_size": 2, TP: 2}, r"needs learner.sequence_parallel=true"),
         (EXPERTS, {"world_size": 3, EP: 3}, r"expert_model_parallel_size=3 does not divide .*num_experts=8"),
         (

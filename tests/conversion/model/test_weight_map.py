@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.family import built_in_families
-from conversion.model.hf_config import DeltaNetSizes, LatentSizes, UnsupportedArchitecture
+from conversion.model.hf_config import DeltaNetSizes, IndexerSizes, LatentSizes, UnsupportedArchitecture
 from conversion.model.weight_map import (
     Mapping,
     WeightMap,
@@ -27,8 +27,9 @@ from conversion.model.weight_map import (
 )
 
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-DENSE_AMONG_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
-LATENT = ("deepseek_v2", "deepseek_v3")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+DENSE_AMONG_EXPERTS = (*INDEXED, "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_next", "qwen3_moe")
+LATENT = (*INDEXED, "deepseek_v2", "deepseek_v3")
 
 
 NEXT = Architecture(
@@ -44,7 +45,7 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
     family = draw(st.sampled_from(sorted(built_in_families())))
     layers = draw(st.integers(1, 2))
     groups = draw(st.sampled_from([1, 2, 4]))
-    shared = family in ("qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:5])
+    shared = family in ("qwen3_5_moe_text", *DENSE_AMONG_EXPERTS[:7])
     moe = shared or family in ("gpt_oss", "minimax_m2", "mixtral", *DENSE_AMONG_EXPERTS)
     return Architecture(
         family=family,
@@ -63,6 +64,8 @@ def architectures(draw: st.DrawFn, tp: int = 1) -> Architecture:
         shared_expert_ffn_hidden_size=tp * draw(st.integers(1, 3)) if shared else None,
         latent=LatentSizes(draw(st.sampled_from([None, 3])), 2, tp * 2) if family in LATENT else None,
         rotary_dim=1 if family in LATENT else None,
+        indexer=IndexerSizes(2, 3, 4) if family in INDEXED else None,
+        shared_choices=draw(st.sampled_from([(), (1,)])) if layers == 2 and family == "glm_moe_dsa" else (),
         attention_gate=family in DELTA_NETS,
         delta_net=DeltaNetSizes(tp * draw(st.integers(1, 2)), 4 * tp, 3, 2, 4) if family in DELTA_NETS else None,
         linear_layers=(0,) if family in DELTA_NETS else (),

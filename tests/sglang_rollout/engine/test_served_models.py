@@ -187,6 +187,18 @@ def test_keys_of_deepseek_v2_that_transformers_leaves_out_are_asked_for(tmp_path
         check_served_model(configured(tmp_path, ON_A_GPU, **{**keys, "scoring_func": None, "moe_layer_freq": None}))
 
 
+@pytest.mark.parametrize(
+    ("model", "name"), [("deepseek-v3.2", "DeepseekV32ForCausalLM"), ("glm-5", "GlmMoeDsaForCausalLM")]
+)
+def test_keys_of_sparse_attention_that_transformers_leaves_out_are_asked_for(
+    model: str, name: str, tmp_path: Path
+) -> None:
+    keys = {**shrunk(MODELS[model], 4), "architectures": [name]}
+    check_served_model(configured(tmp_path, ON_A_GPU, **keys))
+    with pytest.raises(ConfigError, match=f"{name} needs topk_method, moe_layer_freq in config.json"):
+        check_served_model(configured(tmp_path, ON_A_GPU, **{**keys, "topk_method": None, "moe_layer_freq": None}))
+
+
 def test_attention_sinks_are_refused_on_a_cpu(tmp_path: Path) -> None:
     keys = shrunk(MODELS["gpt-oss-20b"], 4)
     with pytest.raises(ConfigError, match=r"torch_native\) has no attention sinks, which this gpt_oss model has"):

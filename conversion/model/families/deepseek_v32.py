@@ -1,0 +1,28 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, of which an indexer in every layer chooses the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.families import deepseek_v3
+from conversion.model.family import Family
+from conversion.model.hf_config import ConfigReader, sigmoid_router, sparse_attention, unbiased_decoder
+from conversion.model.rules import INDEXER, decoder_rules
+
+RULES = decoder_rules(*deepseek_v3.LAYER, *INDEXER)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    config = config.with_defaults(first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    # transformers gives every layer an indexer of its own, and SGLang does as these say.
+    config.refuse("indexer_types", "index_topk_pattern")
+    config.require(index_topk_freq=1)
+    return {**unbiased_decoder(config), **sparse_attention(config, interleaved=False), **sigmoid_router(config)}
+
+
+FAMILY = Family(
+    "deepseek_v32",
+    rules=RULES,
+    read=read,
+    engine_classes={"DeepseekV32ForCausalLM": "sglang.srt.models.deepseek_v2:DeepseekV32ForCausalLM"},
+)

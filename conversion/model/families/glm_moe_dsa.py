@@ -1,0 +1,36 @@
+"""GLM-5: DeepSeek-V3.2's layers, of which some may see the keys that the layer before them sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion.model.families import deepseek_v32
+from conversion.model.family import Family
+from conversion.model.hf_config import (
+    ConfigReader,
+    shared_choices,
+    sigmoid_router,
+    sparse_attention,
+    unbiased_decoder,
+)
+
+
+def read(config: ConfigReader) -> dict[str, Any]:
+    rotated = config.integer("qk_rope_head_dim")
+    config = config.with_defaults(
+        first_k_dense_replace=3, routed_scaling_factor=2.5, rms_norm_eps=1e-5, head_dim=rotated
+    )
+    return {
+        **unbiased_decoder(config),
+        **sparse_attention(config, interleaved=True),
+        **shared_choices(config),
+        **sigmoid_router(config),
+    }
+
+
+FAMILY = Family(
+    "glm_moe_dsa",
+    rules=deepseek_v32.RULES,
+    read=read,
+    engine_classes={"GlmMoeDsaForCausalLM": "sglang.srt.models.glm4_moe:GlmMoeDsaForCausalLM"},
+)
