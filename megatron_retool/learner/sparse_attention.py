@@ -116,8 +116,8 @@ class SparseAttention(PackedAttention):
         query, key = (rotate(self._in_halves(x), packed.cos, packed.sin).float() for x in (query, key))
         query = query * self.sizes.head_dim**-0.5
         weights = weights.float() * self.sizes.heads**-0.5
-        if self.context_group.size() > 1:
-            key = gather_from_sequence_parallel_region(key.contiguous(), group=self.context_group)
+        if packed.cp_group is not None:
+            key = gather_from_sequence_parallel_region(key.contiguous(), group=packed.cp_group)
         first, key = 0, key.squeeze(1)
         choices: list[KeyChoice] = []
         for bucket in packed.buckets:
