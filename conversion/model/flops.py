@@ -57,7 +57,7 @@ def forward_flops(
     if architecture.indexer is not None:
         scores = architecture.num_layers * index_pair_flops(architecture) * _causal_pairs(lengths, None)
         if not masked:
-            windows = Counter({architecture.indexer.top_k: architecture.num_layers})  # so many pairs, of any keys
+            windows = Counter({architecture.indexer.index_topk: architecture.num_layers})  # so many pairs, of any keys
     pairs = sum(layers * _causal_pairs(lengths, window) for window, layers in windows.items()) / windows.total()
     return scores + forward_flops_of(architecture, tokens, pairs, heads)
 

@@ -81,7 +81,7 @@ class IndexerSizes:
     heads: int
     head_dim: int
     """Features of a head's queries, and of the one key that all heads share."""
-    top_k: int
+    index_topk: int
     """Keys that each query sees at most."""
     interleaved: bool = False
     """Features that are rotated together lie side by side, not half of the rotated ones apart."""
@@ -442,7 +442,7 @@ def sparse_attention(config: ConfigReader, *, interleaved: bool) -> dict[str, An
     indexer = IndexerSizes(
         heads=config.integer("index_n_heads"),
         head_dim=config.integer("index_head_dim"),
-        top_k=config.integer("index_topk"),
+        index_topk=config.integer("index_topk"),
         interleaved=interleaved,
     )
     fields = latent_attention(config)

@@ -52,7 +52,7 @@ class Indexer(torch.nn.Module):
 
 
 class SparseAttention(PackedAttention):
-    """Core attention whose queries see the keys with the ``top_k`` largest scores of their past.
+    """Core attention whose queries see the keys with the ``index_topk`` largest scores of their past.
 
     Args:
         sizes: of the indexer.
@@ -106,7 +106,7 @@ class SparseAttention(PackedAttention):
         self, indexer: Indexer, hidden_states: Tensor, query_latent: Tensor, packed: LocalPackedSequences
     ) -> tuple[KeyChoice, ...]:
         """The choice in each bucket. Tensor-parallel ranks compute the same one, of all tokens."""
-        if all(_longest(bucket) <= self.sizes.top_k for bucket in packed.buckets):
+        if all(_longest(bucket) <= self.sizes.index_topk for bucket in packed.buckets):
             return (None,) * len(packed.buckets)
         parts: tuple[Tensor, ...] = indexer(hidden_states, query_latent)
         if self.config.sequence_parallel:
@@ -123,7 +123,7 @@ class SparseAttention(PackedAttention):
         for bucket in packed.buckets:
             queries = bucket.queries if isinstance(bucket, ContextBucket) else bucket
             own = slice(first, first := first + queries.tokens)
-            if _longest(bucket) <= self.sizes.top_k:
+            if _longest(bucket) <= self.sizes.index_topk:
                 choices.append(None)
                 continue
             if isinstance(bucket, ContextBucket):
@@ -133,7 +133,9 @@ class SparseAttention(PackedAttention):
                 keys = to_grid(key[own], bucket)
                 positions = torch.arange(bucket.length, device=key.device).unsqueeze(0)
             choices.append(
-                largest(to_grid(query[own], queries), keys, to_grid(weights[own], queries), positions, self.sizes.top_k)
+                largest(
+                    to_grid(query[own], queries), keys, to_grid(weights[own], queries), positions, self.sizes.index_topk
+                )
             )
         return tuple(choices)
 

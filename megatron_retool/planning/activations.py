@@ -71,7 +71,7 @@ def layer_activations(
     }
     if a.latent is not None:
         parts["latents"] = tokens * (a.query_rank + a.cached_size) * (2 * width if fused else 8 + width) / split
-    if a.indexer is not None and tokens * layout.context > a.indexer.top_k:
+    if a.indexer is not None and tokens * layout.context > a.indexer.index_topk:
         parts["chosen keys"] = tokens * layout.context * tokens * width
     if linear:
         parts["attention"] = _delta_net(a, tokens, width) / tp

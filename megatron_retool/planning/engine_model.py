@@ -290,7 +290,7 @@ class EngineModel:
         have fewer, which is not counted."""
         indexer = self.architecture.indexer
         devices = self.tensor_parallel // self.attention_groups
-        return 0.0 if indexer is None else self._latent_bytes * devices * indexer.top_k
+        return 0.0 if indexer is None else self._latent_bytes * devices * indexer.index_topk
 
     @cached_property
     def _flops_per_token(self) -> float:
@@ -351,7 +351,7 @@ class EngineModel:
         a = self.architecture
         scored = pairs = new_tokens * (cached_tokens + new_tokens / 2)
         if a.indexer is not None:
-            pairs = min(pairs, new_tokens * a.indexer.top_k)
+            pairs = min(pairs, new_tokens * a.indexer.index_topk)
         of_pairs = pair_flops(a) * pairs + index_pair_flops(a) * scored
         flops = a.num_layers * (token_flops(a) * new_tokens + of_pairs)
         return flops / self._compute

@@ -149,7 +149,9 @@ def test_every_rank_has_the_bytes_that_the_formula_says(facts: dict[str, Any], i
         )
         trained = shard["trained"]
         frozen = shard["parameters"] if adapters else 0
-        assert trained == (memory.rank_factors(architecture, layout, shard["stage"], adapters) if adapters else trained)
+        assert trained == (
+            memory.rank_parameters(architecture, layout, shard["stage"], adapters) if adapters else trained
+        )
         assert adapters or trained == shard["parameters"]
         assert states.parameters == 2 * (frozen + shard["buffer_elements"])
         assert states.gradients == 4 * shard["buffer_elements"]

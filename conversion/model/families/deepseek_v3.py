@@ -22,8 +22,15 @@ _EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "
 LAYER = (*LATENT_ATTENTION, *SWIGLU, *_EXPERTS)
 
 
+ROUTER_DEFAULTS: dict[str, Any] = {
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5
+}  # fmt: skip
+"""What transformers and engines take where config.json lacks a key."""
+
+
 def read(config: ConfigReader) -> dict[str, Any]:
     config.refuse("index_topk")  # SGLang's class reads it: attention is sparse then, as in the family deepseek_v32
+    config = config.with_defaults(**ROUTER_DEFAULTS)
     return {**unbiased_decoder(config), **latent_attention(config), **sigmoid_router(config)}
 
 

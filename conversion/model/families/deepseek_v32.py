@@ -13,7 +13,7 @@ RULES = decoder_rules(*deepseek_v3.LAYER, *INDEXER)
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
-    config = config.with_defaults(first_k_dense_replace=3, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    config = config.with_defaults(**deepseek_v3.ROUTER_DEFAULTS)
     # transformers gives every layer an indexer of its own, and SGLang does as these say.
     config.refuse("indexer_types", "index_topk_pattern")
     config.require(index_topk_freq=1)

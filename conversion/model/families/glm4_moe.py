@@ -26,6 +26,7 @@ _EXPERTS = (*EXPERTS, *ROUTER_BIAS, *renamed(SHARED_EXPERT, {"shared_expert.": "
 
 
 def read(config: ConfigReader) -> dict[str, Any]:
+    config = config.with_defaults(first_k_dense_replace=1)
     return {
         **decoder(config),
         **partial_rotary(config, default=0.5),

@@ -14,7 +14,8 @@ def read(config: ConfigReader) -> dict[str, Any]:
         config.require(first_k_dense_replace=1)  # transformers knows no other number, and engines read it
     config.require(partial_rotary_factor=1.0)  # nothing reads it: qk_rope_head_dim says how much is rotated
     rotated = config.integer("qk_rope_head_dim")
-    return deepseek_v3.read(config.with_defaults(first_k_dense_replace=1, rms_norm_eps=1e-5, head_dim=rotated))
+    defaults = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8}
+    return deepseek_v3.read(config.with_defaults(**defaults, rms_norm_eps=1e-5, head_dim=rotated))
 
 
 FAMILY = Family(

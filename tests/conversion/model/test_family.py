@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from conversion import hf_to_mcore, mcore_to_hf
 from conversion.files.hf_checkpoint import HFCheckpoint
@@ -663,3 +664,14 @@ def test_positions_of_ernie_and_ministral() -> None:
         {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 4, "rope_parameters": rope}
     )
     assert grown.query_growth == (0.1, 64)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "dots1"])
+def test_keys_that_config_json_lacks_are_what_transformers_takes(family: str) -> None:
+    keys = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace")
+    published = MODELS[model_of_each_family()[family]]
+    lacking = {key: value for key, value in published.items() if key not in keys}
+    assert lacking != published
+    defaults = CONFIG_MAPPING[family]()
+    known = {key: getattr(defaults, key) for key in keys if hasattr(defaults, key)}
+    assert Architecture.from_hf_config(lacking) == Architecture.from_hf_config({**lacking, **known})
