@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from conversion.files.checksums import FileRecord, record_files
@@ -169,11 +169,9 @@ class MergedCheckpoint(DistCheckpoint):
         adapted = [mapping for mapping in self._weight_map if target_of(mapping) in self.record.targets]
         tensors = {name: tensor for mapping in adapted for name, tensor in self.factors(mapping).items()}
         directory.mkdir()
-        save_file(
-            {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()},
-            directory / "adapter_model.safetensors",
-            metadata={"format": "pt"},
-        )
+        named = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+        # Not save_file, whose files nobody else may read.
+        (directory / "adapter_model.safetensors").write_bytes(save(named, metadata={"format": "pt"}))
         alpha = self.record.alpha
         config = {
             "peft_type": "LORA",

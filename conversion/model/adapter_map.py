@@ -21,9 +21,14 @@ FACTORS = ".lora."
 """Part of the name of every factor's parameter: ``decoder.layers.0.self_attention.linear_qkv.lora.a.0``."""
 
 
+LATENTS = ("_down_proj.weight",)
+"""How names end of the matrices of latent attention that every tensor-parallel rank has whole."""
+
+
 def target_of(mapping: Mapping) -> str | None:
     """Which of ``TARGETS`` a weight belongs to; None: no adapter changes it."""
-    if mapping.layer is None or mapping.tp_dim is None or len(mapping.mcore_shape) != 2:
+    split = mapping.tp_dim is not None or mapping.mcore_name.endswith(LATENTS)
+    if mapping.layer is None or len(mapping.mcore_shape) != 2 or not split:
         return None
     if mapping.expert is not None:
         return "experts"
@@ -32,13 +37,6 @@ def target_of(mapping: Mapping) -> str | None:
 
 def why_not(architecture: Architecture, targets: Collection[str]) -> str:
     """What of ``targets`` cannot be adapted in this model, and why; empty: all that it has of them can be."""
-    if "attention" in targets:
-        if architecture.latent is not None:
-            return "attention: adapters do not know latent attention"
-        if architecture.linear_layers:
-            return "attention: adapters do not know gated delta nets"
-        if architecture.attention_gate:
-            return "attention: adapters do not know attention with an output gate"
     if "experts" in targets and architecture.is_moe and architecture.linear_bias:
         return "experts: adapters do not know experts that are stored as one tensor"
     if not any(target_of(mapping) in targets for mapping in WeightMap(architecture)):

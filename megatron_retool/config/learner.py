@@ -127,8 +127,9 @@ class LoraConfig:
     alpha: float = positive(32.0, maximum=1_000_000)
     """What adapters add is multiplied by alpha / rank."""
     targets: list[str] = field(default_factory=lambda: list(TARGETS))
-    """Which matrices have adapters: attention (q, k, v and output projections), mlp (gate, up and down projections of
-    dense layers and shared experts), experts (those of a mixture of experts). What the model lacks is left out."""
+    """Which matrices have adapters: attention (its projections, of each kind of attention), mlp (gate, up and down
+    projections of dense layers and shared experts), experts (those of a mixture of experts). What the model lacks is
+    left out."""
     seed: int = not_negative(0, maximum=2**31 - 1)
     """Of the adapters' first values, which are the same in every parallel layout."""
 

@@ -11,6 +11,7 @@ every rank.  Ranks exchange the rank's few columns between the two products, whe
     the same with SP   A x of this rank's tokens, then all-gather (backward reduce-scatter), then B
     row parallel       A x of this rank's columns, then all-reduce, then B
     the same with SP   A x of this rank's columns, then reduce-scatter, then B
+    replicated         every rank has the layer whole (the latents of latent attention): no exchange
     experts            no exchange: the token dispatcher gathers before the layer and adds up partial sums after it
 """
 
@@ -42,6 +43,7 @@ from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, Segment, shard, shard_shape
 from megatron_retool.config import ConfigError, LoraConfig
 from megatron_retool.learner.attention import rms_norm
+from megatron_retool.learner.latent_attention import ReplicatedLinear
 from megatron_retool.learner.model import PackedModel
 from megatron_retool.learner.weights import (
     TensorParallelPlace,
@@ -64,16 +66,16 @@ class Adapter(torch.nn.Module):
         enabled: False: the layer answers as the base model's.
     """
 
-    def __init__(self, linear: Any, mapping: Mapping, settings: LoraConfig) -> None:
+    def __init__(self, linear: Any, mapping: Mapping, settings: LoraConfig, sequence_parallel: bool) -> None:
         super().__init__()
         self.mapping = mapping
         self.rank, self.scale = settings.rank, settings.alpha / settings.rank
         self.enabled = True
-        self.is_column = mapping.tp_dim == 0
+        self.is_column, self.is_replicated = mapping.tp_dim == 0, mapping.tp_dim is None
         self.tp_size, self.tp_rank = TensorParallelPlace.current().of(mapping)
         # Transformer Engine's layers of experts have another, for it leaves their exchange to Megatron.
-        self._group = getattr(linear, "_tp_group", None) or linear.tp_group
-        self._sequence_parallel = bool(linear.config.sequence_parallel) and self.tp_size > 1
+        self._group = getattr(linear, "_tp_group", None) or getattr(linear, "tp_group", None)
+        self._sequence_parallel = sequence_parallel and self.tp_size > 1
         self._exchanges_elsewhere = mapping.expert is not None
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a, self.b = ParameterList(), ParameterList()
@@ -87,7 +89,9 @@ class Adapter(torch.nn.Module):
 
     def _mark(self, linear: Any) -> None:
         """Tell Megatron which factors are split, which are copies, and whose gradients are sums over ranks."""
-        split, whole = (self.b, self.a) if self.is_column else (self.a, self.b)
+        split, whole = ([*self.b], [*self.a]) if self.is_column else ([*self.a], [*self.b])
+        if self.is_replicated:
+            split, whole = [], [*self.a, *self.b]
         for parameter in (*split, *whole):
             # As the weight's: experts that other ranks hold than dense layers have gradient buffers of their own.
             parameter.allreduce = getattr(linear.weight, "allreduce", True)
@@ -116,7 +120,7 @@ class Adapter(torch.nn.Module):
         return self._fused([torch.nn.functional.linear(parts[_source(block)], b) for block, b in blocks])
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        if self._exchanges_elsewhere or self.tp_size == 1:
+        if self._exchanges_elsewhere or self.is_replicated or self.tp_size == 1:
             return low
         if self.is_column and self._sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(low, group=self._group)
@@ -130,10 +134,15 @@ class Adapter(torch.nn.Module):
         """[..., rows of a block] of each block -> [..., rows], as the rows of this rank's weight lie."""
         if len(parts) == 1:
             return parts[0]
-        if self.mapping.arrangement is Arrangement.QUERY_GROUPS:
-            groups = self.mapping.query_groups // self.tp_size
-            return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)
-        return torch.cat(list(parts), -1)
+        if self.mapping.arrangement in (Arrangement.COPY, Arrangement.GATE_UP):
+            return torch.cat(list(parts), -1)
+        groups = self.mapping.query_groups // self.tp_size
+        parts = [part.unflatten(-1, (groups, -1)) for part in parts]
+        if self.mapping.arrangement is Arrangement.GATED_QUERY_GROUPS:
+            # Each head's queries over its gate become the group's queries over its gates.
+            heads = parts[0].unflatten(-1, (self.mapping.heads_per_group, 2, -1))
+            parts[0] = heads.transpose(-3, -2).flatten(-3)
+        return torch.cat(parts, -1).flatten(-2)
 
     @torch.no_grad()
     def delta(self) -> Tensor:
@@ -185,6 +194,16 @@ class _Adapted:
         )
 
 
+class _AdaptedReplicated:
+    """The same of a layer that every tensor-parallel rank has whole, and that checkpoints hold as any module."""
+
+    lora: Adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)  # type: ignore[misc]
+        return output + self.lora(x) if self.lora.enabled else output
+
+
 class _AdaptedBehindNorm(_Adapted):
     """The same of Transformer Engine's layer that has the norm before it inside."""
 
@@ -200,12 +219,13 @@ def _adapted(layer: Any) -> type[Any]:
 
     Where Transformer Engine is not installed, Megatron has no classes in its layers' place.
     """
-    mixins = {
+    mixins: dict[Any, type[Any]] = {
         ColumnParallelLinear: _Adapted,
         RowParallelLinear: _Adapted,
         TEColumnParallelLinear: _Adapted,
         TERowParallelLinear: _Adapted,
         TELayerNormColumnParallelLinear: _AdaptedBehindNorm,
+        ReplicatedLinear: _AdaptedReplicated,
     }
     for plain, mixin in mixins.items():
         if isinstance(plain, type) and issubclass(layer, plain):
@@ -234,7 +254,7 @@ def attach(chunks: Sequence[PackedModel], architecture: Architecture, settings: 
             if weight in weights and target_of(weights[weight]) in settings.targets:
                 layer: Any = type(module)
                 module.__class__ = _adapted(layer)
-                module.lora = Adapter(module, weights[weight], settings)
+                module.lora = Adapter(module, weights[weight], settings, chunk.config.sequence_parallel)
         if hasattr(chunk, "value_head"):
             chunk.value_head.requires_grad_(True)
         if not any(parameter.requires_grad for parameter in chunk.parameters()):

@@ -67,10 +67,10 @@ class LatentAttention(MegatronModule):
         if sizes.query_rank is None:
             self.linear_q_proj = ColumnParallelLinear(hidden, queries, **column)
         else:
-            self.linear_q_down_proj = _Replicated(config, hidden, sizes.query_rank)
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, sizes.query_rank)
             self.q_layernorm = RMSNorm(config, sizes.query_rank, sizes.norm_eps)
             self.linear_q_up_proj = ColumnParallelLinear(sizes.query_rank, queries, **column)
-        self.linear_kv_down_proj = _Replicated(config, hidden, sizes.key_value_rank + rotated)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, sizes.key_value_rank + rotated)
         self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, sizes.norm_eps)
         self.linear_kv_up_proj = ColumnParallelLinear(
             sizes.key_value_rank, heads * (self.plain + sizes.value_dim), **column
@@ -143,7 +143,7 @@ class LatentAttention(MegatronModule):
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.sizes.interleaved else x
 
 
-class _Replicated(torch.nn.Linear):
+class ReplicatedLinear(torch.nn.Linear):
     """A linear layer that every tensor-parallel rank has whole, for its own tokens of a sequence."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from conversion.model.architecture import Architecture
 from megatron_retool.config import ConfigError, load_config
+from megatron_retool.planning.models import MODELS
 
 SMALL = {
     "model_type": "qwen3",
@@ -17,21 +18,7 @@ SMALL = {
     "vocab_size": 100,
     "head_dim": 8,
 }
-LATENT = {
-    **SMALL,
-    "num_key_value_heads": 4,
-    "model_type": "deepseek_v3",
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+STACKED = MODELS["gpt-oss-20b"]
 RANK = "learner.lora.rank=4"
 
 
@@ -62,7 +49,7 @@ def test_settings_that_do_not_fit_are_named(overrides: list[str], said: str) -> 
     ("hf_config", "overrides", "said"),
     [
         (SMALL, ["learner.lora.targets=[experts]"], "family qwen3: experts: the model has none"),
-        (LATENT, [], "attention: adapters do not know latent attention"),
+        (STACKED, [], "experts: adapters do not know experts that are stored as one tensor"),
         (
             SMALL,
             ["learner.tensor_model_parallel_size=4", "learner.world_size=4"],
@@ -80,6 +67,6 @@ def test_what_a_model_lacks_or_has_in_another_form_is_named(
 
 
 def test_parts_that_can_be_adapted_are_accepted() -> None:
-    learner = load_config(None, [RANK, "learner.lora.targets=[mlp,experts]"]).learner
-    learner.layout(Architecture.from_hf_config(LATENT))
+    learner = load_config(None, [RANK, "learner.lora.targets=[attention]"]).learner
+    learner.layout(Architecture.from_hf_config(STACKED))
     load_config(None, [RANK]).learner.layout(Architecture.from_hf_config(SMALL))

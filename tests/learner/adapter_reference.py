@@ -13,14 +13,19 @@ import torch
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap, merge, shard
-from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, stored_weights
+from megatron_retool.admission.recurrent_delta_rule import recurrent
+from megatron_retool.admission.requests import Request, shrunk_config
+from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, random_model, stored_weights
 from megatron_retool.config import LoraConfig
+from megatron_retool.planning.models import MODELS, model_of_each_family
 from megatron_retool.trajectory import TrajectoryBatch
 from tests.learner.tiny_models import hf_model
 
 LENGTHS = [(5, 30), (9, 3), (4, 22), (13, 41), (6, 1), (8, 17)]
 SETTINGS = LoraConfig(rank=4, alpha=8.0, seed=3)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
+SHRUNK = {"deepseek_v2": 2, "deepseek_v3": 2, "qwen3_next": 4, "qwen3_5_text": 4}
+"""Families whose model is that of the admission with so many layers."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -46,16 +51,30 @@ def random_factors(architecture: Architecture, settings: LoraConfig = SETTINGS) 
     return found
 
 
+def small_model(family: str, **overrides: Any) -> Any:
+    """A transformers model of a few layers, with random weights."""
+    if family in SHRUNK:
+        request = Request(family, MODELS[model_of_each_family()[family]], layers=SHRUNK[family])
+        return random_model(shrunk_config(request))
+    return hf_model(family, **{"num_hidden_layers": 2, **overrides})
+
+
 def write_reference(family: str, directory: Path, **overrides: Any) -> None:
     """``directory``/hf, a model, and ``reference.pt``: log-probs of the mini-batch with and without random factors, the
     factors' gradients, and the merged weights."""
-    model = hf_model(family, **{"num_hidden_layers": 2, **overrides})
+    model = small_model(family, **overrides)
     model.save_pretrained(directory / "hf")
+    with recurrent(model):
+        _write_reference(model, directory)
+
+
+def _write_reference(model: Any, directory: Path) -> None:
     architecture = Architecture.from_pretrained(directory / "hf")
     factors, batch = random_factors(architecture), mini_batch()
     model = model.double()
     base = hf_log_probs(model, batch)[0].detach()
-    adapted = _with_experts if architecture.is_moe else _with_peft
+    known = {name.split(".")[-3] for name in factors} <= {*PROJECTIONS}
+    adapted = _with_peft if known and not architecture.is_moe else _with_weights
     call, leaves, merged = adapted(model, factors)
     log_probs = hf_log_probs(call, batch)[0]
     (-(torch.from_numpy(batch.columns["loss_weights"]).double() * log_probs).sum()).backward()
@@ -89,7 +108,7 @@ def _with_peft(model: Any, factors: Tensors) -> Any:
     return adapted, leaves, lambda: stored_weights(adapted.merge_and_unload())
 
 
-def _with_experts(model: Any, factors: Tensors) -> Any:
+def _with_weights(model: Any, factors: Tensors) -> Any:
     """peft has one A for gate and up of an expert: here each has its own, as an engine's adapters do."""
     leaves = {name: factor.double().requires_grad_() for name, factor in factors.items()}
 

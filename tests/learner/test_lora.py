@@ -44,6 +44,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense layers, shared experts, one rank": ("glm4_moe", 1, {}),
     "dense layers, shared experts, ep2": ("glm4_moe", 2, {EP: 2}),
     "dense layers, shared experts, tp2 sp etp1": ("glm4_moe", 2, {TP: 2, SP: True, ETP: 1}),
+    "latents, one rank": ("deepseek_v3", 1, {}),
+    "latents, tp2 sp etp1": ("deepseek_v3", 2, {TP: 2, SP: True, ETP: 1}),
+    "latents, whole queries, pp2": ("deepseek_v2", 2, {PP: 2}),
+    "gated delta nets, one rank": ("qwen3_next", 1, {}),
+    "gated delta nets, tp2 sp etp1": ("qwen3_next", 2, {TP: 2, SP: True, ETP: 1}),
+    "gated delta nets, not interleaved, tp2": ("qwen3_5_text", 2, {TP: 2}),
 }
 FOUR = {
     "pp4 vpp2": ("qwen3 of 8 layers", 4, {PP: 4, VPP: 2}),
@@ -163,7 +169,7 @@ def _found(directory: Path, layouts: dict[str, Any]) -> dict[str, dict[str, floa
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lora")
-    for family in ("qwen3", "qwen2", "phi3", "olmo2", "gemma3_text", "qwen3_moe", "glm4_moe"):
+    for family in {family for family, _, _ in LAYOUTS.values()}:
         write_reference(family, directory / family)
     return directory
 

@@ -22,12 +22,21 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.tiny_model import hf_log_probs, random_batch, save_model
 from megatron_retool.config import Config, LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
 from megatron_retool.planning.memory import checkpoint_bytes
-from tests.learner.adapter_reference import gather_factors
-from tests.learner.tiny_models import hf_model
+from tests.learner.adapter_reference import gather_factors, small_model
 
 LENGTHS = [(3, 9), (5, 4), (2, 12), (4, 6)]
-SAVED_BY = {"qwen3": {TP: 2, SP: True}, "qwen3_moe": {EP: 2}}
-LOADED_BY = {"qwen3": [{TP: 2, SP: True}, {PP: 2}], "qwen3_moe": [{EP: 2}, {TP: 2, SP: True, ETP: 1}]}
+SAVED_BY: dict[str, dict[str, Any]] = {
+    "qwen3": {TP: 2, SP: True},
+    "qwen3_moe": {EP: 2},
+    "deepseek_v3": {TP: 2, SP: True, ETP: 1},
+    "qwen3_next": {TP: 2, SP: True, ETP: 1},
+}
+LOADED_BY: dict[str, list[dict[str, Any]]] = {
+    "qwen3": [{TP: 2, SP: True}, {PP: 2}],
+    "qwen3_moe": [{EP: 2}, {TP: 2, SP: True, ETP: 1}],
+    "deepseek_v3": [{TP: 2, SP: True, ETP: 1}, {PP: 2}],
+    "qwen3_next": [{TP: 2, SP: True, ETP: 1}, {EP: 2}],
+}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -81,7 +90,7 @@ def _load(directory: Path) -> dict[str, list[dict[str, Any]]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapters")
     for family in SAVED_BY:
-        save_model(hf_model(family, num_hidden_layers=2), directory / family)
+        save_model(small_model(family), directory / family)
     return directory
 
 
