@@ -177,7 +177,6 @@ _REFERENCE = "the reference policy has the learner's layout and budget"
 _ALWAYS = "always so here"
 _OFFLOAD = "with cluster.placement=colocated the learner leaves for host memory by itself"
 _PROFILER = "trainer.profiler has a tool, steps and ranks of its own; timing_s/* says where the time goes"
-_LORA = "LoRA is not supported"
 _VLM = "images and videos are not supported"
 _FUSED = "chosen by Megatron-Core and Transformer Engine"
 
@@ -379,7 +378,13 @@ TABLE: tuple[VerlKey, ...] = (
     VerlKey(f"{MODEL}.tokenizer_path", ("model.tokenizer_path",), convert=_same),
     VerlKey(f"{MODEL}.enable_gradient_checkpointing", ("learner.recompute.granularity",), "FSDP's; full",
             lambda value: "full" if value else "null"),
-    *_rows(MODEL, "lora_rank lora_alpha lora_adapter_path target_modules exclude_modules lora.*", _LORA),
+    *(VerlKey(f"{MODEL}.{name}", ("learner.lora.rank",), convert=_same) for name in ("lora_rank", "lora.rank")),
+    *(VerlKey(f"{MODEL}.{name}", ("learner.lora.alpha",), convert=_same) for name in ("lora_alpha", "lora.alpha")),
+    *(VerlKey(f"{MODEL}.{name}", ("learner.lora.targets",), "kinds of matrices: attention, mlp, experts")
+      for name in ("target_modules", "lora.target_modules")),
+    *_rows(MODEL, "exclude_modules lora.exclude_modules", "adapters are chosen by kind: learner.lora.targets"),
+    *_rows(MODEL, "lora_adapter_path lora.adapter_path", "a run begins with fresh adapters: merge this one first"),
+    *_rows(MODEL, "lora.*", "adapters without dropout, as learner.lora describes them"),
     *_rows(MODEL, "use_remove_padding use_fused_kernels fused_kernel_options.* use_liger use_shm tiled_mlp.* "
            "enable_activation_offload", _FUSED),
     *_rows(MODEL, "trust_remote_code external_lib hf_config_path", "families of one's own: model.families"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conversion.model.adapter_map import TARGETS
 from megatron_retool.config import ConfigError
 from megatron_retool.config.verl_keys import ACTOR, CORRECTION, MODEL, ROLLOUT, advantage, kl_estimator, policy_loss
 from megatron_retool.rewards.by_data_source import grader_of, missing_grader
@@ -118,17 +119,10 @@ def other_training(values: VerlValues) -> Settings:
     Raises:
         ConfigError: the file asks for one.
     """
-    for key in (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank", f"{ACTOR}.lora_rank"):
-        rank = values.get(key, 0)
-        if isinstance(rank, (int, float)) and rank > 0:
-            raise ConfigError(
-                f"{key}={rank}: LoRA is not supported, and training all weights would be another run: set it to 0 in "
-                "the file, or leave it out, to translate the file for full fine-tuning (docs/supported.md)"
-            )
     if values.get(f"{MODEL}.lora_adapter_path"):
         raise ConfigError(
-            f"{MODEL}.lora_adapter_path={values.get(f'{MODEL}.lora_adapter_path')}: LoRA is not supported: merge the "
-            "adapter into the model, take the merged model's path and leave the key out (docs/supported.md)"
+            f"{MODEL}.lora_adapter_path={values.get(f'{MODEL}.lora_adapter_path')}: a run begins with fresh "
+            "adapters: merge this one into the model, take the merged model's path and leave the key out (docs/lora.md)"
         )
     if values.is_true("distillation.enabled"):
         raise ConfigError(
@@ -136,6 +130,54 @@ def other_training(values: VerlValues) -> Settings:
             "translate the rest (docs/supported.md)"
         )
     return {}
+
+
+_ADAPTED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "attention": (
+        frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+        frozenset({"qkv_proj", "o_proj"}),
+        frozenset({"linear_qkv", "linear_proj"}),
+    ),
+    "mlp": (
+        frozenset({"gate_proj", "up_proj", "down_proj"}),
+        frozenset({"gate_up_proj", "down_proj"}),
+        frozenset({"linear_fc1", "linear_fc2"}),
+    ),
+}
+"""learner.lora.targets -> all matrices of that kind, under Hugging Face's names, fused ones and Megatron-Core's."""
+
+
+def adapters(values: VerlValues) -> Settings:
+    """LoRA, under verl's names for FSDP (lora_rank) and for Megatron (lora.rank).
+
+    Raises:
+        ConfigError: the rank is no whole number.
+    """
+    prefix, alpha = (f"{MODEL}.lora_", 16) if values.get(f"{MODEL}.lora_rank") else (f"{MODEL}.lora.", 32)
+    rank = values.get(f"{prefix}rank") or 0
+    if not rank:
+        return {}
+    if not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"{prefix}rank={rank!r} is no rank: give a whole number, or 0 to train all weights")
+    found: Settings = {"learner.lora.rank": rank, "learner.lora.alpha": float(values.number(f"{prefix}alpha", alpha))}
+    key = f"{MODEL}.target_modules" if prefix.endswith("_") else f"{prefix}target_modules"
+    named = values.get(key)
+    if isinstance(named, (list, tuple)):
+        names = {str(name) for name in named}
+        kinds = [kind for kind, sets in _ADAPTED.items() if names & frozenset().union(*sets)]
+        whole = all(any(names >= one for one in _ADAPTED[kind]) for kind in kinds)
+        found["learner.lora.targets"] = [*kinds, *(["experts"] if "mlp" in kinds else [])] or list(TARGETS)
+        if not whole or names - frozenset().union(*(one for sets in _ADAPTED.values() for one in sets)):
+            values.decide(
+                f"{key}={list(named)}: adapters are chosen by kind here, and learner.lora.targets="
+                f"{found['learner.lora.targets']} adapts every matrix of these kinds"
+            )
+    elif named not in (None, "all-linear"):
+        values.decide(f"{key}={named}: adapters are chosen by kind here (learner.lora.targets); all kinds are taken")
+    for name in ("exclude_modules", "lora.exclude_modules"):
+        if excluded := values.get(f"{MODEL}.{name}"):
+            values.decide(f"{MODEL}.{name}={excluded}: adapters are chosen by kind here (learner.lora.targets)")
+    return found
 
 
 def kl(values: VerlValues) -> Settings:
@@ -394,6 +436,6 @@ def run_itself(values: VerlValues) -> Settings:
 
 
 RULES: tuple[Callable[[VerlValues], Settings], ...] = (
-    other_training, kl, advantage_and_loss, dynamic_sampling, rollout_correction, reward, prompts, run_itself,
+    other_training, adapters, kl, advantage_and_loss, dynamic_sampling, rollout_correction, reward, prompts, run_itself,
 )  # fmt: skip
 """The rules about algorithm, data, reward and run; ``machine_rules`` has those about learner and engines."""

@@ -297,9 +297,8 @@ def test_a_data_source_without_a_grader_is_left_to_decide(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor_rollout_ref.model.lora_rank=64", "LoRA is not supported"),
-        ("actor_rollout_ref.model.lora.rank=256", "LoRA is not supported"),
-        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "merge the adapter"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "merge this one into the model"),
+        ("actor_rollout_ref.model.lora_rank=0.5", "no rank: give a whole number"),
         ("distillation.enabled=True", "distillation"),
     ],
 )
@@ -307,6 +306,26 @@ def test_another_kind_of_training_is_refused_and_nothing_is_written(override, wo
     with pytest.raises(ConfigError, match=words):
         from_verl(script(tmp_path, *BASE, override), tmp_path)
     assert not (tmp_path / "ours.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected", "asked"),
+    [
+        (["lora_rank=64", "lora_alpha=32"], (64, 32.0, ["attention", "mlp", "experts"]), ""),
+        (["lora_rank=8", "target_modules=[q_proj,k_proj,v_proj,o_proj]"], (8, 16.0, ["attention"]), ""),
+        (["lora.rank=256"], (256, 32.0, ["attention", "mlp", "experts"]), ""),
+        (["lora.rank=4", "lora.target_modules=[linear_fc1,linear_fc2]"], (4, 32.0, ["mlp", "experts"]), ""),
+        (["lora_rank=8", "target_modules=[q_proj,v_proj]"], (8, 16.0, ["attention"]), "every matrix of these kinds"),
+        (["lora_rank=8", "exclude_modules=.*visual.*"], (8, 16.0, ["attention", "mlp", "experts"]), "chosen by kind"),
+    ],
+)
+def test_adapters_are_translated(overrides, expected, asked, tmp_path):
+    given = [f"actor_rollout_ref.model.{text}" for text in overrides]
+    status, config, printed = from_verl(script(tmp_path, *BASE, *given), tmp_path)
+    lora = config.learner.lora
+    assert status == 0 and (lora.rank, lora.alpha, lora.targets) == expected
+    decisions = printed.partition("to decide")[2]
+    assert asked in decisions and ("target_modules" in decisions or "exclude_modules" in decisions) == bool(asked)
 
 
 def test_no_lora_is_no_question(tmp_path):
