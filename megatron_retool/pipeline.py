@@ -12,6 +12,7 @@ hands that on to its stage: training checkpoints and leaves, the other stages ar
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
-from megatron_retool.config import Config, ConfigError, load_config
+from megatron_retool.config import Config, ConfigError, LoraConfig, load_config
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
@@ -166,7 +167,7 @@ def fine_tune(config: Config, stages: Stages, arguments: list[str]) -> DemoBase:
     sft = config.run_dir / "sft"
     stages.run(
         "sft",
-        [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft")],
+        [sys.executable, "-m", "megatron_retool", "sft", *arguments, *_names(config, "sft"), *_whole_model()],
         done=sft / COMPLETE_NAME,
     )
     stages.run("mcore_to_hf", _mcore_to_hf(config, complete_checkpoints(sft)[-1], base.sft_hf), done=base.sft_hf)
@@ -273,6 +274,12 @@ class Stages:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_text(self.run_dir / STATE_FILE, json.dumps(self.state, indent=1))
         return code
+
+
+def _whole_model() -> list[str]:
+    """Overrides without adapters: the demo's model begins with random values, which adapters would leave alone."""
+    lora = dataclasses.asdict(LoraConfig())
+    return [f"learner.lora.{name}={value}".replace("'", "") for name, value in lora.items()]
 
 
 def _names(config: Config, stage: str) -> list[str]:

@@ -35,6 +35,7 @@ RUN_ELSEWHERE = {
     r"^megatron-retool admit|megatron_retool\.admission\.page": "tests/admission admits every family",
     r"^bash scripts/docs\.sh": "tests/test_documentation_site.py builds it",
     r"configs/demo_moe_cpu\.yaml": "tests/end_to_end/test_mixture_of_experts.py runs it, made small",
+    r"configs/demo_lora_cpu\.yaml": "tests/end_to_end/test_adapters.py runs it, made small",
     r"configs/smollm2_135m_cpu\.yaml": "hours; the demo has its stages, tests/data its data",
     r"^lm_eval ": "a package of its own",
     r"models/MiniMax-M2": "230 B parameters; tests/conversion/test_fp8_source.py converts small ones",
