@@ -1,7 +1,8 @@
-"""A TCP port for a server that is about to be started."""
+"""A TCP port for a server that is about to be started, and a socket that listens on one address."""
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 from pathlib import Path
@@ -24,6 +25,27 @@ def free_port(host: str = "") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def is_address(host: str) -> bool:
+    """Whether ``host`` is an IPv4 address, and no name."""
+    try:
+        return ipaddress.ip_address(host).version == 4
+    except ValueError:
+        return False
+
+
+def listening_descriptor(address: str, port: int) -> int:
+    """The descriptor of a socket that listens on ``address`` (IPv4) alone. Whoever takes it closes it.
+
+    Raises:
+        OSError: the port is taken, or the address is none of this host's.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+        return listener.detach()
 
 
 def _is_free(host: str, port: int) -> bool:

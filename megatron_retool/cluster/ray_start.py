@@ -1,27 +1,39 @@
-"""Starting a private Ray on a host that may be busy."""
+"""Starting a private Ray: on a host that may be busy, on loopback alone, with a token of its own."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 _ATTEMPTS = 3
 """On a busy host Ray's raylet ends itself where an agent of its own takes more than 15 s, and ray.init has no
 argument for that. The driver waits for it all the same, so that several attempts serve better than a long limit."""
+_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _LIMIT = "RAY_raylet_start_wait_time_s"
 
 
 def start_local_ray(**options: Any) -> None:
-    """``ray.init(address="local", …)``, tried again where it does not come up in time.
+    """``ray.init(address="local", …)``, tried again where it does not come up in time. Its servers and those of its
+    actors listen on loopback alone.
 
     Raises:
         RuntimeError: it did not come up again; the message says what to do.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            ray.init(address="local", **options)
+            # Without clusters, which it knows on macOS and Windows, Ray takes loopback in place of the host's address.
+            with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+                ray.init(address="local", **options)
             return
         except Exception as error:  # of no class of its own: Ray raises Exception where its start times out
             ray.shutdown()
@@ -32,6 +44,30 @@ def start_local_ray(**options: Any) -> None:
                     "memory are free: end what else runs here, or give Ray longer than "
                     f"{_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free memory, and space in /tmp and /dev/shm"
                 ) from error
+
+
+@contextmanager
+def private_token() -> Iterator[None]:
+    """For the length of the block, a Ray that is started here answers who shows a token that is made for it alone.
+
+    The token, 256 random bits, stands in a file of mode 600 among the command's temporary files; the environment has
+    that file's path. A token, or a mode other than "token", that the environment names already is left as it is.
+    """
+    named = _TOKEN in os.environ or _TOKEN_PATH in os.environ
+    if named or os.environ.get(_MODE, "token") != "token":
+        yield
+        return
+    descriptor, path = tempfile.mkstemp(prefix="ray_token_")  # mkstemp: mode 600
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    os.environ[_TOKEN_PATH] = path
+    AuthenticationTokenLoader.instance().reset_cache()  # an earlier Ray of this process had another
+    try:
+        yield
+    finally:
+        del os.environ[_TOKEN_PATH]
+        AuthenticationTokenLoader.instance().reset_cache()
+        Path(path).unlink(missing_ok=True)
 
 
 def _free_memory_gib() -> float:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import psutil
 import ray
 from ray._private import services
 
-from megatron_retool.cluster.ray_start import start_local_ray
+from megatron_retool.cluster.ray_start import private_token, start_local_ray
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.monitor.write_errors import print_to_full_disks
 from megatron_retool.runs.leave import REQUEUE
@@ -47,24 +47,26 @@ def ray_runtime(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     own: list[psutil.Process] = []
-    try:
-        with _signals_left_to_this_process():
-            if config.cluster.ray_address == "local":
-                scratch = current_scratch()
-                start_local_ray(
-                    num_cpus=_LOGICAL_CPUS,
-                    include_dashboard=False,
-                    object_store_memory=_object_store_bytes(),
-                    _temp_dir=None if scratch is None else str(scratch / RAY_DIRECTORY),
-                    **options,
-                )
-                own = _ray_servers()
-            else:
-                ray.init(address=config.cluster.ray_address, **options)
-        with ended_with(own):
-            yield
-    finally:
-        ray.shutdown()
+    is_own = config.cluster.ray_address == "local"
+    with private_token() if is_own else nullcontext():
+        try:
+            with _signals_left_to_this_process():
+                if is_own:
+                    scratch = current_scratch()
+                    start_local_ray(
+                        num_cpus=_LOGICAL_CPUS,
+                        include_dashboard=False,
+                        object_store_memory=_object_store_bytes(),
+                        _temp_dir=None if scratch is None else str(scratch / RAY_DIRECTORY),
+                        **options,
+                    )
+                    own = _ray_servers()
+                else:
+                    ray.init(address=config.cluster.ray_address, **options)
+            with ended_with(own):
+                yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from conversion.model.layout import ParallelLayout
 from megatron_retool.algorithms.dynamic_context import context_sizes
 from megatron_retool.config import ConfigError
+from megatron_retool.ports import is_address, listening_descriptor
 
 _active: ParallelLayout | None = None
 """The layout whose process groups this process has joined: an actor and a critic share them."""
@@ -23,6 +24,24 @@ _of_layout: list[Any] = []
 """Process groups for it."""
 _context_groups: dict[int, Any] = {}
 """By size, those of context-parallel ranks that this process belongs to."""
+
+
+def _rendezvous(backend: str, world_size: int, timeout: timedelta) -> None:
+    """Join torch.distributed by MASTER_ADDR, MASTER_PORT and RANK.
+
+    Rank 0 listens on MASTER_ADDR alone where that is an address; torch itself would on every one of the host. A host's
+    name may lead elsewhere on the host itself, and torchrun serves its ranks from a process of its own.
+    """
+    address = os.environ.get("MASTER_ADDR", "")
+    if not is_address(address) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        torch.distributed.init_process_group(backend, timeout=timeout)
+        return
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    listener = listening_descriptor(address, port) if rank == 0 else None
+    store = torch.distributed.TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener
+    )
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -104,7 +123,7 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
                 backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
             )
         else:
-            torch.distributed.init_process_group(backend, timeout=timeout)
+            _rendezvous(backend, world_size, timeout)
         _connect(device)
     global _active
     if _active == layout and parallel_state.model_parallel_is_initialized():

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_retool.ports import free_port
+from megatron_retool.ports import free_port, listening_descriptor
 from sglang_rollout.weight_sync.base import FOR_POLICY, Bucket, ServerWeightSync, is_local, reason_of
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
@@ -150,7 +150,10 @@ def _join_group(backend: str, address: str, port: int, world_size: int, name: st
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
-    store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True)
+    listener = listening_descriptor(address, port)  # torch itself would listen on every address
+    store = TCPStore(
+        address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+    )
     # NCCL's watchdog ends the process when a collective's time is over: our own wait has to end first.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
     group_name: Any = name  # a str to all but torch's annotations
@@ -185,7 +188,11 @@ def _send_away(calls: Sequence[Future[Any]], address: str, port: int, world_size
         store = None
         # While the failed attempt still holds the port, its own end does the same.
         with contextlib.suppress(Exception):
-            store = TCPStore(address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+            listener = listening_descriptor(address, port)
+            store = TCPStore(
+                address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
+                master_listen_fd=listener,
+            )  # fmt: skip
         wait(calls, timeout=_STORE_OPEN_SECONDS)
         del store
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.config import ConfigError, LearnerConfig
 from megatron_retool.learner import parallel
 from megatron_retool.learner.parallel import resolve_device
+from megatron_retool.ports import free_port
 
 
 def test_cuda_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +45,35 @@ def test_expandable_segments_are_the_learners_alone() -> None:
         assert dict(os.environ) == environment
     finally:
         write(before)
+
+
+RANKS = """
+import os, sys, torch
+from psutil import CONN_LISTEN, Process
+from megatron_retool.config import LearnerConfig
+from megatron_retool.learner import parallel
+layout = LearnerConfig(world_size=2).layout()
+parallel.initialize(layout, torch.device("cpu"), seed=0, timeout_seconds=60)
+torch.distributed.barrier()
+print("listens", *sorted({c.laddr.ip for c in Process().net_connections() if c.status == CONN_LISTEN}), flush=True)
+torch.distributed.barrier()
+"""
+
+
+def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
+    """torch's own store would listen on every address, and whoever reaches it can disturb the run."""
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS], env=common | {"RANK": str(rank), "LOCAL_RANK": "0"},
+            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    found = [line.split()[1:] for text in said for line in text.splitlines() if line.startswith("listens")]
+    assert found[0] and all(address.endswith("127.0.0.1") for rank in found for address in rank), found
 
 
 def test_nccl_connects_all_ranks_before_some_of_them_exchange_weights(monkeypatch: pytest.MonkeyPatch) -> None:

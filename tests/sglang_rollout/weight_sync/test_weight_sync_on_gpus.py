@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
+from megatron_retool.ports import free_port
 from sglang_rollout.weight_sync import distributed, tensor
 from sglang_rollout.weight_sync.tensor import TensorWeightSync
 
@@ -99,9 +101,11 @@ def test_the_learners_own_wait_ends_before_nccls_watchdog_ends_the_process(
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", new_group)
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_group_ranks={}))
-    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *arguments, **options: made.update(store=options))
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *arguments, **options: made.update(tcp_store=options))
     monkeypatch.setattr(torch.distributed, "PrefixStore", lambda name, store: name)
-    distributed._join_group(backend, "127.0.0.1", 1, 9, "sync", timedelta(seconds=300))
+    distributed._join_group(backend, "127.0.0.1", free_port(), 9, "sync", timedelta(seconds=300))
+    with socket.socket(fileno=made["tcp_store"]["master_listen_fd"]) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1", "torch itself would listen on every address"
     assert (made["group_size"], made["group_rank"], made["group_name"]) == (9, 0, "sync")
     assert made["timeout"] == timedelta(seconds=seconds)
 
