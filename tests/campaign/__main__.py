@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tests.campaign.campaign import Blow, Campaign, write_blow
 from tests.campaign.demo import prepare
-from tests.campaign.plan import DRIVER, KINDS, Plan
+from tests.campaign.plan import DRIVER, KINDS, VARIANTS, Plan
 
 
 def main() -> int:
@@ -34,6 +34,11 @@ def main() -> int:
         "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
         help="a setting of the runs, such as tools.code_interpreter.isolation=rlimits; may be repeated. Values are no "
         "longer compared with those of the run that nobody struck",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", action="append", default=[], dest="variants", choices=[*VARIANTS],
+        help="what the runs are, in turn; may be repeated: isolations of the sandbox, an agent on the gateway, or the "
+        "demo (default), whose values alone are compared with those of the run that nobody struck",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=6, help="training steps of a run (%(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds without a step that are too many")
@@ -59,7 +64,10 @@ def main() -> int:
         )
 
     plan = Plan(options.seed, stops=options.stops, terms=options.terms, only=options.only)
-    campaign = Campaign(prepared, plan, options.kills, limit=options.limit, report=report, settings=options.settings)
+    campaign = Campaign(
+        prepared, plan, options.kills, limit=options.limit, report=report, variants=options.variants or ["demo"],
+        settings=options.settings,
+    )  # fmt: skip
     campaign.run()
     console.print(table_of(campaign.blows))
     for blow in campaign.blows:

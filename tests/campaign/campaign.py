@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.campaign.checks import rows_of, violations
 from tests.campaign.demo import Prepared
-from tests.campaign.plan import DRIVER, Plan, Strike, by_kind
+from tests.campaign.plan import DRIVER, VARIANTS, Plan, Strike, by_kind, variant_of
 from tests.campaign.processes import WatchedRun
 
 HANG_SHARE = 0.4
@@ -24,6 +24,8 @@ HANG_SHARE = 0.4
 POLL_SECONDS = 0.25
 ORPHAN_SECONDS = 30.0
 AGENT_SECONDS = 75.0
+LATE_SECONDS = 60.0
+"""So long after a strike's recovery it may still end the run: Ray's servers take SIGTERM in their own time."""
 DOOMED_STARTS = 4
 """So many starts in a row without a new step are a violation."""
 
@@ -56,7 +58,9 @@ class Campaign:
         longest_waits: seconds to a run's first strike at most, so that it may meet the start or any step, and from a
             recovery to the next strike.
         report: called with each blow, when it is known what came of it.
-        settings: of all runs, beside those of the demo. Such runs are not compared with the one that nobody struck.
+        variants: names of ``plan.VARIANTS``, which the runs take in turn.
+        settings: of all runs, beside those of the demo. Runs with these, or of another variant than the demo, are not
+            compared with the one that nobody struck.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Campaign:
         limit: float = 300.0,
         longest_waits: tuple[float, float] = (75.0, 25.0),
         report: Callable[[Blow], None] = lambda blow: None,
+        variants: Sequence[str] = ("demo",),
         settings: Sequence[str] = (),
     ) -> None:
         self.prepared = prepared
@@ -77,6 +82,7 @@ class Campaign:
         self.hang_seconds = HANG_SHARE * limit
         self.longest_waits = longest_waits
         self.report = report
+        self.variants = tuple(variants)
         self.settings = tuple(settings)
         self.blows: list[Blow] = []
         self.run_violations: dict[str, list[str]] = {}
@@ -89,12 +95,15 @@ class Campaign:
         number = 0
         while len(self.blows) < self.kills:
             number += 1
-            self._one_run(f"run_{number:03d}", replay=number % 2 == 1 and not self.settings)
+            variant = variant_of(number, self.variants)
+            settings = [*VARIANTS[variant], *self.settings]
+            turn = (number - 1) // len(self.variants)
+            self._one_run(f"run_{number:03d}_{variant}", settings, replay=turn % 2 == 0 and not settings)
 
-    def _one_run(self, name: str, replay: bool) -> None:
+    def _one_run(self, name: str, settings: Sequence[str], replay: bool) -> None:
         run_dir = self.prepared.runs_dir / name
         shutil.rmtree(run_dir, ignore_errors=True)
-        command = [*self.prepared.command(name, self.hang_seconds, replay), *self.settings]
+        command = [*self.prepared.command(name, self.hang_seconds, replay), *settings]
         with _temporary_directory() as temporary:
             run = WatchedRun(command, temporary, self.prepared.runs_dir / f"{name}.log")
             run.log.unlink(missing_ok=True)
@@ -190,15 +199,21 @@ class Campaign:
 
     def _to_the_end(self, run: WatchedRun, run_dir: Path) -> None:
         least, deadline = _last_step(run_dir), time.monotonic() + self.limit
-        while run.exit_code() is None:
+        struck_until, blow = time.monotonic() + LATE_SECONDS, self.blows[-1] if self.blows else None
+        while (code := run.exit_code()) != 0:
+            if code is not None:
+                if blow is None or blow.run != run_dir.name or time.monotonic() > struck_until:
+                    raise RunStandsStill(f"ended with {code} without a strike: {run.tail()}")
+                blow.exits.append(code)
+                blow.outcome += f", ended late with {code}; resumed"
+                struck_until = 0.0  # a strike ends a run once
+                run.start()
             if (step := _last_step(run_dir)) > least:
                 least, deadline = step, time.monotonic() + self.limit
             if time.monotonic() > deadline:
                 raise RunStandsStill(f"no step for {self.limit:.0f} s after step {least}: {run.tail()}")
             run.processes()
             time.sleep(POLL_SECONDS)
-        if run.exit_code() != 0:
-            raise RunStandsStill(f"ended with {run.exit_code()} without a strike: {run.tail()}")
 
 
 class RunStandsStill(Exception):

@@ -6,7 +6,9 @@ import random
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # A guard's command line holds that of its server, so guards come first.
     ("engine guard", ("process_guard.py",)),
@@ -27,6 +29,20 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Victims by words of their command lines; the first that fits. The driver is known by its process id."""
 
 DRIVER = "driver"
+
+VARIANTS = {
+    "demo": (),
+    "namespaces": ("tools.code_interpreter.isolation=namespaces",),
+    "bubblewrap": ("tools.code_interpreter.isolation=bubblewrap",),
+    "rlimits": ("tools.code_interpreter.isolation=rlimits",),
+    "agent": (f"rollout.agent={EXAMPLES / 'run_tools_agent.py'}:run",),
+}
+"""Settings of a run beside the demo's: each isolation of the sandbox, and an agent on the gateway."""
+
+
+def variant_of(number: int, names: Sequence[str]) -> str:
+    """The variant of a campaign's ``number``-th run, from 1: those of ``names`` in turn."""
+    return names[(number - 1) % len(names)]
 
 
 @dataclass(frozen=True)

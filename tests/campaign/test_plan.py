@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from tests.campaign.plan import DRIVER, KINDS, Plan, by_kind, kind_of
+from megatron_retool.config import load_config
+from tests.campaign.campaign import Blow, Campaign, RunStandsStill
+from tests.campaign.plan import DRIVER, KINDS, VARIANTS, Plan, by_kind, kind_of, variant_of
 
 COMMANDS = {
     1: "python -m megatron_retool train",
@@ -34,6 +37,47 @@ def test_processes_are_told_by_their_command_lines():
         "sandbox": [19], "Ray's raylet": [20], "Ray's GCS": [21],
     }  # fmt: skip
     assert kind_of(COMMANDS[22]) is None and set(found) <= {DRIVER, *(kind for kind, _ in KINDS)}
+
+
+def test_runs_take_the_variants_in_turn():
+    assert [variant_of(number, ["demo", "rlimits"]) for number in (1, 2, 3)] == ["demo", "rlimits", "demo"]
+    for settings in VARIANTS.values():
+        load_config(None, settings)
+        for setting in settings:
+            file = setting.partition("=")[2].partition(":")[0]
+            assert "/" not in file or Path(file).is_file()
+
+
+class EndingRun:
+    """A run that ends with each of ``codes``, one after another."""
+
+    def __init__(self, codes):
+        self.codes, self.starts = list(codes), 0
+
+    def exit_code(self):
+        return self.codes[0]
+
+    def start(self):
+        self.codes.pop(0)
+        self.starts += 1
+
+    def processes(self):
+        return {}
+
+    def tail(self):
+        return ""
+
+
+def test_a_strike_may_end_the_run_late_but_once(tmp_path):
+    campaign = Campaign(None, Plan(1), 1)
+    campaign.blows.append(Blow(tmp_path.name, "Ray's GCS", "SIGTERM", 1.0, 1, outcome="went on"))
+    run = EndingRun([85, 0])
+    campaign._to_the_end(run, tmp_path)
+    assert run.starts == 1 and campaign.blows[-1].outcome == "went on, ended late with 85; resumed"
+    with pytest.raises(RunStandsStill, match="ended with 85 without a strike"):
+        campaign._to_the_end(EndingRun([85, 85, 0]), tmp_path)
+    with pytest.raises(RunStandsStill, match="without a strike"):
+        campaign._to_the_end(EndingRun([85, 0]), tmp_path / "another")
 
 
 def test_a_seed_is_a_campaign():
