@@ -67,6 +67,9 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 SPARSE: dict[str, Any] = {
