@@ -98,8 +98,6 @@ class Adapter(torch.nn.Module):
         for parameter in split:
             # The gradient's norm counts what is split on every rank, and copies on one.
             parameter.tensor_model_parallel = self.tp_size > 1
-            parameter.partition_dim = 0 if self.is_column else 1
-            parameter.partition_stride = 1
         for parameter in whole:
             # Such a gradient is one of this rank's tokens; finalize_model_grads adds up what has this mark.
             parameter.sequence_parallel = self._sequence_parallel and not self._exchanges_elsewhere

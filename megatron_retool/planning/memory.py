@@ -205,12 +205,9 @@ def routed_expert_parameters(architecture: Architecture) -> int:
     return len(architecture.expert_layers) * architecture.num_experts * one
 
 
-def rank_parameters(
-    architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters | None = None
-) -> int:
-    """Parameters of a rank of pipeline stage ``stage``, all its chunks together; with ``adapters`` those of the
-    adapters alone."""
-    return sum(chunk.elements for chunk in _stage_chunks(architecture, layout, stage, adapters))
+def rank_parameters(architecture: Architecture, layout: ParallelLayout, stage: int) -> int:
+    """Parameters of a rank of pipeline stage ``stage``, all its chunks together."""
+    return sum(chunk.elements for chunk in _stage_chunks(architecture, layout, stage))
 
 
 def adapters_of(learner: LearnerConfig) -> Adapters | None:

@@ -83,6 +83,7 @@ def compare_layout(world: int, settings: dict[str, Any], directory: Path, contro
     expected = torch.load(directory / "reference.pt", weights_only=False)
     learner = _learner(world, settings, directory)
     _leave_out(control, learner)
+    assert learner.reference_chunks is None, "the base is the reference: no copy of it is kept"
     chunks, batch = learner.model_chunks, mini_batch()
     found: dict[str, float] = {}
 
