@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch  # noqa: F401 (importing it starts a program, which FakeCommands would take for a stage)
 from rich.console import Console
 
 from megatron_retool import interruption, pipeline
