@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import ray
 from ray._private import ray_constants
@@ -30,10 +29,11 @@ def start_local_ray(**options: Any) -> None:
         RuntimeError: it did not come up again; the message says what to do.
     """
     for attempt in range(1, _ATTEMPTS + 1):
+        clusters = ray_constants.ENABLE_RAY_CLUSTER
         try:
-            # Without clusters, which it knows on macOS and Windows, Ray takes loopback in place of the host's address.
-            with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
-                ray.init(address="local", **options)
+            # As on macOS and Windows, where it knows no clusters, Ray takes loopback in place of the host's address.
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            ray.init(address="local", **options)
             return
         except Exception as error:  # of no class of its own: Ray raises Exception where its start times out
             ray.shutdown()
@@ -44,6 +44,8 @@ def start_local_ray(**options: Any) -> None:
                     "memory are free: end what else runs here, or give Ray longer than "
                     f"{_LIMIT}={os.environ[_LIMIT]} seconds. Otherwise: free memory, and space in /tmp and /dev/shm"
                 ) from error
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = clusters
 
 
 @contextmanager

@@ -68,8 +68,8 @@ class Learner:
 
     Attributes that other rooms read: ``model_chunks`` (this rank's virtual pipeline stages, DDP-wrapped),
     ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``, ``base`` (directory that the
-    weights were read from), ``own_seconds`` (of this rank's last update up to the sum of gradients over data-parallel
-    ranks, where it waits for the slowest).
+    weights were read from) and ``base_checksum`` (see ``checkpoint.state.adapter_record``), ``own_seconds`` (of this
+    rank's last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest).
 
     Args:
         config: the run's configuration; ``learner``, ``algorithm`` and ``trainer`` are read.
@@ -136,6 +136,7 @@ class Learner:
 
         source = mcore_dir or hf_dir
         self.base = None if source is None else Path(source)
+        self.base_checksum: str | None = None
         self.transformer_config = build_transformer_config(
             architecture, config.learner, self.layout, self.acceleration, deterministic=config.trainer.deterministic
         )

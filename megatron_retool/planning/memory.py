@@ -215,9 +215,11 @@ def adapters_of(learner: LearnerConfig) -> Adapters | None:
     return (learner.lora.rank, tuple(learner.lora.targets)) if learner.lora.rank else None
 
 
-def trained_parameters(architecture: Architecture, layout: ParallelLayout, stage: int) -> int:
-    """``rank_parameters`` without those that training leaves as they are."""
-    return sum(chunk.elements - chunk.frozen for chunk in _stage_chunks(architecture, layout, stage))
+def trained_parameters(
+    architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters | None = None
+) -> int:
+    """``rank_parameters`` without those that training leaves as they are; with ``adapters`` their factors alone."""
+    return sum(chunk.elements - chunk.frozen for chunk in _stage_chunks(architecture, layout, stage, adapters))
 
 
 def expert_data_parallel(layout: ParallelLayout) -> int:

@@ -206,6 +206,7 @@ def learner_time(
     response_tokens = round(workload.responses * workload.lengths.mean)
     forward = forward_flops(a, lengths, response_tokens, masked=True)
     passes = 3.0 if training else 1.0
+    computed = passes if adapters_of(learner) is None else _passes_with_adapters(a, learner, layout, training)
     again = recomputed_share(a, learner, workload.mean_length) if training else 0.0
     work = forward / layout.world_size / gpu_flops
 
@@ -243,14 +244,14 @@ def learner_time(
     mini_batches = max(1, math.ceil(workload.responses / workload.mini_batch_size)) if training else 1
     per_rank = tokens * layout.context / mini_batches
     micro_batches = max(1, math.ceil(per_rank / learner.max_tokens_per_micro_batch))
-    base = work * (passes + again) + tensor_exchange + context_exchange + expert_exchange
+    base = work * (computed + again) + tensor_exchange + context_exchange + expert_exchange
     bubble = base * (layout.pipeline - 1) / ((layout.virtual_pipeline or 1) * micro_batches)
     imbalance = base * _imbalance(a, workload, layout.data, mini_batches)
 
     gradient_exchange = optimizer = 0.0
     if training:
         ranks = layout.data * layout.context
-        held = max(trained_parameters(a, layout, stage) for stage in range(layout.pipeline))
+        held = max(trained_parameters(a, layout, stage, adapters_of(learner)) for stage in range(layout.pipeline))
         group = ranks * tp
         if ranks > 1:
             bandwidth = machines.bandwidth_between(group) * assumptions.link_efficiency
@@ -266,7 +267,7 @@ def learner_time(
         else:
             optimizer = mini_batches * shard * assumptions.optimizer_bytes / accelerator.bandwidth
     return LearnerTime(
-        compute=work * passes,
+        compute=work * computed,
         recompute=work * again,
         tensor_exchange=tensor_exchange,
         context_exchange=context_exchange,
@@ -276,6 +277,21 @@ def learner_time(
         gradient_exchange=gradient_exchange,
         optimizer=optimizer,
     )
+
+
+def _passes_with_adapters(
+    architecture: Architecture, learner: LearnerConfig, layout: ParallelLayout, training: bool
+) -> float:
+    """Matrix products of a pass over the model, in those of a forward pass without adapters.
+
+    Training computes no gradients of the model's own matrices, a third of its products; the factors have all three
+    kinds of products, in proportion to their elements.
+    """
+    factors, whole = (
+        max(trained_parameters(architecture, layout, stage, adapters) for stage in range(layout.pipeline))
+        for adapters in (adapters_of(learner), None)
+    )
+    return (2.0 if training else 1.0) + (3.0 if training else 1.0) * factors / whole
 
 
 @lru_cache(maxsize=1024)
@@ -364,7 +380,8 @@ def predict_step(
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
     reference = learner_time(*arguments, training=False) if Need.REFERENCE in algorithm.needs else None
-    model_flops = 3 * forward_flops(
+    passes = 3 if adapters_of(learner) is None else 2  # of frozen weights no gradient is computed
+    model_flops = passes * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)
     )
     colocated = config.cluster.placement == "colocated" or machines.accelerator.is_cpu

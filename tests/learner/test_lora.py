@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2, plain optimizer": ("qwen3", 2, {"use_distributed_optimizer": False}),
     "dp2, overlap": ("qwen3", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "cp2": ("qwen3", 2, {CP: 2}),
+    "cp2, dynamic": ("qwen3", 2, {CP: 2, "dynamic_context_parallel": True}),
     "tied, biases, one rank": ("qwen2", 1, {}),
     "tied, biases, pp2": ("qwen2", 2, {PP: 2}),
     "norms after, one rank": ("olmo2", 1, {}),

@@ -56,6 +56,8 @@ def memory(plan: Planner, config: Config | None = None) -> MemoryPlan:
     [
         ("qwen3_0.6b_1x24gb", ["RTX4090x1", "L4x1"]),
         ("qwen3_1.7b_1x80gb", ["H100x1", "A100x1"]),
+        ("qwen3_4b_lora_1x24gb", ["RTX4090x1"]),
+        ("qwen2.5_32b_lora_2x80gb", ["H100x2", "A100x2"]),
         ("qwen3_14b_8x80gb", ["H100x8", "A100x8"]),
         ("qwen3_30b_a3b_8x80gb", ["H100x8", "A100x8"]),
         ("qwen2.5_32b_8xh200", ["H200x8"]),

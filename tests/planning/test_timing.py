@@ -16,6 +16,7 @@ from megatron_retool.config import (
     EngineConfig,
     Fp8Config,
     LearnerConfig,
+    LoraConfig,
     OptimizerConfig,
     RecomputeConfig,
     RolloutConfig,
@@ -194,6 +195,15 @@ def test_an_update_is_three_passes_and_recomputation_a_fourth() -> None:
     mlp = times(recompute=RecomputeConfig("selective", modules=["mlp"]))
     assert 0.5 * full.recompute < mlp.recompute < full.recompute
     assert times(fp8=Fp8Config(recipe="blockwise")).compute == pytest.approx(update.compute / 1.35)
+
+
+def test_adapters_save_a_third_of_an_update_and_nearly_all_of_the_exchange() -> None:
+    whole, adapters = times(), times(lora=LoraConfig(rank=32))
+    assert 2 / 3 < adapters.compute / whole.compute < 0.69
+    assert adapters.gradient_exchange + adapters.optimizer < 0.02 * (whole.gradient_exchange + whole.optimizer)
+    assert times(lora=LoraConfig(rank=256)).compute > adapters.compute
+    reading, plain = times(training=False, lora=LoraConfig(rank=32)), times(training=False)
+    assert 1 < reading.compute / plain.compute < 1.02
 
 
 def test_twice_the_gpus_halve_the_arithmetic_and_not_the_imbalance() -> None:

@@ -33,6 +33,7 @@ class Checkpointable(Protocol):
     optimizer: Any
     scheduler: Any
     base: Path | None
+    base_checksum: str | None
 
     @property
     def model_chunks(self) -> Sequence[torch.nn.Module]: ...
@@ -60,21 +61,23 @@ def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architect
 
 
 def adapter_record(learner: Checkpointable) -> AdapterRecord | None:
-    """What the learner's adapters are; None: it has none. Every rank calls it: each reads some of the base's files."""
+    """What the learner's adapters are; None: it has none. Every rank calls it: the first time, each reads some of the
+    base's files."""
     settings = learner.config.learner.lora
     if not settings.rank:
         return None
-    records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
-    if learner.base is not None:
-        own = weight_files(learner.base)[dist.get_rank() :: dist.get_world_size()]
-        dist.all_gather_object(records, record_files(learner.base, own))
-    checksum = weights_checksum({name: record for part in records for name, record in part.items()})
+    if learner.base_checksum is None:
+        records: list[dict[str, FileRecord]] = [{}] * dist.get_world_size()
+        if learner.base is not None:
+            own = weight_files(learner.base)[dist.get_rank() :: dist.get_world_size()]
+            dist.all_gather_object(records, record_files(learner.base, own))
+        learner.base_checksum = weights_checksum({name: each for part in records for name, each in part.items()})
     return AdapterRecord(
         settings.rank,
         settings.alpha,
         tuple(settings.targets),
         "" if learner.base is None else str(learner.base.absolute()),
-        checksum,
+        learner.base_checksum,
     )
 
 
