@@ -53,13 +53,13 @@ def load(directory: Path, *names: str) -> Config:
 
 def test_the_page_names_a_file_for_every_snippet() -> None:
     blocks = re.findall(r"```(?:python|yaml)\n", PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) == len(snippets()) == 29
+    assert len(blocks) == len(snippets()) == 31
 
 
 def test_every_snippet_passes_the_checks_before_a_run(outside: Path) -> None:
     check_extensions(load(outside, "data", "loss", "advantage", "reward", "tool", "format", "agent", "engine"))
     check_extensions(load(outside, "search"))
-    check_extensions(load(outside, "data", "correction", "kl", "penalty"))
+    check_extensions(load(outside, "data", "correction", "kl", "penalty", "metric"))
 
 
 def test_a_logger_writes_what_it_is_told(outside: Path) -> None:

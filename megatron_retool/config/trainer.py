@@ -117,6 +117,11 @@ class TrainerConfig:
     package.module:Class."""
     logger_kwargs: dict[str, Any] = field(default_factory=dict)
     """Logger -> keyword arguments of it, such as {wandb: {entity: …}}."""
+    metrics: list[str] = field(default_factory=list)
+    """Metrics of one's own beside the built-in ones: functions of a step's trajectories, path/to/file.py:function or
+    package.module:function (docs/extending.md)."""
+    metrics_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Function of metrics -> keyword arguments of it."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """What the learner's processes do within chosen steps."""
 

@@ -165,6 +165,7 @@ def check_extensions(config: Config) -> None:
             use. The message names the key, the object and the cure.
     """
     # Their modules take longer to import than everything that is checked above.
+    from megatron_retool.monitor.own_metrics import check_own_metrics
     from megatron_retool.rewards.manager import added_to_reward, check_reward
     from sglang_rollout.agent.agents import BUILT_IN, check_agent
     from sglang_rollout.agent.tool_call_formats import check_format
@@ -174,6 +175,7 @@ def check_extensions(config: Config) -> None:
     config.algorithm.dry_run()
     check_reward(config.reward)
     added_to_reward(config.reward, config.data.max_response_length)
+    check_own_metrics(config.trainer)
     check_tools(_with_tools_that_are_made(config))
     check_format(config)
     if config.rollout.agent != BUILT_IN:

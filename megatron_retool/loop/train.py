@@ -45,6 +45,7 @@ from megatron_retool.monitor.metrics import (
     performance_metrics,
     rollout_metrics,
 )
+from megatron_retool.monitor.own_metrics import own_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.checkpoints import find_resume_point, remove_unfinished, set_aside_later
 from megatron_retool.runs.leave import LeaveRequest
@@ -145,6 +146,7 @@ async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, lea
                 "training/global_step": float(step),
                 "training/epoch": float(run.prompts.epoch),
                 **rollout_metrics(collected.generated),
+                **own_metrics(config.trainer, collected.generated),
                 **collected.metrics,
                 **batch_metrics(batch, config.data.max_prompt_length, config.data.max_response_length),
                 **learned.metrics,

@@ -20,6 +20,7 @@ from megatron_retool.loop.validation_metrics import BEHAVIOUR, quick_name
 from megatron_retool.loop.validation_schedule import Validation
 from megatron_retool.monitor.logger import MetricLogger
 from megatron_retool.monitor.metrics import StepTimer, rollout_metrics
+from megatron_retool.monitor.own_metrics import own_metrics
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.rewards.difficulty import difficulty_metrics
@@ -110,9 +111,11 @@ def _stored(run: Deployment, trajectories: Sequence[Trajectory], folder: str, st
 
 def _metrics(run: Deployment, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     behaviour = rollout_metrics(trajectories)
+    own = own_metrics(run.config.trainer, trajectories)
     return {
         **evaluation_metrics(with_all(trajectories), seed=run.config.trainer.seed),
         **{f"val-aux/{name}": value for name, value in behaviour.items() if name.startswith(BEHAVIOUR)},
+        **{f"val-aux/{name}": value for name, value in own.items()},
         **{f"val-aux/{name}": value for name, value in run.rewards.take_metrics("validation").items()},
     }
 
