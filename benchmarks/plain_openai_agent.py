@@ -1,4 +1,4 @@
-"""examples/run_tools_agent.py with a client that it makes as anywhere else, anew for each rollout (gateway_step.py)."""
+"""examples/run_tools_agent.py with a client of its own for each rollout (gateway_step.py)."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def prepare_environment(venv: Path) -> Path:
     try:
         done = subprocess.run([str(python), "-I", "-c", ask, *wanted], capture_output=True, text=True, check=True)
     except subprocess.CalledProcessError as error:
-        sys.exit(f"--venv {venv}: {error.stderr.strip().splitlines()[-1]}; delete it, and it is made anew")
+        sys.exit(f"--venv {venv}: {error.stderr.strip().splitlines()[-1]}; delete it, and it is made again")
     except OSError as error:
         sys.exit(f"--venv {venv} is no environment of Python: {error}")
     for (name, version), found in zip(wanted.items(), done.stdout.split(), strict=True):

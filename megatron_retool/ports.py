@@ -12,7 +12,7 @@ _ATTEMPTS = 64
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port of ``host`` (an address of this node; empty: all of them) that nobody listens on now.
+    """A TCP port of ``host`` (an address of this node; empty: all of them) without a listener.
 
     It lies below the range from which the kernel gives ports to outgoing connections, where there is room: a server
     that takes half a minute to start would lose one of that range to any of them.

@@ -2,7 +2,7 @@
 
 A row belongs to one input token of a sequence (prompt, tool results and sampled tokens alike) and has the shape
 [layers, k]: for each layer the k experts, without order. Rows are uint8, or int16 where a model has more experts than
-uint8 can name. A row that nobody knows has the largest value of its type in every place (uint8: 255): whoever replays
+uint8 can name. An unknown row has the largest value of its type in every place (uint8: 255): whoever replays
 the column chooses for that token itself.
 """
 
@@ -36,7 +36,7 @@ def missing_expert(dtype: Any) -> int:
 
 
 def missing_rows(count: int, like: ExpertArray) -> ExpertArray:
-    """``count`` rows [count, layers, k] that nobody knows, of the type and shape of ``like``'s."""
+    """``count`` unknown rows [count, layers, k], of the type and shape of ``like``'s."""
     return np.full((count, *like.shape[1:]), missing_expert(like.dtype), like.dtype)
 
 

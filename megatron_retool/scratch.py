@@ -109,7 +109,7 @@ def _parent() -> Path:
 
 def _make(parent: Path) -> tuple[Path, int]:
     """A new directory, and a descriptor that holds its lock."""
-    # Nobody may find it under its name before it is locked.
+    # No process may find it under its name before it is locked.
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
     lock = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -205,7 +205,7 @@ class RolloutManager:
 
         groups = [*(self._take_paused() if resume_paused else []), *new(prompts, group_sizes or {})]
         running = _Running(
-            # Nobody trains on validation samples, so their probabilities need not be exact.
+            # Validation samples are not trained on, so their probabilities need not be exact.
             RequestSettings(
                 sampling,
                 self.agent.stop,

@@ -170,7 +170,7 @@ class MergedCheckpoint(DistCheckpoint):
         tensors = {name: tensor for mapping in adapted for name, tensor in self.factors(mapping).items()}
         directory.mkdir()
         named = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-        # Not save_file, whose files nobody else may read.
+        # Not save_file, whose files no other user may read.
         (directory / "adapter_model.safetensors").write_bytes(save(named, metadata={"format": "pt"}))
         alpha = self.record.alpha
         config = {

@@ -7,7 +7,7 @@
 A file that several writers made at a time has a hash for each one's part, with the parts' sizes, in order.
 The hash is XXH3 with 128 bits: it finds every accidental change, at the speed of memory (it is no proof against someone
 who changes files on purpose). A directory in a directory that has a marker of its own is listed by that marker alone.
-Files that came later are nobody's business, and so are directories whose marker is empty: earlier versions wrote those.
+Files that came later are ignored, and so are directories whose marker is empty: earlier versions wrote those.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def file_record(path: Path) -> FileRecord:
 
 
 class _Cancelled(Exception):
-    """Nobody wants the result any more."""
+    """The result is not wanted any more."""
 
 
 def _never() -> bool:
@@ -336,7 +336,7 @@ def what_to_do(directory: Path) -> str:
     if checkpoint is None:
         return (
             f"Make {directory} again, or copy it again from where it came. If a file was changed on purpose, "
-            f"`megatron-retool check --renew {directory}` makes its checksums anew"
+            f"`megatron-retool check --renew {directory}` makes its checksums again"
         )
     earlier = sound_checkpoint_before(checkpoint)
     if earlier is None:

@@ -169,7 +169,7 @@ class _Frame:
 @functools.lru_cache(maxsize=256)
 def _frame(sizes: tuple[int, ...], dtype: torch.dtype) -> _Frame:
     with tempfile.TemporaryFile() as stream:
-        # What is saved is uninitialised memory that nobody ever touches, and leaves a hole in the file.
+        # What is saved is uninitialised memory that is never touched, and leaves a hole in the file.
         with torch.serialization.skip_data():
             torch.save(torch.empty(sizes, dtype=dtype), stream)
         length, nbytes = stream.seek(0, os.SEEK_END), torch.Size(sizes).numel() * dtype.itemsize

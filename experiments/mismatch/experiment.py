@@ -141,7 +141,7 @@ def _make_runs(
     last: Sequence[str],
     console: Console,
 ) -> list[str]:
-    """Make every run that nobody else makes; what went wrong."""
+    """Make every run that no other process makes; what went wrong."""
     pending, failures = list(runs), list[str]()
     seconds: list[float] = []
     while pending:

@@ -1,4 +1,4 @@
-"""Which parts of a model the learner has not: what to say of a family that nobody has declared."""
+"""Which parts of a model the learner lacks: what to say of a family that is not declared."""
 
 from __future__ import annotations
 

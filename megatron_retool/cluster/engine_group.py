@@ -110,7 +110,7 @@ class EngineGroup:
         return senders
 
     async def restart(self, index: int, model_path: str) -> str:
-        """Start engine ``index`` anew (its weights are those of ``model_path`` until the next sync).
+        """Restart engine ``index`` (its weights are those of ``model_path`` until the next sync).
 
         An actor that is dead or does not answer is replaced, and what is left of its engine ends with it.
         """

@@ -1,4 +1,4 @@
-"""The weights that the engines serve: sent after every step, and again to an engine that had to be started anew."""
+"""The weights that the engines serve: sent after every step, and again to an engine that had to be restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 SYNC_ATTEMPTS = 3
-"""More than two: while one engine is started anew, another may die."""
+"""More than two: while one engine is restarted, another may die."""
 
 
 class WeightSource(ScoringLearner, Protocol):
@@ -32,7 +32,7 @@ class EngineWeights:
 
     Args:
         source: the present learner; None: the engines serve ``model_path`` for good.
-        replaced: told of an engine that was started anew during a sync, by its old and its new URL.
+        replaced: told of an engine that was restarted during a sync, by its old and its new URL.
         starting: timer of phases in which processes start.
         check: compares each engine with the learner once, at the first ``sync`` that it takes part in.
 
@@ -53,7 +53,7 @@ class EngineWeights:
     ) -> None:
         self.version = 0
         self._starts: dict[str, asyncio.Future[str]] = {}
-        """Engines that are being started anew, by the URL of the dead one."""
+        """Engines that are being restarted, by the URL of the dead one."""
         self._sending = asyncio.Lock()
         self._engines = engines
         self._model_path = model_path
@@ -67,7 +67,7 @@ class EngineWeights:
     async def sync(self, version: int) -> dict[str, float]:
         """Give every engine the learner's weights; returns when each of them serves ``version``.
 
-        Engines that fail to take them are started anew and get them once more; the last of SYNC_ATTEMPTS is raised.
+        Engines that fail to take them are restarted and get them once more; the last of SYNC_ATTEMPTS is raised.
 
         Raises:
             LogProbMismatch: an engine that takes part for the first time computes another model.
@@ -154,7 +154,7 @@ class EngineWeights:
                 new_url = await self._engines.restart(place, self._model_path)
             except EngineStartError as error:
                 # What kills an engine may kill it while it starts, too: once more is worth its time.
-                text = f"engine {url} did not start anew, trying once more: {error}"
+                text = f"engine {url} did not restart, trying once more: {error}"
                 self._console.print(text, style="yellow", markup=False)
                 new_url = await self._engines.restart(place, self._model_path)
         self._gpu_phases.restarted(new_url)

@@ -18,7 +18,7 @@ _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
 
 
 class LearnerDied(RuntimeError):
-    """A rank is gone, or its device or links are: the whole group must be built anew. The message names the rank."""
+    """A rank is gone, or its device or links are: the whole group must be built again. The message names the rank."""
 
 
 class OutOfStep(RuntimeError):

@@ -96,7 +96,7 @@ class LogProbCheck:
     async def compare(self) -> None:
         """Score the text by the engines that ``score_by`` found, and compare.
 
-        An engine that does not answer is left to the rollout, which starts it anew.
+        An engine that does not answer is left to the rollout, which restarts it.
 
         Raises:
             LogProbMismatch: naming the engine, what differs, where, and the likely causes.

@@ -1,4 +1,4 @@
-"""A process that is stopped (SIGSTOP) and not continued answers nobody and closes nothing: worse than a dead one.
+"""A process that is stopped (SIGSTOP) and not continued answers no request and closes nothing: worse than a dead one.
 
 What works for the run is replaced when it dies, so the cure is to end it. On other nodes than the driver's an engine's
 guard does the same for its engine, and the hang watchdog finds the rest.

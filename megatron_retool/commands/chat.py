@@ -6,7 +6,7 @@ directory first. Engine, tools and sampling (rollout.val) are as the run's
 config.yaml says, the system message as in its prompts; a model of no run has
 the defaults and no system message.
 
-/reset begins anew, /quit ends. Ctrl-C stops an answer.
+/reset starts over, /quit ends. Ctrl-C stops an answer.
 
 With --prompt one question is answered: its answer alone goes to standard output,
 all the rest to standard error.

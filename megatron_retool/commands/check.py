@@ -2,7 +2,7 @@
 
 Every file of checkpoints, exports and converted models against its checksum,
 every parquet file, every row of metrics.jsonl. Nothing is changed, but by
---renew, which makes the checksums anew after files were changed on purpose.
+--renew, which makes the checksums again after files were changed on purpose.
 
 examples:
   megatron-retool check runs/demo
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directories", nargs="+", type=Path, metavar="DIR", help="a run's directory, a checkpoint's or a model's"
     )
-    parser.add_argument("--renew", action="store_true", help="make the checksums of these anew")
+    parser.add_argument("--renew", action="store_true", help="make the checksums of these again")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -173,7 +173,7 @@ class AlgorithmConfig:
     @property
     def estimator(self) -> Extension[AdvantageEstimator]:
         """What ``advantage`` names, with its settings; ExtensionError as ``Registry.bind``."""
-        # Here and below: a configuration is read, and its types are imported, where nobody needs torch.
+        # Here and below: a configuration is read, and its types are imported, where torch is not needed.
         from megatron_retool.algorithms.advantages import advantage_estimators
 
         return advantage_estimators.bind(self.advantage, self.advantage_kwargs, settings=self)

@@ -214,7 +214,7 @@ class LearnerConfig:
     """Tokens whose vocabulary logits exist at one time while log-probs and entropy are computed."""
     routing_replay: str = choice("none", "rollout", "old_log_probs")
     """In a mixture of experts, whose choice of experts the update takes. rollout (R3): the engine's, in the old
-    log-probs too. old_log_probs (R2): the learner's own of the old log-probs. none: the learner chooses anew."""
+    log-probs too. old_log_probs (R2): the learner's own of the old log-probs. none: its choice in each pass."""
     fp32_lm_head: bool = False
     """Compute the vocabulary logits in float32."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

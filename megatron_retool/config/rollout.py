@@ -112,7 +112,7 @@ class SpeculativeConfig:
 
     algorithm: str | None = choice(None, "NGRAM", *DRAFT_MODEL_ALGORITHMS)
     """Who guesses. NGRAM: what followed the same tokens before, without a model. EAGLE, EAGLE3: a head trained for the
-    model; STANDALONE: a smaller model. null: nobody."""
+    model; STANDALONE: a smaller model. null: no draft."""
     draft_model_path: str | None = None
     """Hugging Face directory of the head or smaller model. It stays as it is while the policy learns."""
     num_steps: int | None = at_least_one(None, maximum=64)

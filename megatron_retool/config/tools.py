@@ -72,7 +72,7 @@ class SearchServiceConfig:
     cache_dir: str | None = None
     """Directory in which found passages and pages are kept, for other runs too; null: none are."""
     cache_days: float | None = positive(None)
-    """Age after which what is kept is asked for anew; null: never."""
+    """Age after which what is kept is asked for again; null: never."""
 
 
 @dataclass(frozen=True)

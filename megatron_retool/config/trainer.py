@@ -69,7 +69,7 @@ class TrainerConfig:
     log_val_generations: int = not_negative(4)
     """Responses that each full validation prints, and shows in the loggers that have tables."""
     resume_mode: str = choice("auto", "disable", "resume_path")
-    """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start anew.
+    """auto: go on from the run's newest complete checkpoint. disable: set an earlier run aside and start over.
     resume_path: go on from resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint, …/global_step_N."""
@@ -94,7 +94,7 @@ class TrainerConfig:
     on_failed_save: str = choice("continue", "stop")
     """continue: a checkpoint that the disk has no room for is tried again after each step; the last always stops."""
     max_learner_restarts: int = not_negative(3)
-    """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built anew."""
+    """Times in a row, without a new checkpoint in between, that a learner which lost a rank is built again."""
     max_skipped_steps: int = not_negative(5)
     """Steps in a row that change no weight (no group with different rewards, a mismatch beyond its limit, gradients
     that are not finite) after which the run ends; 0: never. float16's loss scale may need some steps to settle."""
@@ -105,7 +105,7 @@ class TrainerConfig:
     hang_timeout_seconds: float = not_negative(3600.0)
     """Time without progress in a phase of a step after which every process's stacks are written to logs/; 0: off."""
     start_hang_timeout_seconds: float = not_negative(7200.0)
-    """The same for the start of engines, sandboxes and learner, and for a learner that is built anew. Large models on
+    """The same for the start of engines, sandboxes and learner, and for a learner that is built again. Large models on
     slow file systems take long to load."""
     hang_action: str = choice("dump", "abort")
     """abort: the run ends then, with the exit code that asks Slurm's script for a requeue."""

@@ -27,7 +27,7 @@ class WeightSyncConfig:
     that the weights come from, powers of two from Blackwell on, else float32. A name: always those, to imitate another
     GPU, or where engines have another than the learner."""
     check_log_probs: bool = True
-    """At a run's first sync, and at the next one after an engine or the learner was started anew: compare log-probs of
+    """At a run's first sync, and at the next one after an engine or the learner was restarted: compare log-probs of
     a fixed text, engine against learner, and stop where they are not of the same model."""
     max_log_prob_difference: float | None = positive(None)
     """Mean difference that check_log_probs admits, as a share of the log-probs' own spread (0: the same model, 1.4: any

@@ -36,7 +36,7 @@ ENGINE, SYNC, MEMORY, CHECKPOINT, SPEED, DEMO = "engine", "weight sync", "memory
 
 _INSTALL = "bash scripts/setup.sh (with --gpu on a node with GPUs) installs what requirements/ pins"
 _KERNEL = (
-    "build the package anew against the torch that is installed (bash scripts/setup.sh --gpu); a GPU older than its "
+    "build the package again against the torch that is installed (bash scripts/setup.sh --gpu); a GPU older than its "
     "kernels are built for needs NVTE_CUDA_ARCHS, or the package left out"
 )
 _PARITY = (

@@ -59,5 +59,5 @@ def sleep_wake(session: Session) -> list[Figure]:
 
 
 def _free(gpu: int) -> int:
-    """Bytes of the GPU that nobody holds."""
+    """Free bytes of the GPU."""
     return torch.cuda.mem_get_info(gpu)[0]

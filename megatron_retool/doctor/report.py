@@ -67,7 +67,7 @@ class Report:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
-                raise ReportError(f"{path} has format {found['format']}, not {FORMAT}: make it anew with the doctor")
+                raise ReportError(f"{path} has format {found['format']}, not {FORMAT}: make it again with the doctor")
             outcomes = [Outcome.from_json(each) for each in found["steps"]]
             return cls(found["date"], found["machine"], found["versions"], outcomes)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:

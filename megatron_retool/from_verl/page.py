@@ -1,4 +1,4 @@
-"""The table of docs/verl.md: python -m megatron_retool.from_verl.page writes it anew between the page's two marks."""
+"""The table of docs/verl.md: python -m megatron_retool.from_verl.page writes it again between the page's two marks."""
 
 from __future__ import annotations
 

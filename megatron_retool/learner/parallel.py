@@ -102,7 +102,7 @@ def initialize(layout: ParallelLayout, device: torch.device, seed: int, timeout_
         ConfigError: WORLD_SIZE is not the layout's.
     """
     if layout.world_size == 1:
-        # A single process rendezvouses with nobody: a store in memory needs no port.
+        # A single process meets no other: a store in memory needs no port.
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     else:
         world_size = int(os.environ.get("WORLD_SIZE", "0"))

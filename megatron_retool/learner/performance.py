@@ -37,7 +37,7 @@ def check_performance(
     learner.check_optimizer("optimizer", optimizer, architecture)
     if architecture.latent is not None and acceleration.transformer_engine:
         raise ConfigError(
-            f"this {architecture.family} model has multi-head latent attention, which nobody has tried in Transformer "
+            f"this {architecture.family} model has multi-head latent attention, which was never tried in Transformer "
             "Engine's layers: train it where Transformer Engine is not installed"
         )
     if architecture.attention_sinks and (acceleration.cuda or acceleration.transformer_engine):
@@ -49,7 +49,7 @@ def check_performance(
         raise ConfigError("learner.share_prefixes=true does not go with this model's attention sinks: set it to false")
     if (architecture.linear_layers or architecture.attention_gate) and acceleration.transformer_engine:
         raise ConfigError(
-            f"this {architecture.family} model has gated delta nets and gated attention, which nobody has tried beside "
+            f"this {architecture.family} model has gated delta nets and gated attention, which were never tried beside "
             "Transformer Engine's layers: train it where Transformer Engine is not installed"
         )
     if learner.share_prefixes and architecture.indexer is not None:

@@ -50,7 +50,7 @@ class _Choice:
     experts: Tensor
     known: Tensor
     differing: Tensor | None
-    """int32 [t]: counts up where the router would have chosen otherwise; None: nobody asks."""
+    """int32 [t]: counts up where the router would have chosen otherwise; None: it is not asked for."""
 
 
 class LayerReplay(ExpertChoice):

@@ -89,7 +89,7 @@ class Checkpointer:
         saving: entered while the models copy or write their state.
 
     Attributes:
-        newest: newest complete checkpoint of this run, which a learner that is built anew starts from.
+        newest: newest complete checkpoint of this run, which a learner that is built again starts from.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The end of a run whose validations get no better: ``trainer.early_stopping``.
 
 All that is remembered are the metric's values by step. They are in every checkpoint, so that a run that goes on judges
-by what it saw before; what they mean is worked out anew each time, under the present patience and min_delta.
+by what it saw before; what they mean is worked out again each time, under the present patience and min_delta.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LearnerRecovery:
-    """Builds a learner anew that lost a rank, up to ``trainer.max_learner_restarts`` times for one checkpoint."""
+    """Rebuilds a learner that lost a rank, up to ``trainer.max_learner_restarts`` times for one checkpoint."""
 
     def __init__(self, run: Deployment, checkpointer: Checkpointer) -> None:
         self._run = run
@@ -54,7 +54,7 @@ class LearnerRecovery:
             self._restarts += 1
             run.console.print(str(error), style="yellow", markup=False, highlight=False)
             run.console.print(
-                f"building the learner anew ({self._restarts} of {limit}): the run goes on from {place}",
+                f"building the learner again ({self._restarts} of {limit}): the run goes on from {place}",
                 style="yellow",
                 markup=False,
                 highlight=False,

@@ -56,7 +56,7 @@ def announce_resume(config: Config, resume: Checkpoint, console: Console) -> boo
     if finished:
         effect = ", and these settings have no effect" if changed else ""
         say(f"{resume.path} is the last step already ({length} steps): nothing to train{effect}. To go on, raise "
-            "trainer.total_steps; to start anew, choose another trainer.experiment_name")  # fmt: skip
+            "trainer.total_steps; to start over, choose another trainer.experiment_name")  # fmt: skip
         return True
     stopping = EarlyStopping(config.trainer.early_stopping)
     if config.trainer.early_stopping.metric:
@@ -82,10 +82,10 @@ def announce_start(config: Config, console: Console) -> None:
     start = None if config.model.mcore_path is None else weights_checkpoint(Path(config.model.mcore_path))
     if start is not None:
         say(f"begins with the weights of {start.path}: steps are counted from 0, and optimizer, learning-rate "
-            "schedule, data and random state begin anew")  # fmt: skip
+            "schedule, data and random state start over")  # fmt: skip
     own = weights_checkpoints(config.run_dir)
     if own and config.trainer.resume_mode == "auto":
-        say(f"{own[-1].path} holds weights alone, from which no run resumes: this one begins anew. To have something "
+        say(f"{own[-1].path} holds weights alone, from which no run resumes: this one starts over. To have something "
             "to resume from, set trainer.save_freq")  # fmt: skip
 
 

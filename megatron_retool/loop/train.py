@@ -94,7 +94,7 @@ async def train(config: Config, console: Console, leave: LeaveRequest) -> bool:
                 except LearnerDied as error:
                     await recovery.after(error)
     finally:
-        remove_unfinished(config.run_dir)  # of a save that was stopped: nobody writes it any more
+        remove_unfinished(config.run_dir)  # of a save that was stopped, which no process writes any more
 
 
 async def train_from_checkpoint(run: Deployment, checkpointer: Checkpointer, leave: LeaveRequest) -> bool:

@@ -49,7 +49,7 @@ class Scenario:
 
     Attributes:
         gpus: of learner and engines together.
-        engines: where the learner waits for the rollout; ``asynchronous`` strategies divide ``gpus`` anew.
+        engines: where the learner waits for the rollout; ``asynchronous`` strategies divide ``gpus`` again.
         learner_gpus: the same for the learner. Colocated: both are all of ``gpus``.
         train_seconds_per_token: learner time on ``learner_gpus`` for each trained token (log-probs and update).
         sync_seconds: weight sync of a step.

@@ -150,7 +150,7 @@ def _parquet(paths: Sequence[Path], what: str, on_bytes: Callable[[int], None]) 
 
 
 def renew(directory: Path) -> None:
-    """Make the checksums of a checkpoint or a model's directory anew, as its files are now.
+    """Make the checksums of a checkpoint or a model's directory again, as its files are now.
 
     Raises:
         ValueError: it is neither, or part of a checkpoint.

@@ -124,7 +124,7 @@ def find_base(config: Config) -> DemoBase | None:
             origin = f"demo.base={named}" if named == wanted else f"{run_dir} started from the base of {named}"
             raise ConfigError(
                 f"{origin}: {base.missing} does not exist; give a demo run whose fine-tuning is done "
-                "(demo.base=runs/…), or demo.base=none to make data and base model anew"
+                "(demo.base=runs/…), or demo.base=none to make data and base model again"
             )
         return base
     settings = base_settings(config)

@@ -34,7 +34,7 @@ from tools.tool import ToolSession, TrajectoryInfo
 
 PIECE_TOKENS = 16
 """Of an answer that is shown while it is sampled."""
-HELP = "/reset begins anew, /quit ends; Ctrl-C stops an answer, and ends at the question mark"
+HELP = "/reset starts over, /quit ends; Ctrl-C stops an answer, and ends at the question mark"
 
 
 class PiecewiseSampler:
@@ -151,7 +151,7 @@ class Chat:
                 return
             if question == "/reset":
                 await self.reset()
-                self._note("begun anew", "dim")
+                self._note("started over", "dim")
             elif question.startswith("/") and len(question.split()) == 1:
                 self._note(HELP, "dim")
             elif question:
@@ -220,7 +220,7 @@ class Chat:
 
 
 class Lines:
-    """Lines of standard input, read by a thread that nobody has to wait for."""
+    """Lines of standard input, read by a thread that the program's end does not wait for."""
 
     def __init__(self, descriptor: int = 0) -> None:
         self._descriptor = descriptor

@@ -34,7 +34,7 @@ class Address:
     api_key: str | None
 
     def check_free(self) -> None:
-        """Raise OSError where nobody can listen there, before anything is started."""
+        """Raise OSError where no server can listen there, before anything is started."""
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         except socket.gaierror as error:

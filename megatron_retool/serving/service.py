@@ -149,7 +149,7 @@ class Service:
         await self._stack.enter_async_context(self.tools)
 
     async def _restarted(self, url: str) -> str:
-        """The engine at ``url``, which died, started anew; its new URL."""
+        """The engine at ``url``, which died, restarted; its new URL."""
         server = next(server for server in self._servers if server.base_url == url)
         self._say(f"engine {self._servers.index(server)} ended: starting it again")
         loop = asyncio.get_running_loop()

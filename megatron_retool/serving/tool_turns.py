@@ -37,7 +37,7 @@ class Watcher(Protocol):
         """A call has its result, ``text``."""
 
 
-class Nobody:
+class NullWatcher:
     """A ``Watcher`` that looks away."""
 
     def said(self, answer: Answer) -> None: ...
@@ -88,7 +88,7 @@ async def until_final(
     Raises:
         whatever ``ask`` raises.
     """
-    watcher = watcher or Nobody()
+    watcher = watcher or NullWatcher()
     finished, ran = Finished(), 0
     while True:
         answer = await ask([*messages, *finished.turns])

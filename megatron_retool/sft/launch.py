@@ -51,7 +51,7 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
         try:
             return Run(config, leave, console).run()
         finally:
-            remove_unfinished(config.run_dir)  # of a save that was stopped: nobody writes it any more
+            remove_unfinished(config.run_dir)  # of a save that was stopped, which no process writes any more
     if config.cluster.nodes > 1:
         raise ConfigError(
             f"cluster.nodes={config.cluster.nodes}: start the command on every node with torchrun or srun; alone it "

@@ -323,7 +323,7 @@ leave() {
   log "SIG$1: the driver shall finish its step, checkpoint and leave"
 }
 
-# The job's state; RUNNING where slurmctld does not answer, for then nobody is ending it.
+# The job's state; RUNNING where slurmctld does not answer, for then nothing is ending it.
 job_state() {
   local state
   state="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)" || true

@@ -108,7 +108,7 @@ class TrajectoryState:
         self.log_probs += result.log_probs
         self.turn_ids += [self.turn] * count
         self.weight_versions += result.weight_versions
-        # Rows after a gap are asked for again; rows of tokens that the agent left out are nobody's.
+        # Rows after a gap are asked for again; rows of tokens that the agent left out belong to no row.
         if result.routed_experts is not None and result.routed_experts_start in (None, known):
             rows = result.routed_experts[: self.length - known]
             if len(rows):
@@ -157,7 +157,7 @@ class TrajectoryState:
         return self.response_ids, self.loss_mask, self.log_probs, self.turn_ids, self.weight_versions
 
     def check_contract(self, finished: bool) -> None:
-        """Raise ValueError where an agent's run, which returned ``finished``, left what nobody can go on with."""
+        """Raise ValueError where an agent's run, which returned ``finished``, left what cannot be continued."""
         if len({len(column) for column in self._columns}) > 1:
             raise ValueError("the agent left columns of different lengths in its state")
         if finished and self.finish_reason is None:

@@ -3,7 +3,7 @@
 One parquet file, one row a trajectory; what concerns a whole group lies in the schema's metadata. Prompts are not
 stored, but those of environments: the data position gives each group id its prompt again. Routed experts are, the
 prompt's rows too: an engine that continues the trajectory sends only what comes after them. Nothing of the tools is
-stored either: a run that reads them opens sessions anew, which learn which calls were made before, and makes calls
+stored either: a run that reads them opens sessions again, which learn which calls were made before, and makes calls
 whose results are missing again. A task agent keeps its state to itself: its rollouts in a group that is not complete
 start again.
 """

@@ -175,7 +175,7 @@ def without_reasoning(text: str, tag: str = "think") -> str:
         if opening < 0:
             return "".join([*spoken, text[position:]])
         spoken.append(text[position:opening])
-        # Found by find and not by an expression, which looks for each opening tag's end anew.
+        # Found by find and not by an expression, which looks for each opening tag's end again.
         end = text.find(closes, opening)
         if end < 0:
             return "".join(spoken)

@@ -38,7 +38,7 @@ class TransformersEngine:
     """``Engine`` of one process.
 
     Args:
-        admit_every: tokens between two times at which waiting requests join the batch, whose cache is then made anew.
+        admit_every: tokens between two times at which waiting requests join the batch, whose cache is then made again.
         attention: transformers' attn_implementation.
     """
 
@@ -129,7 +129,7 @@ class TransformersWeightSync:
         return SyncReport(version, tensors, self._weights.bytes, time.monotonic() - began)
 
     def close(self) -> None:
-        """The files stay: a model that nobody asked for a token since has not read them yet."""
+        """Keep the files: a model reads them at its next request."""
 
 
 class TransformersClient:

@@ -46,7 +46,7 @@ class SampledSequence:
     error: Exception | None = None
 
     def given_up(self) -> bool:
-        """Whether nobody waits for more; it has ended then."""
+        """Whether no request waits for more; it has ended then."""
         if time.monotonic() >= self.deadline or self.done.cancelled():
             self.finish_reason = "abort"
             return True
@@ -321,7 +321,7 @@ def _load(path: Path, dtype: str, attention: str) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    # Every new version is loaded anew: the console belongs to the run.
+    # Every new version is loaded again: the console belongs to the run.
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -57,7 +57,7 @@ class EngineClientError(RuntimeError):
 
 
 class EngineUnavailable(EngineClientError):
-    """Nobody answers at the engine's address, also after the retries."""
+    """No answer from the engine's address, even after the retries."""
 
 
 class EngineTimeout(EngineClientError):
@@ -327,7 +327,7 @@ class WeightSync(Protocol):
         requests in flight go on with it.
 
         Raises:
-            WeightSyncError: naming the engines at fault, which are then started anew.
+            WeightSyncError: naming the engines at fault, which are then started again.
         """
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class SharedMemory:
                 return
             mapped = self._mapped()
             for name in unknown:
-                # A file is made first and mapped then, so one that nobody has mapped yet is looked at again.
+                # A file is made first and mapped then, so one that is not mapped yet is looked at again.
                 self._looks[name] = LOOKS_AT_A_FILE if name in mapped else self._looks.get(name, 0) + 1
                 if name in mapped:
                     self._own.add(SHARED_MEMORY / name)

@@ -76,7 +76,7 @@ class RoutingShape:
 def trusted_rows(rows: ExpertArray, versions: Sequence[int]) -> ExpertArray:
     """``rows`` of one answer, with those missing that other weights than the sampling ones may have chosen.
 
-    An answer's rows are read when it ends. A request that was held while weights changed was computed anew from its
+    An answer's rows are read when it ends. A request that was held while weights changed was computed again from its
     first token on, so its rows are those of the last version that sampled in it. A row belongs to the next sampled
     token: the forward pass that sampled it went through that row. So a row stays where the next sampled token is of the
     answer's last version:
@@ -90,7 +90,7 @@ def trusted_rows(rows: ExpertArray, versions: Sequence[int]) -> ExpertArray:
     * tool results that came between two versions: rows of the version that read them and sampled the next token.
 
     An engine that keeps its cache through a change would have the right rows; they go all the same, because nothing
-    tells it apart. Prefixes that a cache holds from older weights are nobody's case: every push forgets them.
+    tells it apart. Prefixes that a cache holds from older weights do not occur: every push forgets them.
 
     Args:
         rows: [n, layers, k] of consecutive tokens, the last but one of the answer the last of them.

@@ -4,8 +4,8 @@ Turns are sampled and appended as ``AgentLoop`` does it, token for token. What d
 the answers and the reward come from: an ``Environment``, made for each trajectory. However it fails, the trajectory
 ends with a typed outcome in ``reward_info["agent"]``, where the reward manager also finds what ``score`` returned.
 
-Nothing of an environment is kept where a trajectory stops for a while or is forked. One that ``replays`` is begun anew
-and led through the turns that the trajectory has, which are read off its token ids.
+Nothing of an environment is kept where a trajectory stops for a while or is forked. One that ``replays`` is started
+over and led through the turns that the trajectory has, which are read off its token ids.
 """
 
 from __future__ import annotations

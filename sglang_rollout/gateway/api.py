@@ -13,7 +13,7 @@
 
 Without /sessions/<id> the session is the key's ("Authorization: Bearer KEY" or "x-api-key: KEY"). With it, the id is
 enough on loopback, for agents that bring a key of their own; elsewhere the key must be shown too. Id and key are random
-numbers that nobody can guess.
+numbers that cannot be guessed.
 
 A stream begins when the turn is sampled: an engine's answer comes whole, and an error can still have its status.
 

@@ -185,7 +185,7 @@ def tool_call(identifier: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def check_history(messages: list[Message], path: str) -> None:
-    """Refuse a history in which nobody but the assistant has spoken."""
+    """Refuse a history in which only the assistant has spoken."""
     if not any(message["role"] != "assistant" for message in messages):
         raise invalid(path, "expected at least one message of a user, system or tool")
 

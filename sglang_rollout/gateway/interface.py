@@ -132,7 +132,7 @@ class Sampler(Protocol):
     """Where the gateway's tokens come from. See sampler.py for the run's engines."""
 
     async def generate(self, state: TrajectoryState, request: TurnRequest) -> GenerateResult:
-        """What follows the state's ids. A call waits here while engines sleep or are started anew.
+        """What follows the state's ids. A call waits here while engines sleep or are restarted.
 
         The seconds of that waiting are taken from ``state.seconds``, which is 0 before; ``state.timing`` gets what the
         call took, and has the number of the engine that sampled the session's turn before (or None).

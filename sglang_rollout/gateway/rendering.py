@@ -73,7 +73,7 @@ class ContextRenderer:
         self._glues: dict[bool | None, TurnGlue] = {}
         self._longest_result = config.max_tool_response_tokens * self.longest_token
         self._prompts: dict[str, list[int]] = {}
-        # Nobody can guess it, so no message can hold it.
+        # It cannot be guessed, so no message can hold it.
         self._mark = f"\u2039turn {secrets.token_hex(8)} {{}}\u203a"
 
     def prompt(

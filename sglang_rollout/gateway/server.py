@@ -65,7 +65,7 @@ class Door(Protocol):
         ...
 
     def knows(self, key: str) -> bool:
-        """Whether ``key`` is one that nobody else has."""
+        """Whether ``key`` is not in use."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Agents' own clients of httpx, led to the gateway of their process without a socket.
 
 An agent that is a function makes its client as anywhere else, ``AsyncOpenAI(base_url=…, api_key=…)``, for each rollout
-anew. By a socket that costs the driver, which all agents share, 3 ms a rollout, and reading the machine's certificates
+again. By a socket that costs the driver, which all agents share, 3 ms a rollout, and reading the machine's certificates
 for a client that never needs them 10 to 20 ms more.
 
 From ``install`` on, what httpx's clients of this process are made with (``httpx.HTTPTransport``,

@@ -17,7 +17,7 @@ from sglang_rollout.gateway.in_process import GatewayClient, GatewayTransport
 
 def client_of_session(gateway: GatewayTransport, key: str) -> AsyncOpenAI:
     """The client of the session with ``key``, for any event loop. Closing it closes nothing."""
-    # Nobody uses the first: the resources that a client keeps (client.chat) would lead the copies to its session.
+    # The first is not used: the resources that a client keeps (client.chat) would lead the copies to its session.
     client = copy.copy(_of_gateway(gateway))
     client.api_key = key
     return client

@@ -30,7 +30,7 @@ class UsageWatch:
         self._looking: asyncio.Task[None] | None = None
 
     async def until(self, pid: int, beyond: Callable[[Usage], bool]) -> Usage:
-        """Return when ``beyond`` is true of what ``pid``, which is no longer looked at once nobody waits, uses."""
+        """Return when ``beyond`` is true of what ``pid``, which is no longer looked at once no caller waits, uses."""
         found: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
         self._waiting[pid] = beyond, found
         if self._looking is None or self._looking.done():

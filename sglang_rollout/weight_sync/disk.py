@@ -29,7 +29,7 @@ class WeightDirectory:
         self._files: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Start a version anew."""
+        """Start a version from its beginning."""
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         self._files, self.bytes = {}, 0

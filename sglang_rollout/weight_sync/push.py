@@ -12,7 +12,7 @@ _CONNECTION: WeightSync | None = None
 
 
 def push_weights(buckets: Iterable[Bucket], engines: Sequence[str], version: int, config: Config) -> SyncReport:
-    """``WeightSync.push`` with a connection that lasts: it is made anew only when the engines changed or it failed."""
+    """``WeightSync.push`` with a connection that lasts: it is made again only when the engines changed or it failed."""
     global _CONNECTION
     if _CONNECTION is None or _CONNECTION.engines != list(engines):
         disconnect()

@@ -1,4 +1,4 @@
-"""Engines that fail to take weights, or that die: started anew, on the current weights."""
+"""Engines that fail to take weights, or that die: started again, on the current weights."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_engine_may_die_again_while_it_starts_and_before_it_has_its_weights()
     weights._engines.failing_starts = 1  # type: ignore[attr-defined]
     assert asyncio.run(weights.restart("http://e0")) == "http://e0-again-again"
     assert learner.sent == [(["http://e0-again-again"], 0)]
-    assert "http://e0 did not start anew, trying once more" in console.export_text()
+    assert "http://e0 did not restart, trying once more" in console.export_text()
     weights._engines.failing_starts = 2  # type: ignore[attr-defined]
     with pytest.raises(EngineStartError):
         asyncio.run(weights.restart("http://e1"))

@@ -272,7 +272,7 @@ def test_death_of_engine_and_sandbox_does_not_stop_the_run(demo_run: FinishedRun
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
-    assert "weight sync failed, restarting http://127.0.0.1" in output and "building the learner anew" not in output
+    assert "weight sync failed, restarting http://127.0.0.1" in output and "building the learner again" not in output
     for step in (1, 2, 3, 4, 5):
         trajectories = read_trajectories(run_dir / "rollouts" / f"step_{step:06d}.parquet")
         assert len({(t.group_id, t.index) for t in trajectories}) == len(trajectories) == 4 * 8
@@ -354,7 +354,7 @@ def test_death_of_a_learner_rank_does_not_stop_the_run(demo_run: FinishedRun):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert wait_until_gone(marker, 15) == {}
-    assert "learner rank" in output and "building the learner anew (1 of 3)" in output
+    assert "learner rank" in output and "building the learner again (1 of 3)" in output
     assert "global_step_2 (step 2 of 5)" in output
     rows = read_metrics(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

@@ -132,7 +132,7 @@ def test_an_asynchronous_save_that_fails_while_it_is_written_is_overdue(tmp_path
     learner.error = SaveError("disk full")
     asyncio.run(checkpointer.finish())
     assert checkpointer.overdue and list((tmp_path / "e" / "checkpoints").iterdir()) == []
-    asyncio.run(checkpointer.load())  # a learner that is built anew knows of nothing
+    asyncio.run(checkpointer.load())  # a learner that is built again knows of nothing
     assert not checkpointer.overdue
 
 

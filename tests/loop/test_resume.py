@@ -62,7 +62,7 @@ def test_a_finished_run_says_how_to_go_on(run: Run) -> None:
     assert run.asked({}) == (
         True,
         f"{run.checkpoint.path} is the last step already (3 steps): nothing to train. To go on, raise "
-        "trainer.total_steps; to start anew, choose another trainer.experiment_name\n",
+        "trainer.total_steps; to start over, choose another trainer.experiment_name\n",
     )
     assert run.asked({"trainer.total_steps": 2})[0], "a run is never too long"
 
@@ -149,12 +149,12 @@ def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path
     (start / "COMPLETE").touch()
     assert said() == (
         f"begins with the weights of {start}: steps are counted from 0, and optimizer, learning-rate schedule, data "
-        "and random state begin anew\n"
+        "and random state start over\n"
     )
     del settings["model.mcore_path"]
     own = run.config.run_dir / "checkpoints" / "weights_step_2"
     own.mkdir()
     (own / "COMPLETE").touch()
-    assert said().startswith(f"{own} holds weights alone, from which no run resumes: this one begins anew")
+    assert said().startswith(f"{own} holds weights alone, from which no run resumes: this one starts over")
     settings["trainer.resume_mode"] = "disable"
     assert said() == ""

@@ -63,7 +63,7 @@ def test_reset_forgets(tokenizer):
     script = Script(tokenizer, [WORD])
     tools, counter = counting_tools()
     _, notes = talk(tokenizer, script, "one", "/reset", "two", "/what", tools=tools, system="Be brief.")
-    assert "begun anew" in notes and len(counter.closed) == 2
+    assert "started over" in notes and len(counter.closed) == 2
     assert notes.count(chat_module.HELP) == 2, "an unknown command is answered with the known ones"
     last = tokenizer.decode(script.contexts[-1])
     assert "two" in last and "one<" not in last and "Be brief." in last

@@ -24,7 +24,7 @@ def test_stages_follow_one_another_and_learn(config):
     assert [row["step"] for row in rows if "sft/val_loss" in row] == [20]
     assert rows[-1]["sft/val_loss"] < found[10]
     rates = [row["sft/lr"] for row in rows]
-    # Each stage warms up anew; the first stage then stays, the second falls to a tenth.
+    # Each stage warms up again; the first stage then stays, the second falls to a tenth.
     assert rates[:5] == pytest.approx([0.00125, 0.0025, 0.00375, 0.005, 0.005])
     assert rates[9] == pytest.approx(0.005)
     assert rates[10] == pytest.approx(0.00125)

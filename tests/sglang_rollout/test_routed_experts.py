@@ -168,7 +168,7 @@ def test_forks_have_the_rows_of_their_parents(engine, make_config, tokenizer, mo
 
 
 def test_weights_that_change_under_requests_take_their_rows(engine, make_config, tokenizer, models, serve):
-    """Held requests are computed anew: what the old weights chose for the tokens that they sampled is lost."""
+    """Held requests are computed again: what the old weights chose for the tokens that they sampled is lost."""
     old = serve("endless")
     config = make_config("data.max_response_length=500")
 

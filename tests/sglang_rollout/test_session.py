@@ -38,7 +38,7 @@ class World:
         for place in range(len(tokens)):
             self.version += changes.count(place)
             versions.append(self.version)
-        # Held requests are computed anew: all rows are of the last version.
+        # Held requests are computed again: all rows are of the last version.
         rows = traced_rows.rows_of([*known, *tokens], self.version, start)
         result = GenerateResult(
             tokens,

@@ -37,7 +37,7 @@ class Server:
 
 
 class Balancer:
-    """The servers of a run, each under an index that stays its own when it is started anew at another address."""
+    """The servers of a run, each under an index that stays its own when it is restarted at another address."""
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self._servers: dict[int, Server] = {}

@@ -48,7 +48,7 @@ class FairQueue[T]:
         self._idle.append(item)
 
     def take_idle(self) -> T | None:
-        """An item that nobody waits for, the one used last (its memory is in the caches), or None."""
+        """An item that is not waited for, the one used last (its memory is in the caches), or None."""
         return self._idle.pop() if self._idle else None
 
     def discard_idle(self, item: T) -> None:

@@ -25,7 +25,7 @@ _ABANDONED_SECONDS = 10.0
 """How long a start may take to remove one of these; the next start goes on with it."""
 _UIDS_PER_SERVER = 1 << 14
 _FIRST_UID = 0x70000000
-"""systemd documents 0x70000000 to 0x7fffffff as used by nobody."""
+"""systemd documents 0x70000000 to 0x7fffffff as unused."""
 
 
 class IsolationUnavailable(RuntimeError):

@@ -32,7 +32,7 @@ def make_locked(directory: Path, mode: int = 0o777) -> int:
 
 
 def abandoned(parent: Path, pattern: str) -> Iterator[Path]:
-    """This user's directories ``parent/pattern`` that nobody has locked; each is locked while the caller has it."""
+    """This user's directories ``parent/pattern`` that are not locked; each is locked while the caller has it."""
     for path in parent.glob(pattern):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, _FLAGS)

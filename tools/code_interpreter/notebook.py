@@ -122,7 +122,7 @@ def make_shell(records: Records) -> Any:
     vars(shell.display_pub).update(publish=show, clear_output=nothing)
     vars(shell).update(
         _showtraceback=records.error,
-        _tee=lambda channel: contextlib.nullcontext(),  # IPython keeps a copy of all output, which nobody reads
+        _tee=lambda channel: contextlib.nullcontext(),  # IPython keeps a copy of all output, which is never read
         system=run_command,  # IPython's own needs a terminal
         enable_gui=nothing,
         ask_exit=end,

@@ -64,7 +64,7 @@ class Sessions:
         self._beginning = 0
         self._reaper: asyncio.Task[None] | None = None
         self.reaped = 0
-        """Sessions that were ended because nobody came back to them."""
+        """Sessions that were ended because no call came back to them."""
 
     @property
     def count(self) -> int:

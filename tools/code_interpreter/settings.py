@@ -60,7 +60,7 @@ class SandboxSettings:
     session_seconds: float = 3600.0
     """Longest life of a session."""
     session_idle_seconds: float = 600.0
-    """A session to which nobody comes back for so long is ended."""
+    """A session without a call for so long is ended."""
     read_only_paths: tuple[str, ...] = field(default_factory=tuple)
     """Further host directories that snippets may read."""
 

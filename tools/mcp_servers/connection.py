@@ -135,7 +135,7 @@ class McpConnection:
         """The ``CallToolResult`` of a call.
 
         Raises:
-            TimeoutError: it took too long. The server is told that nobody waits.
+            TimeoutError: it took too long. The server is told that the call was given up.
             McpUnavailable: the server has gone, or answers with an error of the protocol.
         """
         client = await self.open()
@@ -208,7 +208,7 @@ def _limit_lines() -> None:
             self.length = len(after) if newline else self.length + len(text)
             if longest > MOST_ANSWER_BYTES:
                 logger.warning("an MCP server wrote a line of more than %d MiB: it is ended", MOST_ANSWER_BYTES >> 20)
-                # Nobody reads on, so that the calls that wait are told at once.
+                # Nothing reads on, so the calls that wait are told at once.
                 await self.transport_stream.aclose()
                 raise anyio.ClosedResourceError
             return text
@@ -236,7 +236,7 @@ async def _limit_answer(response: Any) -> None:
             await self._stream.aclose()
 
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise httpx2.StreamError("the answer is compressed, which nobody asked for")
+        raise httpx2.StreamError("the answer is compressed, which was not asked for")
     if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         response.stream = Bounded(response.stream)
 

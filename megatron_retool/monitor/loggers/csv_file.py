@@ -2,7 +2,7 @@
 
 The first column is the step, the others are metrics in the order of their first appearance. A metric that a step does
 not have is an empty cell, and one that is not finite is nan, inf or -inf. Where a metric appears for the first time,
-the file is written anew under a temporary name, with one more column at its right end; other rows are appended. So
+the file is written again under a temporary name, with one more column at its right end; other rows are appended. So
 whoever reads it finds whole rows under one header, also after a crash.
 """
 

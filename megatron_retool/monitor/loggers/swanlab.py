@@ -22,7 +22,7 @@ class SwanLabLogger(Logger):
 
         self._swanlab = swanlab
         if "SWANLAB_MODE" not in os.environ and "SWANLAB_API_KEY" not in os.environ:
-            # SwanLab would ask on the terminal, where nobody may be.
+            # SwanLab would ask on the terminal, which may have no reader.
             settings = {"mode": "offline", **settings}
         swanlab.init(
             **{

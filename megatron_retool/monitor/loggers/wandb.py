@@ -21,7 +21,7 @@ class WandbLogger(Logger):
 
         self._table = wandb.Table
         if "WANDB_MODE" not in os.environ and wandb.api.api_key is None:
-            # wandb would ask on the terminal, where nobody may be.
+            # wandb would ask on the terminal, which may have no reader.
             settings = {"mode": "offline", **settings}
         self._run = wandb.init(
             **{

@@ -77,7 +77,7 @@ class Reading:
     Attributes:
         log_probs: float64 [n], of the distribution that rollouts are sampled from.
         hidden: float32 or float64 [watched tokens, stages, h]: embedding, each layer's output, final norm, at the input
-            tokens that predict them; None where nobody asked.
+            tokens that predict them; None where they are not asked for.
         experts: int64 [n, layers, k], what each layer's router chose at those input tokens; None without experts.
     """
 

@@ -186,7 +186,7 @@ def test_weights_change_under_a_request_which_says_which_token_had_which(engine,
 
 
 def test_experts_are_those_of_the_weights_that_the_request_ended_with(tokenizer, tmp_path):
-    """Other requests join the batch, which makes its cache anew, and weights change under the first one."""
+    """Other requests join the batch, which makes its cache again, and weights change under the first one."""
     models = [moe_policy.moe_model(tokenizer, ENDLESS_POLICY, seed) for seed in (1, 2)]
     directory = markov_policy.save(models[0], tokenizer, tmp_path / "model")
     engine = make_engine(directory, tmp_path, "learner.routing_replay=rollout")

@@ -351,7 +351,7 @@ def test_an_engine_on_any_of_this_hosts_addresses_is_local():
 
 @pytest.mark.parametrize("answers", ["an_error", "nothing"])
 def test_an_engine_is_to_blame_where_the_learners_half_fails_first(engines, answers):
-    """Without a name nobody would be started anew, and the run would end."""
+    """Without a name nobody would be started again, and the run would end."""
     good, bad = Future(), Future()
     good.set_result({})
     if answers == "an_error":
