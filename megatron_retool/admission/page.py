@@ -113,7 +113,7 @@ compute chosen pairs alone need a GPU, and the learner does not use them. Of equ
 larger. Packing, tensor, sequence, pipeline, context and expert parallelism and recomputation give the same numbers.
 Shared prefixes are refused by name; so are, as for all latents, Transformer Engine's layers and SGLang on a CPU.
 
-The indexer is frozen. Attention uses its choice alone, which has no gradient, so that the policy's gradients are those
+The indexer is frozen. Attention uses only its choice, which has no gradient, so that the policy's gradients are those
 of attention over the chosen tokens. The indexer's weights have no gradient, no weight decay and no optimizer state, and
 engines and exports get them as they were loaded. Training an indexer by a loss of its own is not offered. SGLang
 computes its scores in FP8 on a GPU, and the learner in float32 from activations of its own dtype: where scores are

@@ -58,7 +58,7 @@ class SamplingSettings:
     """The distribution that an engine samples from: ``sampling``."""
 
     temperature: float = not_negative(1.0, maximum=1000)
-    """Logits are divided by it; 0, in validations alone, takes the most probable token."""
+    """Logits are divided by it; 0, only in validations, takes the most probable token."""
     top_p: float = number(1.0, above=0, maximum=1)
     """Sample from the most probable tokens that make up this probability."""
     top_k: int = number(-1, minimum=1, special=-1)

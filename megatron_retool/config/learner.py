@@ -160,7 +160,7 @@ class LearnerConfig:
     """CP: ranks that share the tokens of each sequence."""
     dynamic_context_parallel: bool = False
     """Share a micro-batch among only as many context-parallel ranks as its longest sequence needs; the other ranks
-    compute others meanwhile. For lengths with a long tail, which need CP for few sequences alone."""
+    compute others meanwhile. For lengths with a long tail, of which only a few sequences need all ranks."""
     expert_model_parallel_size: int = at_least_one(1, maximum=1024)
     """EP: ranks that share the experts of a mixture of experts."""
     expert_tensor_parallel_size: int | None = at_least_one(None, maximum=1024)

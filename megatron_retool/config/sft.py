@@ -29,7 +29,7 @@ class SFTStage:
     overlong: str = choice("drop", "truncate", "error")
     """What happens to a conversation of more than max_length tokens."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
-    """Of this stage alone: each begins with a fresh one."""
+    """Only of this stage: each begins with a fresh one."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class CodeInterpreterConfig:
     preimport: list[str] = field(default_factory=lambda: ["numpy", "sympy", "scipy", "math"])
     """Modules that are loaded once, so that a snippet's own import takes no time."""
     error_style: str = choice("traceback", "last_line")
-    """What the model sees of a failure: the whole traceback, or its last line alone."""
+    """What the model sees of a failure: the whole traceback, or only its last line."""
     max_error_characters: int | None = at_least_one(None)
     """A longer error is cut off; None: only max_output_characters holds."""
     max_output_characters: int = at_least_one(20000)

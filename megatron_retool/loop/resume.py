@@ -85,7 +85,7 @@ def announce_start(config: Config, console: Console) -> None:
             "schedule, data and random state start over")  # fmt: skip
     own = weights_checkpoints(config.run_dir)
     if own and config.trainer.resume_mode == "auto":
-        say(f"{own[-1].path} holds weights alone, from which no run resumes: this one starts over. To have something "
+        say(f"{own[-1].path} holds only weights, from which no run resumes: this one starts over. To have something "
             "to resume from, set trainer.save_freq")  # fmt: skip
 
 

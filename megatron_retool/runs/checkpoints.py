@@ -152,7 +152,7 @@ def how_to_go_on(config: Config) -> str:
     complete = complete_checkpoints(config.run_dir)
     if not complete:
         weights = weights_checkpoints(config.run_dir)
-        remark = f" ({weights[-1].path} holds weights alone)" if weights else ""
+        remark = f" ({weights[-1].path} holds only weights)" if weights else ""
         return f"no checkpoint was complete yet{remark}, so the same command starts over"
     command = "the same command"
     if config.trainer.resume_mode == "disable":

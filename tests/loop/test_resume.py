@@ -155,6 +155,6 @@ def test_what_weights_alone_are_good_for_is_said_at_the_start(run: Run, tmp_path
     own = run.config.run_dir / "checkpoints" / "weights_step_2"
     own.mkdir()
     (own / "COMPLETE").touch()
-    assert said().startswith(f"{own} holds weights alone, from which no run resumes: this one starts over")
+    assert said().startswith(f"{own} holds only weights, from which no run resumes: this one starts over")
     settings["trainer.resume_mode"] = "disable"
     assert said() == ""

@@ -53,7 +53,7 @@ def test_weights_alone_are_no_resume_point(tmp_path):
     weights = make_weights(config.run_dir, 12)
     assert weights_checkpoints(config.run_dir) == [weights] and complete_checkpoints(config.run_dir) == []
     assert find_resume_point(config) is None
-    assert "weights_step_12 holds weights alone), so the same command starts over" in how_to_go_on(config)
+    assert "weights_step_12 holds only weights), so the same command starts over" in how_to_go_on(config)
     make_checkpoint(config.run_dir, 10)
     assert find_resume_point(config).step == 10 and "goes on after step 10" in how_to_go_on(config)
     by_path = settings(tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={weights.path}")

@@ -8,7 +8,7 @@ and where each one begins and ends are told as records, one JSON object a line:
     {"error": {"ename", "evalue", "traceback"}}
     {"end": status, "at", "stdout", "stderr"}           status: ok, error or timeout
 
-As in Jupyter, an exception ends its cell alone.
+As in Jupyter, an exception ends only its cell.
 """
 
 from __future__ import annotations
