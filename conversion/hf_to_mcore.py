@@ -47,7 +47,6 @@ from conversion.files.directory import COMPANIONS, REPORT_NAME, check_target, lo
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
 from conversion.files.hf_checkpoint import (
     HFCheckpoint,
-    HFCheckpointError,
     Mxfp4Stack,
     StoredTensor,
     check_finite,
@@ -57,6 +56,7 @@ from conversion.files.hf_checkpoint import (
 )
 from conversion.files.predictors import of_model
 from conversion.files.quantized_checkpoint import FULL_PRECISION, QuantizedCheckpoint, open_source
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.files.workers import (
     counted,
     default_workers,

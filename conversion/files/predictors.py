@@ -15,8 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from conversion.files.dist_checkpoint import DistCheckpoint
-from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError
+from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.quantized_checkpoint import open_source
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.model.architecture import Architecture
 from conversion.model.rules import BUFFER_SUFFIXES, Arrangement, Rule
 from conversion.model.weight_map import CheckpointPlace, Mapping

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError, StoredTensor
+from conversion.files.hf_checkpoint import HFCheckpoint, StoredTensor
+from conversion.files.safetensors_headers import HFCheckpointError
 from conversion.model.block_fp8 import is_linear
 from conversion.model.low_precision import Quantization, Scheme, quantization_of
 from conversion.model.mxfp4 import power_of_two, unpack_e2m1

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -240,7 +240,13 @@ class ValidationSet(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
         return self._rows[index]
 
     def __iter__(self) -> Iterator[PromptRow]:

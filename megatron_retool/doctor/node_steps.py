@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_retool.doctor.layout_steps import BYTES_ON_CPU, BYTES_ON_GPU, REPEATS, join
 from megatron_retool.doctor.outcome import Figure, Skipped
@@ -52,12 +53,12 @@ def _between_nodes(size: int) -> list[Figure]:
         whole = torch.empty_like(own)
         values = torch.tensor([float(member + 1) for member in members], device=device)
 
-        def reduced(group=group, own=own, whole=whole, values=values) -> bool:
+        def reduced(group: Any = group, own: Tensor = own, whole: Tensor = whole, values: Tensor = values) -> bool:
             whole.copy_(own)
             dist.all_reduce(whole, group=group)
             return bool((whole == values.sum()).all())
 
-        def gathered(group=group, part=part, whole=whole, values=values) -> bool:
+        def gathered(group: Any = group, part: Tensor = part, whole: Tensor = whole, values: Tensor = values) -> bool:
             dist.all_gather_into_tensor(whole, part, group=group)
             return bool((whole == values.repeat_interleave(len(part))).all())
 

@@ -29,7 +29,8 @@ from conversion.files.checksums import (
     write_marker,
 )
 from conversion.files.dist_checkpoint import FORMAT_NAME, DistCheckpoint, DistCheckpointError
-from conversion.files.hf_checkpoint import INDEX_NAME, SINGLE_FILE_NAME, HFCheckpoint, HFCheckpointError
+from conversion.files.hf_checkpoint import HFCheckpoint
+from conversion.files.safetensors_headers import INDEX_NAME, SINGLE_FILE_NAME, HFCheckpointError
 from megatron_retool.runs.metrics_file import step_of_line
 
 METRICS_NAME = "metrics.jsonl"

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import aiohttp
 
@@ -164,7 +165,7 @@ class CodeInterpreterClient:
             await asyncio.sleep(pause)
             delay, failed = min(2 * delay, self._longest_delay), set()
 
-    async def post(self, url: str, body: dict, seconds: float) -> dict:
+    async def post(self, url: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         """One request, and the object that answers it.
 
         Raises:
@@ -214,7 +215,7 @@ class CodeInterpreterClient:
             delay = min(2 * delay, self._longest_delay)
             failed = set() if server is None else {server}
 
-    async def health(self) -> dict:
+    async def health(self) -> dict[str, Any]:
         """The /health page of the (first) server.
 
         Raises:
@@ -264,7 +265,7 @@ class CodeInterpreterClient:
         return self._session
 
     async def _attempt(
-        self, server: Server, body: dict, run_timeout: float, *, again: bool
+        self, server: Server, body: dict[str, Any], run_timeout: float, *, again: bool
     ) -> tuple[str, ExecutionResult | None]:
         """One request: (why it did not serve, the result if there is one)."""
         session = self._open()

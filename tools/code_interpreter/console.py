@@ -13,12 +13,13 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 ENDS = ("ok", "error", "compile_error", "memory", "exit")
 """Of a cell: exit is SystemExit with a status other than 0."""
 
 
-def read_message(descriptor: int) -> dict | None:
+def read_message(descriptor: int) -> dict[str, Any] | None:
     """The next message; None at the end of the stream."""
     head = _read(descriptor, 4)
     body = _read(descriptor, struct.unpack("!I", head)[0]) if head else None
@@ -30,7 +31,7 @@ def write_message(descriptor: int, **message: object) -> None:
     os.write(descriptor, struct.pack("!I", len(body)) + body)
 
 
-def run_session(descriptor: int, compile_cell: Callable[[str, bool, str], list]) -> int:
+def run_session(descriptor: int, compile_cell: Callable[[str, bool, str], list[Any]]) -> int:
     """Run cells until the other side closes the stream; the exit status.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.code_interpreter.cgroups import CgroupParent
 from tools.code_interpreter.settings import SandboxSettings
@@ -33,7 +34,7 @@ class IsolationPlan:
     python_directories: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """What /health says."""
         return {
             "isolation": self.kind,

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
@@ -56,7 +57,7 @@ class SandboxStartError(RuntimeError):
 class _Worker:
     index: int
     channel: socket.socket
-    answer: asyncio.Future[dict] | None = None
+    answer: asyncio.Future[dict[str, Any]] | None = None
     request_id: int = 0
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     """Descriptors of collected files that arrived for the current request."""
@@ -73,7 +74,7 @@ class WorkerPool:
 
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
-        self.isolation: dict = {}
+        self.isolation: dict[str, Any] = {}
         """What /health says about the isolation in force; filled by ``start``."""
         self.restarts = 0
         """Workers that died and were replaced."""
@@ -127,7 +128,7 @@ class WorkerPool:
         if self._watch is None:
             self._watch = asyncio.create_task(self._check_itself())
 
-    async def _start_warden(self) -> dict:
+    async def _start_warden(self) -> dict[str, Any]:
         """What the zygote says when it is ready or has failed; nothing where it was killed."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_reader, lifeline = os.pipe()
@@ -406,7 +407,7 @@ class WorkerPool:
         return Streams.open(header, request.files, request.stdin, records=request.language == CELLS)
 
     def _result(
-        self, request: ExecutionRequest, answer: dict, streams: Streams, files: dict[str, int]
+        self, request: ExecutionRequest, answer: dict[str, Any], streams: Streams, files: dict[str, int]
     ) -> ExecutionResult:
         if answer["state"] in ("failed", "cancelled"):
             reason = answer.get("error") or "the client hung up"
@@ -466,7 +467,7 @@ class WorkerPool:
         message = "; ".join(messages)
         return ExecutionResult(outcome, stdout, stderr, code, answer["seconds"], message, truncated, contents, cells)
 
-    async def _receive_control(self) -> dict:
+    async def _receive_control(self) -> dict[str, Any]:
         assert self._control is not None
         data = await asyncio.get_running_loop().sock_recv(self._control, _MESSAGE_BYTES)
         return json.loads(data) if data else {}

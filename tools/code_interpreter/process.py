@@ -69,7 +69,7 @@ class SandboxServerProcess:
         self._extra_arguments = extra_arguments
         self._command_prefix = command_prefix
         self._start_timeout = start_timeout_seconds
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:

@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tools.code_interpreter import console, notebook
 
@@ -40,13 +40,13 @@ SESSION = "session"
 _BASH = "/bin/bash"
 
 
-def read_header(descriptor: int) -> tuple[dict, int]:
+def read_header(descriptor: int) -> tuple[dict[str, Any], int]:
     """The request's header and the offset of the bytes behind it."""
     (length,) = struct.unpack("!I", os.pread(descriptor, 4, 0))
     return json.loads(os.pread(descriptor, length, 4)), 4 + length
 
 
-def write_files(descriptor: int, offset: int, files: list[list], directory: str) -> None:
+def write_files(descriptor: int, offset: int, files: list[list[Any]], directory: str) -> None:
     """Write the input files, relative paths below ``directory``; the server has checked them."""
     for path, size in files:
         target = os.path.join(directory, path)
@@ -58,7 +58,7 @@ def write_files(descriptor: int, offset: int, files: list[list], directory: str)
         os.close(file)
 
 
-def set_limits(limits: dict, address_space_in_use: int) -> None:
+def set_limits(limits: dict[str, Any], address_space_in_use: int) -> None:
     """Bind this process and its descendants by rlimits.
 
     Args:
@@ -107,7 +107,7 @@ def environment(home: str, temporary: str) -> dict[str, str]:
     }
 
 
-def run(header: dict, status: int, records: int) -> int:
+def run(header: dict[str, Any], status: int, records: int) -> int:
     """Run what the request asks for and return the exit status.
 
     Args:
@@ -131,7 +131,7 @@ def run(header: dict, status: int, records: int) -> int:
     return _run_guarded(lambda: _run_python(header["code"], header["print_last_expression"], status), status)
 
 
-def _run_bash(code: str, limits: dict) -> NoReturn:
+def _run_bash(code: str, limits: dict[str, Any]) -> NoReturn:
     name = SOURCE_NAMES["bash"]
     # Python ignores these two, and what is ignored stays so.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -234,7 +234,7 @@ def _write_source(name: str, code: str) -> None:
         file.write(code)
 
 
-def _compile(code: str, print_last_expression: bool, name: str = FILE_NAME) -> list:
+def _compile(code: str, print_last_expression: bool, name: str = FILE_NAME) -> list[Any]:
     if not print_last_expression:
         return [compile(code, name, "exec", dont_inherit=True)]
     import ast

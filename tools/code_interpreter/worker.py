@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tools.code_interpreter import (
     console,
@@ -137,7 +137,7 @@ class Worker:
                     os.close(descriptor)
             self._channel.send(json.dumps(answer).encode())
 
-    def _run(self, request: dict, descriptors: list[int], directory: str) -> dict:
+    def _run(self, request: dict[str, Any], descriptors: list[int], directory: str) -> dict[str, Any]:
         status_reader, status_writer = os.pipe()
         if self._cgroup is not None:
             # Pages of the zygote that the snippet writes to are copied at the snippet's expense: leave room for them.
@@ -266,7 +266,7 @@ class Worker:
         if not descendants.end():
             os._exit(1)  # they cannot be killed: give the whole worker up, the server starts another
 
-    def _become_snippet(self, request: dict, descriptors: list[int], status: int, directory: str) -> NoReturn:
+    def _become_snippet(self, request: dict[str, Any], descriptors: list[int], status: int, directory: str) -> NoReturn:
         self._children.forget()
         request_fd, *streams = descriptors[:4]
         for number, descriptor in enumerate(streams):

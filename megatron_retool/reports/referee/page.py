@@ -102,7 +102,7 @@ def _draw_split(axes: Any, rows: Sequence[Mapping[str, Any]], split: str) -> Non
         for place, row in zip(places, rows, strict=True):
             expected = row[side]["format_mean_abs"]
             if expected:
-                label = "its number format" if (side, place) == ("learner", 0) else None
+                label = "its number format" if side == "learner" and place == 0 else None
                 axes.hlines(expected, place + offset - 0.2, place + offset + 0.2, color="black", label=label)
     axes.set(yscale="log", xlabel=f"{split} (below: tokens)", ylabel="mean |error|")
     axes.set_xticks(places, [f"{row['category']}\n{row['tokens']}" for row in rows], fontsize=8)

@@ -188,7 +188,7 @@ def _complement(whole: RealSet) -> RealSet:
         if piece.low != _MINUS_INFINITY:
             pieces.append(Piece(low, closed, piece.low, not piece.low_closed))
         low, closed = piece.high, not piece.high_closed  # type: ignore[assignment]
-    if low != INFINITY:
+    if low != INFINITY:  # type: ignore[comparison-overlap]
         pieces.append(Piece(low, closed, INFINITY, False))
     return RealSet(tuple(pieces), whole.variable)
 
