@@ -189,9 +189,14 @@ class TaggedTurn:
             position = function.end()
 
     def _boundary_between(self, start: int, end: int) -> bool:
-        """Whether a value ends its call and begins another, and quotes no call before."""
+        """Whether a value ends its call and begins another, and quotes no call before.
+
+        If that other call opens no value, the closing tag at ``end`` is not its own: the value quotes it.
+        """
         boundary = self._next_boundary(start)
-        return boundary is not None and boundary[1] <= end
+        if boundary is None or boundary[1] > end:
+            return False
+        return self._grammar.parameter.search(self._text, boundary[1], end) is not None
 
     def _next_boundary(self, start: int) -> tuple[int, int] | None:
         """The next end of a call with another call after it, if no call opens before it."""

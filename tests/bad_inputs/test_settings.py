@@ -86,7 +86,7 @@ OVERRIDES = [
     ("algorithm.rollout_correction.upper=0", "algorithm.rollout_correction.upper=0.0 must be above 0"),
     ("algorithm.adaptive_sampling.enable=true algorithm.adaptive_sampling.stages=[]", "adaptive_sampling.stages"),
     ("reward.processes=0", "reward.processes=0 must be at least 1"),
-    ("reward.overlong.mode=hard", "reward.overlong.mode=hard must be one of none, soft_punish, piecewise"),
+    ("reward.overlong.mode=hard", "reward.overlong.mode='hard' is not one of none, soft_punish, piecewise"),
     ("data.train_batch_size=1e99", "data.train_batch_size=1e+99", "a whole number"),
     ("data.overlong_prompts=skip", "data.overlong_prompts=skip must be one of filter, error"),
     ("weight_sync.bucket_bytes=-1", "weight_sync.bucket_bytes=-1 must be at least 1"),

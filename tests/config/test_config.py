@@ -94,16 +94,14 @@ def test_experts_of_old_log_probs_that_are_not_computed_are_refused():
         load_config(None, [*bypass, "learner.routing_replay=old_log_probs"])
 
 
-def test_vpp_on_two_stages_is_refused():
-    with pytest.raises(ConfigError, match="wrong gradients"):
-        load_config(
-            None,
-            [
-                "learner.world_size=2",
-                "learner.pipeline_model_parallel_size=2",
-                "learner.virtual_pipeline_model_parallel_size=2",
-            ],
-        )
+def test_vpp_on_two_stages_needs_overlap():
+    overrides = [
+        "learner.world_size=2",
+        *(f"learner.{kind}pipeline_model_parallel_size=2" for kind in ("", "virtual_")),
+    ]
+    with pytest.raises(ConfigError, match="needs learner.overlap_p2p_comm=true"):
+        load_config(None, overrides)
+    load_config(None, [*overrides, "learner.overlap_p2p_comm=true"])
 
 
 def test_missing_file_and_bad_yaml(tmp_path):

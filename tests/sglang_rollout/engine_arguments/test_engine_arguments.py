@@ -42,7 +42,8 @@ def card_of(recipe: str) -> str:
 def server_of(recipe: str, overrides: tuple[str, ...], directory: Path) -> tuple[Config, SGLangServer]:
     """The recipe's first engine, as ``engine_group`` makes it, for a model directory without weights."""
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*overrides, "rollout.engine.device=cuda"])
-    name = max((name for name in MODELS if name.replace("-", "_") in recipe.replace("-", "_")), key=len)
+    path = config.model.path.lower().replace("-", "_")
+    name = max((name for name in MODELS if name.replace("-", "_") in path), key=len)
     model = directory / name
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(
