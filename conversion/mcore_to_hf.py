@@ -118,7 +118,7 @@ def export(
         predictors_from: model directory, or what ``hf_to_mcore.py`` made of one, whose layers for multi-token
             prediction the export gets as they are; None: those that ``mcore_dir`` carries, which learner checkpoints
             do not.
-        base_dir: model that the adapters of ``mcore_dir`` were trained on, where it holds adapters alone; None: where
+        base_dir: model that the adapters of ``mcore_dir`` were trained on, where it holds only adapters; None: where
             it was then. The merged model is written, and the adapters in PEFT's files in ``hf_dir``/adapter.
         checksums: hold ``mcore_dir`` against its own meanwhile, where it has some (``files.checksums``); of the files
             that hold optimizer state, existence and size alone.
@@ -462,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--base-dir",
-        help="where MCORE_DIR holds adapters (LoRA) alone, the model that they were trained on; default: where it was",
+        help="where MCORE_DIR holds only adapters (LoRA), the model that they were trained on; default: where it was",
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
     add_family_option(parser)

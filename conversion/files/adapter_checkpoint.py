@@ -1,4 +1,4 @@
-"""Checkpoints of adapters (LoRA) alone: what they belong to, the merged model, and PEFT's files.
+"""Checkpoints that hold only adapters (LoRA): what they belong to, the merged model, and PEFT's files.
 
 The learner's checkpoint then has the factors and no weight of the model, and ``hf/adapters.json`` says of which model
 they are. ``MergedCheckpoint`` reads the two together as if it were a checkpoint of the merged model.
@@ -26,7 +26,7 @@ from megatron_retool.runs.files import write_text
 
 RECORD_NAME = "adapters.json"
 PEFT_DIRECTORY = "adapter"
-"""Of an export, with PEFT's files."""
+"""Directory of an export that holds PEFT's files."""
 _PEFT_PREFIX = "base_model.model."
 
 

@@ -1,4 +1,4 @@
-"""Starting a private Ray: on a host that may be busy, on loopback alone, with a token of its own."""
+"""Starting a private Ray: on a host that may be busy, only on loopback, with a token of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMIT = "RAY_raylet_start_wait_time_s"
 
 def start_local_ray(**options: Any) -> None:
     """``ray.init(address="local", …)``, tried again where it does not come up in time. Its servers and those of its
-    actors listen on loopback alone.
+    actors listen only on loopback.
 
     Raises:
         RuntimeError: it did not come up again; the message says what to do.
@@ -50,7 +50,7 @@ def start_local_ray(**options: Any) -> None:
 
 @contextmanager
 def private_token() -> Iterator[None]:
-    """For the length of the block, a Ray that is started here answers who shows a token that is made for it alone.
+    """For the length of the block, a Ray that is started here answers those who show the token that is made for it.
 
     The token, 256 random bits, stands in a file of mode 600 among the command's temporary files; the environment has
     that file's path. A token, or a mode other than "token", that the environment names already is left as it is.

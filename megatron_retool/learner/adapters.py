@@ -176,7 +176,7 @@ class _Adapted:
         return x
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """The layer's own, whose axes are for weight and bias alone, and the factors with theirs."""
+        """The layer's own, whose axes are only for weight and bias, and the factors with theirs."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         state = {name: item for name, item in state.items() if not name.startswith(f"{prefix}lora.")}
         factors = self.lora.state_dict(keep_vars=True)

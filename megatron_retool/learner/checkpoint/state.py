@@ -45,7 +45,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def model_state(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> ShardedState:
-    """The model's tensors; of a model with adapters what is trained alone."""
+    """The model's tensors; of a model with adapters only what is trained."""
     modules: list[Any] = [unwrap(chunk) for chunk in model_chunks]
     states = [module.sharded_state_dict(metadata=sharding_metadata()) for module in modules]
     for state in states:
