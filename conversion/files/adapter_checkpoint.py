@@ -23,6 +23,7 @@ from conversion.files.quantized_checkpoint import open_source
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import CheckpointPlace, Mapping, WeightMap, checkpoint_place, to_mcore
 from megatron_retool.runs.files import write_text
+from megatron_retool.untrusted import load_json
 
 RECORD_NAME = "adapters.json"
 PEFT_DIRECTORY = "adapter"
@@ -60,7 +61,7 @@ def read_record(checkpoint: Path) -> AdapterRecord | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path.read_bytes())
         targets = tuple(str(target) for target in found["targets"])
         base, checksum = str(found["base"]), str(found["base_checksum"])
         return AdapterRecord(int(found["rank"]), float(found["alpha"]), targets, base, checksum)

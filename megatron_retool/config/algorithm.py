@@ -10,7 +10,16 @@ from megatron_retool.algorithms.kl_schedule import kl_coefficient
 from megatron_retool.algorithms.rejection_rules import parse_rejection_rules
 from megatron_retool.algorithms.settings import BUILT_IN, CORRECTION_MODES, RolloutCorrectionSettings
 from megatron_retool.algorithms.stage_schedule import parse_stages
-from megatron_retool.config.base import ConfigError, at_least_one, choice, fraction, not_negative, number, positive
+from megatron_retool.config.base import (
+    ConfigError,
+    at_least_one,
+    check_named,
+    choice,
+    fraction,
+    not_negative,
+    number,
+    positive,
+)
 from megatron_retool.registry import Extension, ExtensionError, Need, load_object
 
 if TYPE_CHECKING:
@@ -76,11 +85,7 @@ class RolloutCorrectionConfig(RolloutCorrectionSettings):
             parse_rejection_rules(self.rejection)
         except ValueError as error:
             raise ConfigError(f"{key}.rejection: {error}") from error
-        if self.mode not in CORRECTION_MODES and ":" not in self.mode:
-            try:
-                load_object(f"{key}.mode", self.mode, known=CORRECTION_MODES)
-            except ExtensionError as error:
-                raise ConfigError(str(error)) from error
+        check_named(f"{key}.mode", self.mode, CORRECTION_MODES)
         if self.mode != "none" and not 0 <= self.lower < self.upper:
             raise ConfigError(f"{key}: the bounds must satisfy 0 <= lower={self.lower} < upper={self.upper}")
         if self.bypass_old_log_probs and self.mode != "none":

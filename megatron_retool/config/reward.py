@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_retool.config.base import ConfigError, at_least_one, not_negative, number, positive
-from megatron_retool.registry import ExtensionError, load_object
+from megatron_retool.config.base import at_least_one, check_named, not_negative, number, positive
 
 LENGTH_PENALTIES = ("none", "soft_punish", "piecewise")
 
@@ -49,8 +48,4 @@ class RewardConfig:
 
     def check(self) -> None:
         """Raise ConfigError where ``overlong.mode`` names no penalty."""
-        if self.overlong.mode not in LENGTH_PENALTIES and ":" not in self.overlong.mode:
-            try:
-                load_object("reward.overlong.mode", self.overlong.mode, known=LENGTH_PENALTIES)
-            except ExtensionError as error:
-                raise ConfigError(str(error)) from error
+        check_named("reward.overlong.mode", self.overlong.mode, LENGTH_PENALTIES)

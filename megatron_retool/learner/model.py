@@ -286,7 +286,7 @@ def unfused_output_layer() -> Iterator[None]:
 def _rotate_in_group(attention: SelfAttention, _: Any, arguments: dict[str, Any]) -> None:
     """Let Megatron rotate by the places of the ranks that share the micro-batch; it asks its layout's CP group.
 
-    A hook of the layer and not of the model: recomputation calls layers alone.
+    A hook of the layer and not of the model: recomputation calls only layers.
     """
     attention.pg_collection.cp = parallel.context_group(arguments["packed_seq_params"].local_cp_size)
 

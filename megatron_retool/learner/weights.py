@@ -271,7 +271,7 @@ def _gather(
 
 
 def _dtype(parameter: Tensor, value: Callable[[Tensor], Tensor]) -> torch.dtype:
-    # What is merged has its parameter's dtype, and is not computed for this alone.
+    # What is merged has its parameter's dtype; merging it only to ask would cost a product of matrices.
     return getattr(value, "dtype_of", lambda part: value(part).dtype)(parameter)
 
 

@@ -218,7 +218,7 @@ def adapters_of(learner: LearnerConfig) -> Adapters | None:
 def trained_parameters(
     architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters | None = None
 ) -> int:
-    """``rank_parameters`` without those that training leaves as they are; with ``adapters`` their factors alone."""
+    """``rank_parameters`` without those that training leaves as they are; with ``adapters`` only their factors."""
     return sum(chunk.elements - chunk.frozen for chunk in _stage_chunks(architecture, layout, stage, adapters))
 
 
