@@ -118,7 +118,7 @@ CHAT: dict[str, Field] = {
 COMPLETIONS: dict[str, Field] = {
     "model": Field("served", "any name"),
     "prompt": Field("served", "a text, token ids, or a list of either"),
-    "max_tokens": Field("served", "0: the prompt's log-probs alone"),
+    "max_tokens": Field("served", "0: only the prompt's log-probs"),
     "echo": _SERVED,
     "logprobs": Field("served", "the number of likeliest tokens, at most 20; at temperature 1"),
     "n": _SERVED,
