@@ -44,11 +44,11 @@ def check(
     [
         ({"moe_permute_fusion": True}, {}, {"model": DENSE}, "moe_permute_fusion needs a mixture-of-experts model"),
         ({"moe_permute_fusion": True}, {}, {"machine": BARE_H200}, "needs CUDA and Transformer Engine: set learner"),
-        ({}, {}, {"model": LATENT}, "multi-head latent attention, which nobody has tried"),
+        ({}, {}, {"model": LATENT}, "multi-head latent attention, which was never tried"),
         ({}, {}, {"model": SINKS}, "attention sinks and biased experts, .* on a CPU alone: train it on a host without"),
         ({}, {}, {"model": SINKS, "machine": BARE_H200}, "attention sinks and biased experts"),
         ({"share_prefixes": True}, {}, {"model": SINKS, "machine": CPU}, "does not go with .* attention sinks"),
-        ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which nobody has tried beside"),
+        ({}, {}, {"model": LINEAR}, "gated delta nets and gated attention, which were never tried beside"),
         ({"share_prefixes": True}, {}, {"model": LINEAR, "machine": CPU}, "does not go with this model's gated delta"),
         ({"share_prefixes": True}, {}, {"model": SPARSE, "machine": CPU}, "does not go with this model's sparse atte"),
         ({"moe_router_fusion": True}, {}, {"machine": replace(ENGINE, transformer_engine="2.5.1")}, "2.6 or later"),
