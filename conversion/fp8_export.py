@@ -20,8 +20,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/fp8_export.py")
     end_when_interrupted()
+    from conversion.files.command_lines import refuse_early
 
-import argparse
+    refuse_early("fp8_export", __doc__)
+
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from conversion.files import command_lines
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_alone
@@ -47,8 +50,6 @@ def quantized_specs(spec: TensorSpec, form: Form) -> list[TensorSpec]:
     ]
 
 
-MODELOPT_SCHEMES = {"per-tensor": "fp8", "nvfp4": "nvfp4"}
-"""What the commands call a scheme -> what ``export_with_modelopt`` does."""
 MODELOPT_FORMATS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 
 
@@ -113,7 +114,7 @@ def _run_modelopt(job: _ModeloptJob) -> None:
     export_hf_checkpoint(model, export_dir=str(job.target))
 
 
-def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512) -> list[list[int]]:
+def read_calibration(path: Path, hf_dir: str | Path, max_tokens: int = 512) -> list[list[int]]:
     """Token ids of a text file's lines, one sample a line, cut at ``max_tokens``.
 
     Raises:
@@ -121,10 +122,7 @@ def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512
     """
     from transformers import AutoTokenizer
 
-    try:
-        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"calibration file {path} cannot be read: {error}") from error
+    lines = command_lines.calibration_texts(path)
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)
     samples = [ids[:max_tokens] for line in lines if (ids := tokenizer(line)["input_ids"])]
     if not samples:
@@ -134,20 +132,12 @@ def read_calibration(path: str | Path, hf_dir: str | Path, max_tokens: int = 512
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
-    parser = argparse.ArgumentParser(
-        prog="fp8_export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hf-dir", required=True, type=Path, help="full-precision Hugging Face directory")
-    parser.add_argument("--target", required=True, type=Path, help="directory to make")
-    parser.add_argument("--scheme", required=True, choices=sorted(MODELOPT_SCHEMES))
-    parser.add_argument("--calibration", required=True, help="text file, a sample a line")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
-    options = parser.parse_args(arguments)
+    options = command_lines.fp8_export(arguments, __doc__)
     try:
         if not (options.hf_dir / "config.json").is_file():
             raise FileNotFoundError(f"{options.hf_dir} is no Hugging Face directory: config.json is missing")
         samples = read_calibration(options.calibration, options.hf_dir)
-        scheme = MODELOPT_SCHEMES[options.scheme]
+        scheme = command_lines.MODELOPT_SCHEMES[options.scheme]
         export_with_modelopt(options.hf_dir, options.target, scheme, samples, overwrite=options.overwrite)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

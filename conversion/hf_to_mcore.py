@@ -26,11 +26,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/hf_to_mcore.py")
     end_when_interrupted()
-    from conversion.files.early_refusals import refuse_hf_to_mcore
+    from conversion.files.command_lines import refuse_early
 
-    refuse_hf_to_mcore(sys.argv[1:])
+    refuse_early("hf_to_mcore", __doc__)
 
-import argparse
 import json
 import sys
 import time
@@ -42,6 +41,7 @@ from typing import Any
 
 import torch
 
+from conversion.files import command_lines
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, verified_meanwhile
 from conversion.files.directory import COMPANIONS, REPORT_NAME, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import Chunk, ChunkWriter, write_metadata
@@ -72,8 +72,6 @@ from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -388,29 +386,7 @@ def _parts(mapping: Mapping, tp: int) -> Iterator[tuple[int, int, list[tuple[int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
-    parser = argparse.ArgumentParser(
-        prog="hf_to_mcore.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hf-dir", required=True, help="Hugging Face model directory, or hub id owner/name")
-    parser.add_argument("--mcore-dir", required=True, type=Path, help="directory to make")
-    parser.add_argument(
-        "--tp", type=at_least_one, default=1, help="tensor parallel size of the layout that will read it"
-    )
-    parser.add_argument("--pp", type=at_least_one, default=1, help="pipeline parallel size")
-    parser.add_argument("--vpp", type=at_least_one, default=1, help="virtual pipeline stages per rank")
-    parser.add_argument("--ep", type=at_least_one, default=1, help="expert parallel size")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
-    add_family_option(parser)
-    parser.add_argument("--workers", type=at_least_one, help="threads that convert; default: by size and cores")
-    parser.add_argument("--verify", action="store_true", help="compare logits with Hugging Face on random tokens")
-    parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
-    parser.add_argument(
-        "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
-    )
-    parser.add_argument("--without-predictors", action="store_true", help="leave out layers for multi-token prediction")
-    add_checksums_option(parser)
-    options = parser.parse_args(arguments)
+    options = command_lines.hf_to_mcore(arguments, __doc__)
     try:
         hf_dir = local_directory(options.hf_dir)
         with progress_bar(f"{hf_dir.name} to Megatron-Core") as on_progress:
@@ -418,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hf_dir,
                 options.mcore_dir,
                 layout=TargetLayout(options.tp, options.pp, options.vpp, options.ep),
-                dtype=DTYPES.get(options.dtype),
+                dtype=options.dtype and getattr(torch, options.dtype),
                 families=options.family,
                 workers=options.workers,
                 verify=options.verify,
@@ -434,29 +410,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print_report(report, options.mcore_dir)
     return 0
-
-
-def at_least_one(text: str) -> int:
-    """An option's value that is a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def add_family_option(parser: argparse.ArgumentParser) -> None:
-    """--family, which may be given several times."""
-    parser.add_argument(
-        "--family",
-        action="append",
-        default=[],
-        metavar="FILE.py:FAMILY",
-        help="a model family of your own, or package.module:FAMILY; may be repeated",
-    )
-
-
-def add_checksums_option(parser: argparse.ArgumentParser) -> None:
-    """--no-checksums."""
-    parser.add_argument("--no-checksums", action="store_true", help="do not hold the source against its checksums")
 
 
 def print_report(report: dict[str, Any], target: Path) -> None:

@@ -21,11 +21,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/mcore_to_hf.py")
     end_when_interrupted()
-    from conversion.files.early_refusals import refuse_mcore_to_hf
+    from conversion.files.command_lines import refuse_early
 
-    refuse_mcore_to_hf(sys.argv[1:])
+    refuse_early("mcore_to_hf", __doc__)
 
-import argparse
 import itertools
 import json
 import sys
@@ -41,6 +40,7 @@ import torch
 from torch import Tensor
 
 from conversion import fp8_export
+from conversion.files import command_lines
 from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, RECORD_NAME, MergedCheckpoint, read_record
 from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified_meanwhile
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
@@ -58,10 +58,9 @@ from conversion.files.hf_checkpoint import (
 from conversion.files.predictors import PREFIX, Predictors, of_checkpoint, of_directory
 from conversion.files.weights_alone import WEIGHTS_PART
 from conversion.files.workers import counted, default_workers, even_ranges, progress_bar, run_jobs
-from conversion.hf_to_mcore import DTYPES, add_checksums_option, add_family_option, at_least_one, print_report
+from conversion.hf_to_mcore import print_report
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import (
-    SCALES,
     Form,
     blockwise_quantization_config,
     form_of,
@@ -76,9 +75,6 @@ from conversion.model.weight_map import PREDICTOR_PREFIX, Mapping, WeightMap, ch
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
-MAX_FILE_BYTES = 5 * 10**9
-"""Size of a safetensors file, as the hub recommends it."""
-
 
 def export(
     mcore_dir: str | Path,
@@ -90,7 +86,7 @@ def export(
     fp8_scales: str = "auto",
     families: Sequence[str] = (),
     workers: int | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int = command_lines.MAX_FILE_BYTES,
     verify: bool = False,
     tolerance: float | None = None,
     overwrite: bool = False,
@@ -449,55 +445,9 @@ def _write_config(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 done, 1 with one line on standard error that says why not."""
-    parser = argparse.ArgumentParser(
-        prog="mcore_to_hf.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
-    parser.add_argument("--hf-dir", required=True, type=Path, help="directory to make")
-    parser.add_argument("--hf-config-dir", help="where config.json and tokenizer are; default: MCORE_DIR/hf")
-    parser.add_argument(
-        "--predictors-from",
-        help="model directory, or what hf_to_mcore.py made of it, whose layers for multi-token prediction the export "
-        "gets as they are; default: those that MCORE_DIR carries",
-    )
-    parser.add_argument(
-        "--base-dir",
-        help="where MCORE_DIR holds only adapters (LoRA), the model that they were trained on; default: where it was",
-    )
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast to it; default: keep what is stored")
-    add_family_option(parser)
-    parser.add_argument(
-        "--fp8",
-        choices=("blockwise", "per-tensor", "nvfp4"),
-        help="quantise the linear layers: in 128x128 blocks, or (per-tensor, nvfp4) through nvidia-modelopt",
-    )
-    parser.add_argument(
-        "--fp8-scales",
-        choices=SCALES,
-        default="auto",
-        help="of --fp8 blockwise, as weight_sync.fp8_scales; default: powers of two with a Blackwell GPU, else float32",
-    )
-    parser.add_argument("--calibration", help="text file, a sample a line: sets modelopt's activation scales")
-    parser.add_argument(
-        "--max-file-bytes", type=at_least_one, default=MAX_FILE_BYTES, help="size of a safetensors file"
-    )
-    parser.add_argument("--workers", type=at_least_one, help="threads that convert; default: by size and cores")
-    parser.add_argument("--verify", action="store_true", help="compare logits of both models on random tokens")
-    parser.add_argument("--tolerance", type=float, help="largest logit difference that --verify accepts")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
-    parser.add_argument(
-        "--allow-missing-tokenizer", action="store_true", help="convert the weights alone where there is none"
-    )
-    add_checksums_option(parser)
-    options = parser.parse_args(arguments)
-    with_modelopt = options.fp8 in fp8_export.MODELOPT_SCHEMES
-    if with_modelopt and (options.calibration is None or options.verify):
-        parser.error(f"--fp8 {options.fp8} needs --calibration FILE, and does not go with --verify")
+    options = command_lines.mcore_to_hf(arguments, __doc__)
+    with_modelopt = options.fp8 in command_lines.MODELOPT_SCHEMES
     predictors_from = options.predictors_from
-    if options.fp8 is not None and predictors_from is not None:
-        parser.error("--predictors-from does not go with --fp8: layers for multi-token prediction are not quantised")
-    if options.fp8_scales != "auto" and options.fp8 != "blockwise":
-        parser.error(f"--fp8-scales {options.fp8_scales} belongs to --fp8 blockwise")
     try:
         source = checkpoint_directory(options.mcore_dir)
         config_dir = None if options.hf_config_dir is None else local_directory(options.hf_config_dir)
@@ -512,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     source,
                     full_precision,
                     hf_config_dir=config_dir,
-                    dtype=DTYPES.get(options.dtype),
+                    dtype=options.dtype and getattr(torch, options.dtype),
                     fp8=options.fp8 == "blockwise",
                     fp8_scales=options.fp8_scales,
                     families=options.family,
@@ -532,7 +482,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 fp8_export.export_with_modelopt(
                     full_precision,
                     options.hf_dir,
-                    fp8_export.MODELOPT_SCHEMES[options.fp8],
+                    command_lines.MODELOPT_SCHEMES[options.fp8],
                     fp8_export.read_calibration(options.calibration, full_precision),
                     overwrite=options.overwrite,
                 )

@@ -19,8 +19,10 @@ if __name__ == "__main__":  # before the other imports, which take seconds or ar
 
     require_packages("python conversion/verify.py")
     end_when_interrupted()
+    from conversion.files.command_lines import refuse_early
 
-import argparse
+    refuse_early("verify", __doc__)
+
 import json
 import sys
 import warnings
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conversion.files import command_lines
 from conversion.files.directory import REPORT_NAME
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.quantized_checkpoint import open_source
@@ -255,15 +258,7 @@ def _was_dequantized(mcore_dir: Path) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 the same model, 1 with one line on standard error that says why."""
-    parser = argparse.ArgumentParser(
-        prog="verify.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hf-dir", required=True, type=Path, help="Hugging Face directory; it may be quantised")
-    parser.add_argument("--mcore-dir", required=True, type=Path, help="checkpoint: converted, or saved by the learner")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="what one of the two was cast to")
-    parser.add_argument("--tolerance", type=float, help="largest difference of the logits that is accepted")
-    parser.add_argument("--family", action="append", default=[], metavar="FILE.py:FAMILY", help="a family of your own")
-    options = parser.parse_args(arguments)
+    options = command_lines.verify(arguments, __doc__)
     learner = options.mcore_dir / "learner"
     try:
         architecture = Architecture.from_pretrained(options.hf_dir, options.family, dequantized=True)

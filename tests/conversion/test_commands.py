@@ -53,3 +53,35 @@ def test_fp8_export_by_hand(model_directory, tmp_path: Path, capsys) -> None:
     assert fp8_export.main(["--hf-dir", str(model_directory("llama")), *arguments]) == 1
     assert f"calibration file {tmp_path / 'no.txt'} cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "fp8").exists()
+
+
+REFUSED = {
+    "fp8_export": (
+        ["--hf-dir", "MODEL", "--target", "out", "--scheme", "nvfp4", "--calibration", "no.txt"],
+        "no.txt cannot be read",
+    ),
+    "hf_to_mcore": (["--hf-dir", "MODEL", "--mcore-dir", "MODEL"], "MODEL"),
+    "mcore_to_hf": (["--mcore-dir", "no", "--hf-dir", "out"], "no does not exist"),
+    "verify": (["--hf-dir", "MODEL", "--mcore-dir", "no"], "no does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_cannot_be_used_is_said_before_heavy_imports(name: str, model_directory, tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        script = [sys.executable, "-X", "importtime", str(ROOT / "conversion" / f"{name}.py"), *arguments]
+        ended = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        imported = [line for line in ended.stderr.splitlines() if line.startswith("import time:")]
+        assert not any(line.rpartition("|")[2].strip() == "torch" for line in imported)
+        return ended.returncode, [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
+
+    status, said = run()
+    assert status == 2
+    assert "arguments are required" in said[-1]
+    assert run("--help") == (0, [])
+    arguments, words = REFUSED[name]
+    model = str(model_directory("llama"))
+    status, (line,) = run(*[argument.replace("MODEL", model) for argument in arguments])
+    assert status == 1
+    assert line.startswith("error: ")
+    assert words.replace("MODEL", model) in line
