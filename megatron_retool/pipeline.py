@@ -16,8 +16,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from megatron_retool.runs.demo_base import (
     base_settings,
     difference,
     find_base,
-    missing_base,
     read_state,
 )
 from megatron_retool.runs.files import write_text
@@ -105,37 +103,6 @@ def _finish(config: Config, stages: Stages) -> int:
     for line in left:
         stages.console.print(line, highlight=False)
     return 0
-
-
-def with_demo_base(config: Config, reload: Callable[[list[str]], Config]) -> Config:
-    """The configuration of a single command of the demo, with what the run starts from.
-
-    A run of its own has ``demo.directory``; any other takes the base of ``demo.base``: its data, and its fine-tuned
-    model where no other is named. Where there is no base the configuration stays as it is (``naming_the_base``).
-
-    Args:
-        reload: reads the same configuration with overrides that the command line's own come after.
-
-    Raises:
-        ConfigError: the base that ``demo.base`` names is not there.
-    """
-    base = find_base(config) if config.demo.enable else None
-    if base is None:
-        return config
-    own_model = Path(config.model.path) == Path(config.demo.directory) / "model"
-    return reload([*base.data_overrides, *(base.model_overrides if own_model else [])])
-
-
-@contextmanager
-def naming_the_base(config: Config) -> Iterator[None]:
-    """For the length of the block, an error about a file of the demo that was never made says where a base may be."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        directory = config.demo.directory
-        if config.demo.enable and directory in str(error) and not Path(directory).exists():
-            raise ConfigError(f"{error}. {missing_base(config)}") from error
-        raise
 
 
 def _prepare_demo(config: Config, config_file: str, overrides: list[str], stages: Stages) -> Config:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_retool import interruption, pipeline
 from megatron_retool.config import ConfigError, load_config
-from megatron_retool.pipeline import Stages, naming_the_base, run_pipeline, run_training, with_demo_base
+from megatron_retool.pipeline import Stages, run_pipeline, run_training
 from megatron_retool.reports.summary import Summary
 from megatron_retool.runs.checkpoints import (
     checkpoint_workspace,
@@ -22,7 +22,7 @@ from megatron_retool.runs.checkpoints import (
     seal_checkpoint,
     workspace_path,
 )
-from megatron_retool.runs.demo_base import base_settings
+from megatron_retool.runs.demo_base import base_settings, naming_the_base, with_demo_base
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
 from megatron_retool.viewer.report import Report
 

@@ -335,6 +335,11 @@ class Architecture:
             raise MalformedConfig(
                 f"it holds a {type(hf_config).__name__}, where a mapping with model_type, hidden_size, … is expected"
             )
+        names = hf_config.get("architectures")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise MalformedConfig(
+                f'architectures={names!r:.80} is no list of class names, such as ["Qwen3ForCausalLM"]: correct it'
+            )
         config = ConfigReader(hf_config)
         target, family = find_family(config.text("model_type"), families)
         try:

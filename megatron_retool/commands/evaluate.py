@@ -23,6 +23,7 @@ from megatron_retool.commands.running import is_checkpoint, on_base, run_async, 
 from megatron_retool.commands.settings import add_config, load
 from megatron_retool.config.model import check_model_path
 from megatron_retool.data.path_checks import check_paths, is_made_by_the_demo
+from megatron_retool.runs.demo_base import naming_the_base
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
 
@@ -49,8 +50,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         check_model(config, learns=False)
     check_extensions(config)
     config = on_base(config, options)
-    from megatron_retool.pipeline import naming_the_base
-
     with naming_the_base(config):
         check_model_path(config.model.path)
     from megatron_retool.loop.validation import evaluate_model

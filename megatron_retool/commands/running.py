@@ -18,6 +18,7 @@ from megatron_retool.commands.settings import config_file
 from megatron_retool.config import Config, load_config
 from megatron_retool.interruption import end_at_once, interrupts
 from megatron_retool.runs.checkpoints import how_to_go_on
+from megatron_retool.runs.demo_base import with_demo_base
 from megatron_retool.runs.leave import REQUEUE, LeaveRequest
 
 Result = TypeVar("Result")
@@ -32,7 +33,6 @@ def on_base(config: Config, options: argparse.Namespace) -> Config:
     Raises:
         ConfigError: the base that demo.base names is not there.
     """
-    from megatron_retool.pipeline import with_demo_base
 
     def reload(base: list[str]) -> Config:
         return load_config(config_file(options), [*base, *options.overrides])

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from megatron_retool.commands.running import LEFT
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.config.model import check_model_path
 from megatron_retool.data.path_checks import check_paths
 from megatron_retool.interruption import interrupts
 from megatron_retool.runs.checkpoints import how_to_go_on
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.loop.checks import check_model, check_run
 
     check_run(config)
+    check_model_path(config.model.path)
     check_model(config, learns=True)
     from megatron_retool.sft.launch import fine_tune
 

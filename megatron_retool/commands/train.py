@@ -20,8 +20,10 @@ from rich.console import Console
 
 from megatron_retool.commands import running
 from megatron_retool.commands.settings import add_config, load
+from megatron_retool.config.model import check_model_path
 from megatron_retool.data.path_checks import check_paths, is_made_by_the_demo
 from megatron_retool.interruption import interrupts
+from megatron_retool.runs.demo_base import naming_the_base
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.runs.lock import run_lock
 
@@ -48,8 +50,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     check_extensions(config)
     check_named_metrics(config)
     config = running.on_base(config, options)
-    from megatron_retool.pipeline import Stages, naming_the_base, run_training
+    with naming_the_base(config):
+        check_model_path(config.model.path)
+        check_model(config, learns=True)
+    from megatron_retool.pipeline import Stages, run_training
 
     with naming_the_base(config), LeaveRequest() as leave, interrupts(), run_lock(config.run_dir, "train"):
-        check_model(config, learns=True)
         return run_training(config, Stages(config.run_dir, console, leave), running.train)

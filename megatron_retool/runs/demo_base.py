@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,34 @@ def missing_base(config: Config) -> str:
         f"No base with the same demo, sft and trainer.seed settings was found ({where}): make it with the command "
         "pipeline, or name a run's with demo.base=runs/…"
     )
+
+
+def with_demo_base(config: Config, reload: Callable[[list[str]], Config]) -> Config:
+    """The configuration of a single command of the demo, with what the run starts from.
+
+    A run of its own has ``demo.directory``; any other takes the base of ``demo.base``: its data, and its fine-tuned
+    model where no other is named. Where there is no base the configuration stays as it is (``naming_the_base``).
+
+    Args:
+        reload: reads the same configuration with overrides that the command line's own come after.
+
+    Raises:
+        ConfigError: the base that ``demo.base`` names is not there.
+    """
+    base = find_base(config) if config.demo.enable else None
+    if base is None:
+        return config
+    own_model = Path(config.model.path) == Path(config.demo.directory) / "model"
+    return reload([*base.data_overrides, *(base.model_overrides if own_model else [])])
+
+
+@contextmanager
+def naming_the_base(config: Config) -> Iterator[None]:
+    """For the length of the block, an error about a file of the demo that was never made says where a base may be."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        directory = config.demo.directory
+        if config.demo.enable and directory in str(error) and not Path(directory).exists():
+            raise ConfigError(f"{error}. {missing_base(config)}") from error
+        raise

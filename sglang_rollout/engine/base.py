@@ -409,8 +409,9 @@ def check_engine(config: Config) -> None:
     parts: list[tuple[str, type, Callable[[], object]]] = [
         ("server", EngineServer, lambda: engine.server(0, **server)),
         ("client", EngineClient, lambda: engine.client(made)),
-        ("weight_sync", WeightSync, lambda: engine.weight_sync([made])),
     ]
+    if config.rollout.engine.backend not in ENGINES.names:  # a built-in engine's imports torch, which takes a second
+        parts.append(("weight_sync", WeightSync, lambda: engine.weight_sync([made])))
     for name, protocol, make in parts:
         try:
             part = make()

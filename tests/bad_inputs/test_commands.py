@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.bad_inputs.conftest import Refused
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ("trian", "'trian'"),
     ("train --confg x.yaml", "--confg"),
@@ -96,10 +101,10 @@ COMMANDS = [
     ("train --config configuration.yaml model.path=", "model.path is not set"),
     ("train model.path=a_file", "model.path=a_file is a file"),
     ("train model.path=a/b/c", "model.path=a/b/c: the directory does not exist"),
-    ("train trainer.resume_mode=resume_path trainer.resume_from_path=gone", "gone"),
-    ("train trainer.resume_mode=resume_path trainer.resume_from_path=empty", "empty"),
+    ("train model.path=owner/name trainer.resume_mode=resume_path trainer.resume_from_path=gone", "gone"),
+    ("train model.path=owner/name trainer.resume_mode=resume_path trainer.resume_from_path=empty", "empty"),
     ("train model.families=[gone.py:FAMILY]", "model.families", "gone.py"),
-    ("train learner.world_size=8 cluster.gpus_per_node=2", "GPUs"),
+    ("train model.path=owner/name learner.world_size=8 cluster.gpus_per_node=2", "GPUs"),
 ]  # fmt: skip
 
 
@@ -127,6 +132,24 @@ def places(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", COMMANDS, ids=[case[0] for case in COMMANDS])
 def test_commands(case: tuple[str, ...], refused: Refused, places: None) -> None:
     refused(re.split(r" (?![^\[]*\])", case[0]) if case[0] else [], *case[1:])
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "sft"])
+def test_a_demo_without_a_base_is_refused_before_heavy_imports(command: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    arguments = [sys.executable, "-X", "importtime", "-m", "megatron_retool", command, "--config"]
+    ended = subprocess.run(
+        [*arguments, "configs/demo_cpu.yaml"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert "error: model.path=runs/demo/data/model: the directory does not exist" in ended.stdout
+    imported = [line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()]
+    assert "torch" not in imported
 
 
 OWN = {

@@ -468,6 +468,12 @@ def test_a_config_that_is_a_list(tmp_path: Path) -> None:
         Architecture.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", [1], {"a": "b"}])
+def test_architectures_that_are_no_list_of_names(names: Any) -> None:
+    with pytest.raises(UnsupportedArchitecture, match="architectures=.* is no list of class names"):
+        Architecture.from_hf_config({**LLAMA, "architectures": names})
+
+
 def test_every_layer_attends_as_in_transformers_or_the_model_is_refused() -> None:
     """Random settings of windows, absent keys among them, against what transformers makes of the same config.json."""
     from transformers import AutoConfig
