@@ -44,8 +44,12 @@ def check_paths(config: Config, *, prompts: Iterable[str] = (), stages: bool = F
 
 
 def check_stage_files(config: Config) -> None:
-    """Raise ConfigError where a file of sft.stages is missing, of another kind, or small and wrong."""
+    """Raise ConfigError where sft.stages lack a file, or one is missing, of another kind, or small and wrong."""
+    if not config.sft.stages:
+        raise ConfigError("sft.stages is empty: name at least one stage with train_files")
     for number, stage in enumerate(config.sft.stages):
+        if not stage.train_files:
+            raise ConfigError(f"sft.stages[{number}].train_files is empty: name at least one file")
         _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, _read_conversations)
         _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, _read_conversations)
 

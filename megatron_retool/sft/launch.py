@@ -73,14 +73,8 @@ def fine_tune(config: Config, console: Console | None = None, leave: LeaveReques
 
 def _check(config: Config) -> None:
     check_loggers(config.trainer)
-    if not config.sft.stages:
-        raise ConfigError("sft.stages is empty: name at least one stage with train_files")
     if not config.model.path:
         raise ConfigError("model.path is not set: give the Hugging Face directory of the model to fine-tune")
-    for index, stage in enumerate(config.sft.stages):
-        key = f"sft.stages[{index}]"
-        if not stage.train_files:
-            raise ConfigError(f"{key}.train_files is empty: name at least one file")
     check_stage_files(config)
 
 
