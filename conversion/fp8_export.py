@@ -38,6 +38,7 @@ from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_alone
 from conversion.model.block_fp8 import BLOCK, Form
 from conversion.model.hf_config import normalise_latents
+from megatron_retool.errors import InputError, OperationError, UserError
 from megatron_retool.interruption import run_interruptible
 
 
@@ -73,12 +74,12 @@ def export_with_modelopt(
         ValueError: ``scheme`` is unknown, or there is nothing to calibrate on.
     """
     if scheme not in MODELOPT_FORMATS:
-        raise ValueError(f"scheme {scheme!r} is not one of {', '.join(MODELOPT_FORMATS)}")
+        raise InputError(f"scheme {scheme!r} is not one of {', '.join(MODELOPT_FORMATS)}")
     samples = [list(ids) for ids in calibration]
     if not samples:
-        raise ValueError("calibration holds no sample: activation scales cannot be set")
+        raise InputError("calibration holds no sample: activation scales cannot be set")
     if importlib.util.find_spec("modelopt") is None:
-        raise RuntimeError("per-tensor FP8 and NVFP4 need nvidia-modelopt: pip install nvidia-modelopt")
+        raise OperationError("per-tensor FP8 and NVFP4 need nvidia-modelopt: pip install nvidia-modelopt")
     with new_directory(Path(target), sources=[Path(hf_dir)], overwrite=overwrite) as temporary:
         job = _ModeloptJob(Path(hf_dir), temporary, MODELOPT_FORMATS[scheme], tuple(tuple(ids) for ids in samples))
         # modelopt patches Megatron-Core and transformers where it is imported: that stays in a process of its own.
@@ -126,7 +127,7 @@ def read_calibration(path: Path, hf_dir: str | Path, max_tokens: int = 512) -> l
     tokenizer = AutoTokenizer.from_pretrained(hf_dir, trust_remote_code=False)
     samples = [ids[:max_tokens] for line in lines if (ids := tokenizer(line)["input_ids"])]
     if not samples:
-        raise ValueError(f"calibration file {path} has no text: one sample a line is expected")
+        raise InputError(f"calibration file {path} has no text: one sample a line is expected")
     return samples
 
 
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         samples = read_calibration(options.calibration, options.hf_dir)
         scheme = command_lines.MODELOPT_SCHEMES[options.scheme]
         export_with_modelopt(options.hf_dir, options.target, scheme, samples, overwrite=options.overwrite)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.target}: {options.scheme}, calibrated on {len(samples)} samples")

@@ -70,6 +70,7 @@ from conversion.model.low_precision import DECLARED_BESIDE
 from conversion.model.rules import Arrangement
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping, WeightMap, checkpoint_place
+from megatron_retool.errors import UserError
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
@@ -84,7 +85,7 @@ class TargetLayout:
     ep: int = 1
 
     def check(self, architecture: Architecture) -> None:
-        """Raises ValueError naming the option that does not divide the model, or that the learner would refuse."""
+        """Raise LayoutError naming the option that does not divide the model, or that the learner would refuse."""
         if self.vpp != 1 and self.pp < 2:
             raise LayoutError(f"--vpp {self.vpp} needs --pp > 1")
         options = {"expert_tensor": "--tp", "expert": "--ep", "pipeline": "--pp", "virtual_pipeline": "--vpp"}
@@ -98,7 +99,7 @@ class TargetLayout:
         ):
             if not cut.fits:
                 option = options.get(cut.dimension, "--tp")
-                raise ValueError(f"{option}: {cut.parts} parts do not divide {cut.what}={cut.size}")
+                raise LayoutError(f"{option}: {cut.parts} parts do not divide {cut.what}={cut.size}")
 
     def expert_tensor(self, architecture: Architecture) -> int:
         """Parts that each expert is cut into: the learner takes those with biases whole."""
@@ -405,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checksums=not options.no_checksums,
                 on_progress=on_progress,
             )
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_report(report, options.mcore_dir)

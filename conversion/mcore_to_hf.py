@@ -72,6 +72,7 @@ from conversion.model.block_fp8 import (
 from conversion.model.hf_config import PREDICTORS
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from conversion.model.weight_map import PREDICTOR_PREFIX, Mapping, WeightMap, checkpoint_place, to_hf
+from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
 from megatron_retool.runs.files import write_text
 
@@ -139,7 +140,7 @@ def export(
             check_tokenizer(companions)
         checkpoint = _opened(mcore_dir, WeightMap(architecture), base_dir, verify=checksums)
         if verify and isinstance(checkpoint, MergedCheckpoint):
-            raise ValueError(f"--verify does not know adapters, which {mcore_dir} holds: leave it out")
+            raise InputError(f"--verify does not know adapters, which {mcore_dir} holds: leave it out")
         trained = predictors and not fp8 and any(key.startswith(PREDICTOR_PREFIX) for key in checkpoint.tensors)
         weight_map = WeightMap(architecture.with_predictors() if trained else architecture)
         form = None
@@ -152,7 +153,7 @@ def export(
         if predictors_from is not None:
             carried = of_directory(predictors_from, architecture)
             if not carried.mappings:
-                raise ValueError(
+                raise InputError(
                     f"--predictors-from {predictors_from} has no layers for multi-token prediction: leave it out"
                 )
         if fp8 or not predictors:
@@ -222,7 +223,7 @@ def _opened(mcore_dir: Path, weight_map: WeightMap, base_dir: str | Path | None,
     if record is not None:
         return MergedCheckpoint(mcore_dir, record, weight_map, base_dir, verify)
     if base_dir is not None:
-        raise ValueError(f"--base-dir {base_dir} is for adapters, and {mcore_dir} holds a whole model: leave it out")
+        raise InputError(f"--base-dir {base_dir} is for adapters, and {mcore_dir} holds a whole model: leave it out")
     return DistCheckpoint(mcore_dir)
 
 
@@ -486,7 +487,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     fp8_export.read_calibration(options.calibration, full_precision),
                     overwrite=options.overwrite,
                 )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print_report(report, options.hf_dir)

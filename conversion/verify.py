@@ -50,8 +50,8 @@ from conversion.model.block_fp8 import (
 from conversion.model.hf_config import normalise_latents
 from conversion.model.low_precision import quantization_of
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
+from megatron_retool.errors import InputError, UserError
 from megatron_retool.interruption import run_interruptible
-from megatron_retool.untrusted import BriefError
 
 NUM_SEQUENCES = 2
 SEQUENCE_LENGTH = 48
@@ -59,7 +59,7 @@ RELATIVE_TOLERANCE = 1e-4
 """Of the largest logit. float32 round-off of a deep model stays well below it, a misplaced tensor far above."""
 
 
-class VerificationError(BriefError):
+class VerificationError(InputError):
     """The two models compute different logits. The message says by how much."""
 
 
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fp8=exported,
             dequantized=source is not None and not exported,
         )
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"the same model: the logits differ by at most {difference:.3e}")

@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.markup import escape
 
     from megatron_retool.commands.command_line import parse
+    from megatron_retool.errors import FAULT, UserError
     from megatron_retool.interruption import INTERRUPTED, stopped
     from megatron_retool.scratch import scratch_directory
     from megatron_retool.untrusted import clipped
@@ -35,10 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
         if stopped(error):
             return INTERRUPTED
         cause = root_cause(error)
-        if not is_users_error(cause):
+        fault = not isinstance(cause, UserError | OSError)
+        if fault:
             console.print_exception(max_frames=12)
         told = clipped(str(cause)) if isinstance(cause, ValueError | OSError) else str(cause)
         console.print("[bold red]error:[/]", escape(told or type(cause).__name__), highlight=False)
+        if fault:
+            console.print(FAULT, highlight=False)
         return 1
 
 
@@ -46,11 +50,6 @@ def root_cause(error: BaseException) -> BaseException:
     """The error itself; for one that was raised in a Ray actor, what the actor raised."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
-
-
-def is_users_error(error: BaseException) -> bool:
-    """Errors whose message alone tells what to do; a stack trace would only hide it."""
-    return isinstance(error, (ValueError, OSError, RuntimeError))
 
 
 def console_script() -> int:

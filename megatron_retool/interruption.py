@@ -22,10 +22,12 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
+from megatron_retool.errors import FAULT
 from megatron_retool.scratch import remove_own_scratch, scratch_directory
 
 INTERRUPTED = 130
@@ -111,14 +113,16 @@ def stopped(error: BaseException) -> bool:
 
 
 def run_interruptible(command: Callable[[], int]) -> int:
-    """Run a whole command, with a directory for its temporary files; its exit status, or INTERRUPTED."""
+    """Run a whole command, with a directory for its temporary files; its exit status (1: a fault), or INTERRUPTED."""
     try:
         with scratch_directory(), interrupts():
             return command()
     except (KeyboardInterrupt, Exception) as error:
         if stopped(error):
             return INTERRUPTED
-        raise
+        traceback.print_exc()
+        print(FAULT, file=sys.stderr)
+        return 1
 
 
 def run_stage(command: Sequence[str], while_running: Callable[[int], AbstractContextManager[None]]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FREE_BYTES, _MOST_TIMES, _COUNTED_ROWS = 2**30, 256, 1024
 
 
-class UnreadableFile(BriefError):
+class UnreadableFile(InputError):
     """A file is missing, damaged, or of another kind. The message names it, row and column where known, and a cure."""
 
 

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, LoraConfig, load_config
+from megatron_retool.errors import OperationError
 from megatron_retool.interruption import INTERRUPTED, interrupts, run_stage
 from megatron_retool.reports.summary import summarise
 from megatron_retool.runs.checkpoints import Checkpoint, complete_checkpoints, set_aside
@@ -224,7 +225,7 @@ class Stages:
             if code == REQUEUE:
                 raise LeaveAsked
             if code:
-                raise RuntimeError(f"stage {name} failed with exit code {code}, see above: {' '.join(command)}")
+                raise OperationError(f"stage {name} failed with exit code {code}, see above: {' '.join(command)}")
             if step is not None:
                 self.state["steps"][name] = step
             return 0

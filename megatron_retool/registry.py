@@ -32,14 +32,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 _MODULE_PREFIX = "megatron_retool_extension_"
 
 
-class ExtensionError(BriefError):
+class ExtensionError(InputError):
     """A setting names an object that cannot be loaded, called as it is meant to be, or used for what it returns."""
 
 
@@ -154,7 +154,7 @@ class Registry[T: Callable[..., Any]]:
 
         def add(target: T) -> T:
             if name in self.names:
-                raise ValueError(f"{self.key}: there is a built-in {name!r} already")
+                raise InputError(f"{self.key}: there is a built-in {name!r} already")
             self._objects[name] = needs(*wanted)(target) if wanted else target
             return target
 

@@ -19,13 +19,6 @@ _LEVELS_AROUND = 8
 """Of lists and mappings that this project's own files put around others' values."""
 
 
-class BriefError(ValueError):
-    """An error whose message may quote what others wrote, and stays readable however long that is."""
-
-    def __init__(self, message: str = "") -> None:
-        super().__init__(clipped(message))
-
-
 def without_surrogates(text: str) -> str:
     """``text`` as UTF-8 can hold it: pairs of surrogates joined, single ones replaced by U+FFFD."""
     if text.isascii():

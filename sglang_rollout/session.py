@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from megatron_retool.config import SamplingConfig
+from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import check_rows
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import (
@@ -30,7 +31,7 @@ ABORT_REPEAT_SECONDS = 0.5
 """A request that is still on its way to the engine is not known there yet: it is aborted again and again."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(OperationError):
     """Rollout cannot go on: an engine refuses a request, or fails again and again. The message names both."""
 
 

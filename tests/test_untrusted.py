@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_retool.errors import InputError
 from megatron_retool.untrusted import (
     MOST_LEVELS,
     MOST_QUOTED,
     MOST_TOLD,
-    BriefError,
     clipped,
     load_json,
     load_own_json,
@@ -68,7 +68,7 @@ def test_what_others_may_have_is_read_again_from_a_file_of_our_own():
 
 
 def test_a_message_keeps_what_it_begins_and_ends_with():
-    told = str(BriefError(f"key={'x' * 100_000}: too long: shorten it"))
+    told = str(InputError(f"key={'x' * 100_000}: too long: shorten it"))
     assert len(told) == MOST_TOLD and told.startswith("key=x") and told.endswith("x: too long: shorten it")
     assert clipped("short") == "short" and quoted("a\n") == r"'a\n'" and quoted([1]) == "[1]"
     assert len(quoted("x" * 100_000)) == MOST_QUOTED + 2 and len(quoted(["x" * 100_000])) == MOST_QUOTED

@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_retool.errors import InputError
 from tools.tool import Tool, ToolResult, run_method
 
 
@@ -72,7 +73,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         )
         schema: dict[str, Any] = get_json_schema(described)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
-        raise ValueError(
+        raise InputError(
             f"{error}. The schema of a function comes from its type hints and its docstring (a description, then "
             "'Args:' with a line 'name: what it is' for each positional parameter)"
         ) from error

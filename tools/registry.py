@@ -15,6 +15,7 @@ import jsonschema
 
 from megatron_retool.config import Config, ConfigError, ToolsConfig
 from megatron_retool.config.rollout import tool_entries
+from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json, load_own_json
 from tools.arguments import typed_arguments
@@ -193,14 +194,14 @@ class ToolRegistry:
         if not selection:
             return self.names
         if not isinstance(selection, (list, tuple)) or not all(isinstance(name, str) for name in selection):
-            raise ValueError(f"tool_selection: expected a list of tools' names, found {selection!r:.60}")
+            raise InputError(f"tool_selection: expected a list of tools' names, found {selection!r:.60}")
         for name in selection:
             self._check_name("tool_selection", name)
         return list(dict.fromkeys(selection))
 
     def _check_name(self, key: str, name: str) -> None:
         if name not in self._tools:
-            raise ValueError(
+            raise InputError(
                 f"{key}: there is no tool {name!r}; rollout.multi_turn.tools has {', '.join(self._tools) or 'none'}"
             )
 
@@ -208,24 +209,24 @@ class ToolRegistry:
         kwargs = extra_info.get("tools_kwargs")
         if not kwargs:
             if extra_info.get("need_tools_kwargs"):
-                raise ValueError("need_tools_kwargs is set, and tools_kwargs is missing or empty: add it, or unset it")
+                raise InputError("need_tools_kwargs is set, and tools_kwargs is missing or empty: add it, or unset it")
             return
         if not isinstance(kwargs, Mapping):
-            raise ValueError(f"tools_kwargs: expected {{tool: {{create_kwargs: {{…}}, …}}}}, found {kwargs!r:.60}")
+            raise InputError(f"tools_kwargs: expected {{tool: {{create_kwargs: {{…}}, …}}}}, found {kwargs!r:.60}")
         for name, groups in kwargs.items():
             self._check_name("tools_kwargs", name)
             if not isinstance(groups, Mapping):
-                raise ValueError(f"tools_kwargs.{name}: expected a mapping, found {groups!r:.60}")
+                raise InputError(f"tools_kwargs.{name}: expected a mapping, found {groups!r:.60}")
             for group, given in groups.items():
                 if group not in _METHODS:
-                    raise ValueError(f"tools_kwargs.{name}.{group}: expected one of {', '.join(_METHODS)}")
+                    raise InputError(f"tools_kwargs.{name}.{group}: expected one of {', '.join(_METHODS)}")
                 if not isinstance(given, Mapping):
-                    raise ValueError(f"tools_kwargs.{name}.{group}: expected a mapping, found {given!r:.60}")
+                    raise InputError(f"tools_kwargs.{name}.{group}: expected a mapping, found {given!r:.60}")
                 takes = self._tools[name].takes[_METHODS[group]]
                 ignored = _ROW_FIELDS if group == "create_kwargs" else frozenset()
                 unknown = sorted(set(given) - takes - ignored) if takes is not None else []
                 if unknown:
-                    raise ValueError(
+                    raise InputError(
                         f"tools_kwargs.{name}.{group}.{unknown[0]}: the tool's {_METHODS[group]} takes no such "
                         f"argument; it takes {', '.join(sorted(takes or ())) or 'none'}"
                     )

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import BriefError
 
 COMPLETE_NAME = "COMPLETE"
 """Marker file: written last, so a directory that has it has everything."""
@@ -42,7 +42,7 @@ _LINE = re.compile(r"([0-9a-f]{32}(?:\+[0-9a-f]{32})*) (\d+(?:\+\d+)*) (.+)")
 _LARGE_BYTES = 2**26
 
 
-class DamagedError(BriefError):
+class DamagedError(InputError):
     """Files are not what they were when they were written. The message names them and says what to do."""
 
 

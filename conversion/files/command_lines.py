@@ -16,6 +16,7 @@ from conversion.files.directory import check_target, local_directory
 from conversion.files.safetensors_headers import check_weight_files, weight_files
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import SCALES
+from megatron_retool.errors import InputError, UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_FILE_BYTES = 5 * 10**9
@@ -159,7 +160,7 @@ def refuse_early(command: str, description: str | None) -> None:
     options = reader(None, description)
     try:
         check(options)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -220,9 +221,9 @@ def calibration_texts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"calibration file {path} cannot be read: {error}") from error
+        raise InputError(f"calibration file {path} cannot be read: {error}") from error
     if not lines:
-        raise ValueError(f"calibration file {path} has no text: one sample a line is expected")
+        raise InputError(f"calibration file {path} has no text: one sample a line is expected")
     return lines
 
 

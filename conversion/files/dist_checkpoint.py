@@ -43,7 +43,7 @@ from conversion.files.dist_metadata import METADATA_NAME as METADATA_NAME
 from conversion.files.dist_metadata import read_metadata
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
 from conversion.model.weight_map import CheckpointPlace
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 COMMON_NAME = "common.pt"
 FORMAT = {
@@ -61,7 +61,7 @@ SHARDING_METADATA: Mapping[str, Any] = {
 """What the learner passes to ``sharded_state_dict``: layers and experts stacked, optimizer state by model tensor."""
 
 
-class DistCheckpointError(BriefError):
+class DistCheckpointError(InputError):
     """The directory is no complete distributed checkpoint, or lacks a tensor. The message names it."""
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import WeightMap
-from megatron_retool.untrusted import BriefError, load_json
+from megatron_retool.errors import InputError
+from megatron_retool.untrusted import load_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
@@ -45,7 +46,7 @@ _ITEM_BITS = {
 }
 
 
-class HFCheckpointError(BriefError):
+class HFCheckpointError(InputError):
     """The directory is incomplete or does not fit the model. The message names the file or the tensor."""
 
 

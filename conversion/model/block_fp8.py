@@ -27,6 +27,7 @@ from conversion.model.low_precision import MERGED_BY_ENGINES
 from conversion.model.stacked import tensor_of
 from conversion.model.weight_map import Mapping as WeightMapping
 from conversion.model.weight_map import WeightMap
+from megatron_retool.errors import InputError
 
 if TYPE_CHECKING:  # the checks of a model's directory import this module, and torch takes seconds
     import torch
@@ -128,7 +129,7 @@ def linear_names(weight_map: WeightMap) -> frozenset[str]:
 def _refuse_stacks(weight_map: WeightMap) -> None:
     stacked = next((mapping for mapping in weight_map if mapping.is_stacked), None)
     if stacked is not None:
-        raise ValueError(
+        raise InputError(
             f"{tensor_of(stacked.hf_names[0])} holds all experts of a layer: the experts of a "
             f"{weight_map.architecture.family} model are neither quantised nor rounded"
         )
@@ -144,7 +145,7 @@ def quantized_names(weight_map: WeightMap) -> frozenset[str]:
     names = frozenset(name for mapping in weight_map if is_quantized(mapping) for name in mapping.hf_names)
     if not names:
         architecture = weight_map.architecture
-        raise ValueError(
+        raise InputError(
             f"no linear layer can be quantised in {BLOCK} x {BLOCK} blocks: hidden_size={architecture.hidden_size} and "
             f"the other sizes of this {architecture.family} model are not multiples of {BLOCK}"
         )

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder
 from conversion.model.rules import EMBEDDING_NAME, OUTPUT_NAME, SIZES, Rules
+from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError, load_object
 
 KEY = "model.families"
@@ -81,7 +82,7 @@ class Family:
     def __post_init__(self) -> None:
         names = {rule.mcore for rule in self.rules}
         if missing := {EMBEDDING_NAME, OUTPUT_NAME} - names:
-            raise ValueError(f"family {self.model_type!r}: rules lack {', '.join(sorted(missing))}: use decoder_rules")
+            raise InputError(f"family {self.model_type!r}: rules lack {', '.join(sorted(missing))}: use decoder_rules")
         sizes = {
             size
             for rule in (*self.rules, *self.predictors)
@@ -89,7 +90,7 @@ class Family:
             for size in shape
         }
         if unknown := sizes - set(SIZES):
-            raise ValueError(
+            raise InputError(
                 f"family {self.model_type!r}: {', '.join(sorted(unknown))} in rules is not one of {', '.join(SIZES)}"
             )
 

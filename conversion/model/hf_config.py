@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_retool.untrusted import BriefError, clipped
+from megatron_retool.errors import InputError
+from megatron_retool.untrusted import clipped
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Keys of config.json that count layers for multi-token prediction (DeepSeek's and MiniMax's). A count alone does not
 say that their tensors are there."""
 
 
-class UnsupportedArchitecture(BriefError):
+class UnsupportedArchitecture(InputError):
     """config.json is malformed, or describes a model that no family here covers. The message names the key."""
 
 

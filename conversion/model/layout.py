@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conversion.model.architecture import Architecture
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 
-class LayoutError(BriefError):
+class LayoutError(InputError):
     """Sizes do not fit one another or the model. The message names the setting of ``learner`` and what would fit."""
 
 

@@ -30,14 +30,14 @@ from conversion.model.architecture import Architecture
 from conversion.model.hf_config import DeltaNetSizes, IndexerSizes
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 if TYPE_CHECKING:  # what checks a model's directory imports this module, and torch takes seconds
     import torch
     from torch import Tensor
 
 
-class WeightMapError(BriefError):
+class WeightMapError(InputError):
     """A tensor is unknown to the family or has the wrong shape or dtype. The message names the tensor."""
 
 

@@ -15,13 +15,14 @@ from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.low_precision import full_precision, quantization_of
 from megatron_retool.admission.layouts import FEW, NAMED
 from megatron_retool.admission.shrink import shrunk
+from megatron_retool.errors import InputError
 from megatron_retool.planning.models import MODELS, model_of_each_family
 
 _WHOLE = ("qwen3", "qwen3_moe")
 """Families that stand for the dense ones and those of experts: in every named layout, where a few do for the rest."""
 
 
-class NotAdmissible(ValueError):
+class NotAdmissible(InputError):
     """No family covers the model. The message names the part that is missing."""
 
 

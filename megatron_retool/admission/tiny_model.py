@@ -16,6 +16,7 @@ from conversion.model.hf_config import normalise_latents
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.doctor import model as doctor_model
 from megatron_retool.doctor.model import sequences
+from megatron_retool.errors import InputError
 from megatron_retool.trajectory import TrajectoryBatch
 
 MOST_PARAMETERS = 20_000_000
@@ -37,7 +38,7 @@ def random_model(config: Any) -> Any:
     config._attn_implementation = config._experts_implementation = "eager"  # whose FLOPs torch can count
     count = sum(parameter.numel() for parameter in without_memory(config).parameters())
     if count > MOST_PARAMETERS:
-        raise ValueError(
+        raise InputError(
             f"the copy of this {config.model_type} model with small sizes still has {count:,} parameters: a size has "
             "another name than those that are made small"
         )

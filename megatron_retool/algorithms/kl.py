@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.settings import BUILT_IN
+from megatron_retool.errors import InputError
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 K3_LIMIT = 10.0
@@ -125,7 +126,7 @@ class KLController:
 
     def __post_init__(self) -> None:
         if self.target is not None and (self.target <= 0 or self.horizon < 1):
-            raise ValueError(f"an adaptive KL needs target > 0 and horizon >= 1, not {self.target} and {self.horizon}")
+            raise InputError(f"an adaptive KL needs target > 0 and horizon >= 1, not {self.target} and {self.horizon}")
 
     def updated(self, measured_kl: float, samples: int) -> KLController:
         """The controller after a step that saw ``samples`` responses at ``measured_kl``."""

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatron_retool.errors import InputError
+
 NOT_FINITE, VETO, WEIGHT_MASK, OVERLONG, FIRST_RULE = 1, 2, 3, 4, 5
 """Why a token gives no loss (``CorrectionResult.rejected_by``): a log-prob is not finite, the veto, the mask of
 importance weights, overlong filtering, or the first of the rules, which the others follow."""
@@ -62,23 +64,23 @@ def parse_rejection_rule(text: str) -> RejectionRule:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"rejection rule {text!r}: {error}") from None
+        raise InputError(f"rejection rule {text!r}: {error}") from None
     if len(words) > 1 and ":" in words[1]:
         return _own_rule(text, words)
     if len(words) != 3:
-        raise ValueError(
+        raise InputError(
             f"rejection rule {text!r} has {len(words)} words instead of three, as in 'geometric_ratio 0.999 1.001'"
         )
     name = words[0]
     if name not in RULE_NAMES:
         nearest = difflib.get_close_matches(name, RULE_NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(
+        raise InputError(
             f"rejection rule {text!r}: unknown name {name!r}, the nearest is {nearest!r}; "
             f"known: {', '.join(RULE_NAMES)}"
         )
     lower, upper = _bounds(text, words[1], words[2])
     if name.endswith("_ratio") and upper <= 0:
-        raise ValueError(f"rejection rule {text!r}: ratios are positive, this rule would drop everything")
+        raise InputError(f"rejection rule {text!r}: ratios are positive, this rule would drop everything")
     unit, *middle, quantity = name.split("_")
     if unit == "token":
         return RejectionRule(name, "token", "none", quantity, lower, upper)
@@ -90,15 +92,15 @@ def parse_rejection_rule(text: str) -> RejectionRule:
 def _own_rule(text: str, words: list[str]) -> RejectionRule:
     unit, name, *rest = words
     if unit not in ("token", "sequence"):
-        raise ValueError(f"rejection rule {text!r}: begin it with what it drops, token or sequence, not {unit!r}")
+        raise InputError(f"rejection rule {text!r}: begin it with what it drops, token or sequence, not {unit!r}")
     if len(rest) < 2:
-        raise ValueError(f"rejection rule {text!r} lacks its bounds, as in 'sequence my_rules.py:function 0 2'")
+        raise InputError(f"rejection rule {text!r} lacks its bounds, as in 'sequence my_rules.py:function 0 2'")
     lower, upper = _bounds(text, rest[0], rest[1])
     kwargs: dict[str, Any] = {}
     for word in rest[2:]:
         key, separator, value = word.partition("=")
         if not separator or not key.isidentifier():
-            raise ValueError(f"rejection rule {text!r}: {word!r} is no keyword argument: write key=value")
+            raise InputError(f"rejection rule {text!r}: {word!r} is no keyword argument: write key=value")
         kwargs[key] = _value(value)
     return RejectionRule(name, unit, "none", "own", lower, upper, kwargs)
 
@@ -107,9 +109,9 @@ def _bounds(text: str, low: str, high: str) -> tuple[float, float]:
     try:
         lower, upper = float(low), float(high)
     except ValueError:
-        raise ValueError(f"rejection rule {text!r}: the bounds {low!r} and {high!r} must be numbers") from None
+        raise InputError(f"rejection rule {text!r}: the bounds {low!r} and {high!r} must be numbers") from None
     if math.isnan(lower) or math.isnan(upper) or lower > upper:
-        raise ValueError(f"rejection rule {text!r}: the lower bound must not exceed the upper one")
+        raise InputError(f"rejection rule {text!r}: the lower bound must not exceed the upper one")
     return lower, upper
 
 

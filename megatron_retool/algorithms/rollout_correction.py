@@ -51,6 +51,7 @@ from megatron_retool.algorithms.rejection_rules import (
     parse_rejection_rules,
 )
 from megatron_retool.algorithms.settings import CORRECTION_LEVELS, RolloutCorrectionSettings
+from megatron_retool.errors import InputError
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 _MAX_EXPONENT = 20.0
@@ -259,7 +260,7 @@ class _SampledTokens:
             return self.difference_sums
         if level == "geometric":
             return self.difference_sums / self.counts.clamp(min=1)
-        raise ValueError(f"rollout_correction.level={level!r} is not one of {', '.join(CORRECTION_LEVELS)}")
+        raise InputError(f"rollout_correction.level={level!r} is not one of {', '.join(CORRECTION_LEVELS)}")
 
     def per_token(self, level: str, values: Tensor) -> Tensor:
         """``values`` of ``level`` as one value per sampled token."""

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.errors import InputError
 
 
 def is_unfiltered(config: SamplingSettings) -> bool:
@@ -63,7 +64,7 @@ def kept_tokens(logits: Tensor, config: SamplingSettings) -> Tensor:
 
 def _scaled_log_probs(logits: Tensor, config: SamplingSettings) -> Tensor:
     if config.temperature <= 0:
-        raise ValueError(
+        raise InputError(
             f"temperature={config.temperature}: greedy decoding has no distribution to take a ratio against; "
             "train with a positive temperature"
         )

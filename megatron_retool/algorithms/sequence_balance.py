@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.errors import InputError
+
 
 def sequence_cost(length: Any, linear: float = 1.0, quadratic: float = 0.0) -> Any:
     """Cost of processing a sequence, in the unit of the coefficients (FLOPs or seconds, say).
@@ -195,14 +197,14 @@ def pack_micro_batches(
     weights = np.asarray(lengths if costs is None else costs, dtype=np.float64)
     if len(lengths) and lengths.max() > max_tokens:
         row = int(lengths.argmax())
-        raise ValueError(
+        raise InputError(
             f"sequence {row} has {lengths[row]} tokens, more than the micro-batch budget of {max_tokens}: raise "
             "learner.max_tokens_per_micro_batch or lower data.max_prompt_length + data.max_response_length"
         )
     packed = _first_fit_decreasing(lengths, max_tokens)
     wanted = len(packed) if num_micro_batches is None else num_micro_batches
     if wanted < len(packed):
-        raise ValueError(
+        raise InputError(
             f"{len(lengths)} sequences of {int(lengths.sum())} tokens need {len(packed)} micro-batches of {max_tokens} "
             f"tokens, {wanted} are too few"
         )

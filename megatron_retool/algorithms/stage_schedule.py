@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_retool.errors import InputError
+
 
 class Stage(NamedTuple):
     """``value`` holds from step ``first_step`` until the next stage begins."""
@@ -25,14 +27,14 @@ def parse_stages(texts: Sequence[str]) -> list[Stage]:
         try:
             first_step, value = (int(word) for word in text.split())
         except ValueError:
-            raise ValueError(f"stage {text!r} is not of the form '<first step> <value>', as in '30 16'") from None
+            raise InputError(f"stage {text!r} is not of the form '<first step> <value>', as in '30 16'") from None
         stages.append(Stage(first_step, value))
     if not stages or stages[0].first_step != 0:
-        raise ValueError(f"the first stage of {list(texts)} must begin at step 0")
+        raise InputError(f"the first stage of {list(texts)} must begin at step 0")
     if any(later.first_step <= earlier.first_step for earlier, later in zip(stages, stages[1:], strict=False)):
-        raise ValueError(f"the stages {list(texts)} must begin at ascending steps")
+        raise InputError(f"the stages {list(texts)} must begin at ascending steps")
     if any(stage.value < 1 for stage in stages):
-        raise ValueError(f"the values of {list(texts)} must be at least 1")
+        raise InputError(f"the values of {list(texts)} must be at least 1")
     return stages
 
 

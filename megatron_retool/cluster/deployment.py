@@ -31,6 +31,7 @@ from megatron_retool.cluster.stopped_processes import end_stopped_processes
 from megatron_retool.config import Config, save_config
 from megatron_retool.data.prompts import PromptSource, ValidationSet
 from megatron_retool.data.tokenizer import load_tokenizer
+from megatron_retool.errors import OperationError
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.progress import Activities
@@ -220,7 +221,7 @@ class Deployment:
             group.kill()
         lost = lost_nodes(self._placement.node_ids)
         if lost:
-            raise RuntimeError(
+            raise OperationError(
                 f"{', '.join(lost)} left Ray while the run was under way: start the run again, on other nodes; it "
                 "resumes from its last checkpoint (a Slurm job requeues itself)"
             )

@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 
 from megatron_retool.config import Config
+from megatron_retool.errors import OperationError
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.runs.leave import REQUEUE
@@ -36,7 +37,7 @@ ABORT_GRACE_SECONDS = 60.0
 """How long a driver that is told to end may go on; then it is ended, and its children with it."""
 
 
-class RunHung(RuntimeError):
+class RunHung(OperationError):
     """The run stood still, and ``trainer.hang_action`` is abort. The message names phase and stacks."""
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 
+from megatron_retool.errors import OperationError
+
 DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 """What Ray raises when an actor is gone. OutOfMemoryError, of Ray's memory monitor, is no RayActorError."""
 _OUT_OF_MEMORY = (
@@ -17,11 +19,11 @@ _OUT_OF_MEMORY = (
 _BROKEN_LINKS = ("DistBackendError", "DistNetworkError", "AcceleratorError")
 
 
-class LearnerDied(RuntimeError):
+class LearnerDied(OperationError):
     """A rank is gone, or its device or links are: the whole group must be built again. The message names the rank."""
 
 
-class OutOfStep(RuntimeError):
+class OutOfStep(OperationError):
     """A rank left a series of collectives in which others may go on waiting for it: none of them can be used again."""
 
 

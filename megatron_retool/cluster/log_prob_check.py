@@ -21,6 +21,7 @@ from rich.console import Console
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import Config
+from megatron_retool.errors import OperationError
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineClient, EngineClientError
 
@@ -44,7 +45,7 @@ Let x be a real number with x^2 - 5x + 6 = 0. Then (x - 2)(x - 3) = 0, and there
 """Prose, arithmetic, code and JSON; ASCII, so that every tokenizer has it."""
 
 
-class LogProbMismatch(RuntimeError):
+class LogProbMismatch(OperationError):
     """An engine and the learner compute different models. The message has the diagnosis."""
 
 

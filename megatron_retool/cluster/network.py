@@ -12,10 +12,11 @@ import sys
 
 import psutil
 
+from megatron_retool.errors import OperationError
 from megatron_retool.ports import free_port
 
 
-class NetworkError(RuntimeError):
+class NetworkError(OperationError):
     """A peer or interface has no usable IPv4 address. The message names it."""
 
 

@@ -14,6 +14,8 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from megatron_retool.errors import OperationError
+
 _ATTEMPTS = 3
 """On a busy host Ray's raylet ends itself where an agent of its own takes more than 15 s, and ray.init has no
 argument for that. The driver waits for it all the same, so that several attempts serve better than a long limit."""
@@ -38,7 +40,7 @@ def start_local_ray(**options: Any) -> None:
         except Exception as error:  # of no class of its own: Ray raises Exception where its start times out
             ray.shutdown()
             if attempt == _ATTEMPTS:
-                raise RuntimeError(
+                raise OperationError(
                     f"Ray did not start, {attempt} times: {_first_sentence(error)}. This host's load is "
                     f"{os.getloadavg()[0]:.0f} on {os.cpu_count()} cores and {_free_memory_gib():.1f} GiB of its "
                     "memory are free: end what else runs here, or give Ray longer than "

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_retool.commands.settings import at_least
+from megatron_retool.errors import InputError
 from megatron_retool.installation import shipped
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.key_variable is not None:
         key = os.environ.get(options.key_variable)
         if not key:
-            raise ValueError(f"--key-variable {options.key_variable}: there is no such variable in the environment")
+            raise InputError(f"--key-variable {options.key_variable}: there is no such variable in the environment")
     if not options.url.startswith(("http://", "https://")):
-        raise ValueError(f"--url {options.url}: expected http://… or https://…")
+        raise InputError(f"--url {options.url}: expected http://… or https://…")
     if options.timeout <= 0 or options.temperature < 0:
-        raise ValueError("--timeout must be positive, and --temperature not negative")
+        raise InputError("--timeout must be positive, and --temperature not negative")
     counts = run_async(_construct(options, config, template, key, console))
     show(counts, options.output, console)
     return 1 if counts["unanswered"] else 0
@@ -113,7 +114,7 @@ async def _construct(
         client = await stack.enter_async_context(CodeInterpreterClient(urls))
         silent = await client.silent_servers()
         if silent:
-            raise ValueError(f"tools.code_interpreter.url: {silent[0]} does not answer")
+            raise InputError(f"tools.code_interpreter.url: {silent[0]} does not answer")
         endpoint = await stack.enter_async_context(
             ChatEndpoint(options.url, options.model, key=key, sampling=sampling,
                          retries=options.retries, timeout_seconds=options.timeout)

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.data.prepare import NAMES
+from megatron_retool.errors import InputError
 from megatron_retool.interruption import interrupts
 
 
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.data.prepare.summary import show
 
     if options.local is not None and options.revision is not None:
-        raise ValueError("--revision is the hub's: leave it out with --from")
+        raise InputError("--revision is the hub's: leave it out with --from")
     check_directory("--output", (options.output or Path("data") / options.name).absolute())
     data_set = DATA_SETS[options.name]
     directory = options.output or Path("data") / options.name

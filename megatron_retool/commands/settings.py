@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_retool.config import Config, load_config
 from megatron_retool.config.tree import walk
+from megatron_retool.errors import InputError
 from megatron_retool.installation import shipped
 
 DEMO_CONFIG = shipped("configs/demo_cpu.yaml")
@@ -62,7 +63,7 @@ def settings_text(names: Sequence[str]) -> str:
     parents = {key.rpartition(".")[0] for key in known}
     for name in names:
         if name not in known:
-            raise ValueError(f"{name} is no setting")
+            raise InputError(f"{name} is no setting")
         for key in known:
             if (key == name or key.startswith(f"{name}.")) and key not in parents:
                 section, _, leaf = key.rpartition(".")

@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_retool.commands.settings import at_least, port_number
+from megatron_retool.errors import InputError
 
 _OF_TEXT = {"group": None, "index": 0, "segment": 0, "color": "surprise", "tokenizer": None}
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         return _print(options, console)
     given = [name for name, default in _OF_TEXT.items() if getattr(options, name) != default]
     if given:
-        raise ValueError(f"--{given[0]} is of --text: add --text, or leave it out")
+        raise InputError(f"--{given[0]} is of --text: add --text, or leave it out")
     return _export(options, console) if options.export else _serve(options, console)
 
 
@@ -97,7 +98,7 @@ def _serve(options: argparse.Namespace, console: Console) -> int:
         with interrupts():
             asyncio.run(serve(root, options.host, options.port, started))
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"--host {options.host} --port {options.port}: {error.strerror or error}: name an address of this machine "
             "and a free port"
         ) from error
@@ -111,9 +112,9 @@ def _print(options: argparse.Namespace, console: Console) -> int:
     from megatron_retool.viewer.token_texts import token_texts
 
     if options.color not in KINDS:
-        raise ValueError(f"--color {options.color!r} is not one of {', '.join(KINDS)}")
+        raise InputError(f"--color {options.color!r} is not one of {', '.join(KINDS)}")
     if len(options.step) > 1:
-        raise ValueError("--text shows one --step")
+        raise InputError("--text shows one --step")
     step = load_step(options.run_dir, *options.step)
     if options.group is None:
         print_groups(console, step)
@@ -122,7 +123,7 @@ def _print(options: argparse.Namespace, console: Console) -> int:
     trajectory = step.trajectories[row]
     columns = token_columns(trajectory, step.estimates.get(trajectory.key))
     if options.color not in columns:
-        raise ValueError(
+        raise InputError(
             f"--color {options.color}: the learner has not computed it for response {options.group}/{options.index} of "
             f"step {step.number}, which has {', '.join(columns)}"
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatron_retool.errors import InputError
 from megatron_retool.fields import at_least_one, choice, fraction, not_negative, number, positive
 from megatron_retool.registry import ExtensionError, load_object
-from megatron_retool.untrusted import BriefError
 
 __all__ = ["ConfigError", "check_named", "choice", "at_least_one", "fraction", "not_negative", "number", "positive"]
 
 
-class ConfigError(BriefError):
+class ConfigError(InputError):
     """A setting is unknown, mistyped or inconsistent. The message names the key and says what to do."""
 
 

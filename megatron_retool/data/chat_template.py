@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.data import template_limits
-from megatron_retool.untrusted import BriefError, load_json
+from megatron_retool.errors import InputError
+from megatron_retool.untrusted import load_json
 
 Message = dict[str, Any]
 Tools = Sequence[dict[str, Any]] | None
@@ -30,7 +31,7 @@ CHATML_HEADER = "<|im_start|>assistant\n"
 CHATML_END = "<|im_end|>"
 
 
-class ChatTemplateError(BriefError):
+class ChatTemplateError(InputError):
     """A conversation cannot be rendered, or the assistant's part of the rendered text cannot be told apart."""
 
 

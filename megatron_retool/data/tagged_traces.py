@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_retool.untrusted import BriefError, load_json
+from megatron_retool.errors import InputError
+from megatron_retool.untrusted import load_json
 from tools.code_interpreter.tool import CodeInterpreterTool
 
 Message = dict[str, Any]
@@ -24,7 +25,7 @@ _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DO
 _ANSWER_TAG = re.compile(r"</?answer>")
 
 
-class TraceError(BriefError):
+class TraceError(InputError):
     """A trace is not of the format. ``reason`` is one of a few, to count by; the message says where."""
 
     def __init__(self, reason: str, message: str) -> None:

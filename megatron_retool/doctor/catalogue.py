@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_retool.errors import InputError
+
 
 @dataclass(frozen=True)
 class Step:
@@ -320,7 +322,7 @@ STEPS = (
 )
 
 
-class UnknownStep(ValueError):
+class UnknownStep(InputError):
     """--steps names none of the steps. The message has the nearest."""
 
 

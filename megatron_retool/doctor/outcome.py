@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from megatron_retool.errors import OperationError
+
 
 class Verdict(StrEnum):
     PASS = "pass"
@@ -19,7 +21,7 @@ class Skipped(Exception):
     """The host has not what a step needs. The message says what that is."""
 
 
-class StepFailed(RuntimeError):
+class StepFailed(OperationError):
     """A step cannot go on; the message says why. ``cure`` replaces the step's own, where the cause is known."""
 
     def __init__(self, message: str, cure: str = "") -> None:

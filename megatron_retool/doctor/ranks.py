@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_retool.doctor.outcome import StepFailed
 from megatron_retool.doctor.session import Nodes, Session
+from megatron_retool.errors import OperationError
 from megatron_retool.ports import free_port
 
 LOOPBACK = "127.0.0.1"
@@ -20,7 +21,7 @@ FAILED = 1
 """Exit code of a rank that leaves its error as its answer."""
 
 
-class RankFailed(RuntimeError):
+class RankFailed(OperationError):
     """A process of a group ended with an error, or without an answer; the message has its traceback.
 
     Attributes:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.doctor.outcome import Outcome, Verdict
+from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
 
 FORMAT = 1
 
 
-class ReportError(ValueError):
+class ReportError(InputError):
     """A file is no report of the doctor. The message names it."""
 
 

@@ -44,6 +44,7 @@ from conversion.model.layout import ParallelLayout, padded_vocab_size
 from conversion.model.rules import MCORE_BUFFER_SUFFIXES
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config import LearnerConfig
+from megatron_retool.errors import InputError
 from megatron_retool.learner import parallel
 from megatron_retool.learner.attention import (
     LocalPackedSequences,
@@ -365,7 +366,7 @@ class PackedModel(GPTModel):
         """
         longest = self.architecture.longest_text
         if longest is not None and micro_batch.max_seqlen > longest:
-            raise ValueError(
+            raise InputError(
                 f"a text of {micro_batch.max_seqlen} tokens: the model's longrope positions are other ones beyond "
                 f"{longest}, which the learner does not compute"
             )

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from megatron_retool.errors import InputError
 from megatron_retool.learner.attention import RMSNorm, SwiGLUMLP
 
 
@@ -103,13 +104,13 @@ def place_norms(layer: Any, architecture: Architecture, engine: bool) -> None:
     """
     attention = layer.self_attention.submodules
     if architecture.linear_layers and (architecture.qk_norm_full_width or architecture.post_norm):
-        raise ValueError("norms over all heads, and norms after attention, are missing beside gated delta nets")
+        raise InputError("norms over all heads, and norms after attention, are missing beside gated delta nets")
     if architecture.qk_norm_full_width:
         if architecture.zero_centered_norm:
-            raise ValueError("a zero-centered norm over all heads together is missing")
+            raise InputError("a zero-centered norm over all heads together is missing")
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if architecture.is_moe and (architecture.post_norm or not architecture.pre_norm):
-        raise ValueError("norms after a mixture of experts are missing")
+        raise InputError("norms after a mixture of experts are missing")
     if not architecture.pre_norm:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         if engine:  # whose linear layers have the norm before them inside

@@ -28,6 +28,7 @@ from megatron_retool.algorithms.sequence_balance import (
     pack_micro_batches,
     sequence_cost,
 )
+from megatron_retool.errors import InputError
 from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, SharedPrefixes
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -318,7 +319,7 @@ class Packer:
     def _check_budget(self, padded: Int64Array, lengths: Sequence[int] | npt.NDArray[Any]) -> None:
         if len(padded) and padded.max() > self.max_tokens:
             row = int(padded.argmax())
-            raise ValueError(
+            raise InputError(
                 f"sequence {row} of the batch has {int(lengths[row])} tokens, more than "
                 f"learner.max_tokens_per_micro_batch={self.max_tokens} holds"
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import RopeScaling
+from megatron_retool.errors import InputError
 
 
 def inverse_frequencies(architecture: Architecture, local: bool = False) -> Tensor:
@@ -169,9 +170,9 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
     prepared = factor != 1.0 or architecture.rotary_pairs or architecture.query_growth is not None
     if architecture.local_rope_theta is not None:
         if prepared or architecture.unrotated_layers:
-            raise ValueError("positions that differ by layer are missing beside queries that are prepared for them")
+            raise InputError("positions that differ by layer are missing beside queries that are prepared for them")
         if architecture.linear_layers or architecture.attention_gate:
-            raise ValueError("positions that differ by layer are missing beside gated delta nets and gated attention")
+            raise InputError("positions that differ by layer are missing beside gated delta nets and gated attention")
         layer.self_attention.module = MixedSelfAttention
         layer.self_attention.params = {
             **layer.self_attention.params,
@@ -179,7 +180,7 @@ def place_positions(layer: Any, architecture: Architecture) -> None:
         }
     elif prepared:
         if architecture.linear_layers or architecture.attention_gate or architecture.latent is not None:
-            raise ValueError("queries that are prepared for positions are missing beside this kind of attention")
+            raise InputError("queries that are prepared for positions are missing beside this kind of attention")
         layer.self_attention.module = PreparedQueries
         layer.self_attention.params = {
             **layer.self_attention.params,

@@ -32,6 +32,7 @@ from torch import Tensor
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.means import Mean
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.errors import InputError
 from megatron_retool.learner.expert_groups import ExpertChoice, TopK
 from megatron_retool.learner.packing import MicroBatch
 from megatron_retool.routed_experts import ExpertArray, RoutedExperts, expert_dtype, is_missing, missing_expert
@@ -404,7 +405,7 @@ class RoutingReplay:
         column = batch.routed_experts
         if column is not None and column.rows.shape[1:] != (self.num_layers, self.experts_per_token):
             layers, k = column.rows.shape[1:]
-            raise ValueError(
+            raise InputError(
                 f"the batch's routed_experts are of {layers} layers with {k} experts for each token, and the model has "
                 f"{self.num_layers} with {self.experts_per_token}: they were recorded with another model"
             )

@@ -13,6 +13,7 @@ from megatron_retool.algorithms.dynamic_sampling import GroupFilter, filter_grou
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.config import Config
 from megatron_retool.data.prompts import PromptRow
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.loop.state import TrainerState
 from megatron_retool.monitor.metrics import StepTimer
@@ -265,7 +266,7 @@ def replay_groups(run: Deployment, step: int) -> dict[int, list[Trajectory]]:
         else:
             same = list(prompt.prompt_ids) == stored.prompt_ids.tolist()
         if not same:
-            raise ValueError(
+            raise InputError(
                 f"{file}: group {group[0].group_id} has another prompt than the data give at step {step}: "
                 "rollout.replay_dir needs the data, tokenizer and trainer.seed of the run that it belongs to"
             )

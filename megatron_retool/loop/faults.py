@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.learner_group import LearnerGroup
 from megatron_retool.config import Config
+from megatron_retool.errors import OperationError
 from megatron_retool.loop.checkpointer import Checkpointer
 from megatron_retool.rollout_rows import AGENT_KEY, AgentOutcome, rollouts_of
 from megatron_retool.trajectory import FinishReason, Trajectory
@@ -45,7 +46,7 @@ class LearnerRecovery:
                 self._checkpoint, self._restarts = newest, 0
             place = f"checkpoint {newest.path}" if newest is not None else "the initial weights"
             if self._restarts >= limit:
-                raise RuntimeError(
+                raise OperationError(
                     f"the learner died {limit + 1} times since {place} (trainer.max_learner_restarts={limit}); at "
                     f"last: {error}. A rank that dies at the same place again and again mostly runs out of memory: see "
                     "that log and the kernel's (dmesg), lower learner.max_tokens_per_micro_batch; or its GPU is bad "
@@ -275,7 +276,7 @@ class SkippedSteps:
         if not self._limit or len(self._reasons) < self._limit:
             return
         counts = Counter(self._reasons).most_common()
-        raise RuntimeError(
+        raise OperationError(
             f"steps {step - len(self._reasons) + 1} to {step} changed no weight "
             f"(trainer.max_skipped_steps={self._limit}). "
             + ". ".join(f"In {count} of them {reason.value}" for reason, count in counts)

@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron_retool.config import Config
 from megatron_retool.config.differences import changed_settings
 from megatron_retool.config.old_log_probs import expected_updates
+from megatron_retool.errors import InputError
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
 from megatron_retool.loop.early_stopping import EarlyStopping
 from megatron_retool.loop.experience import Collected
@@ -166,5 +167,5 @@ async def restore(run: Deployment, checkpointer: Checkpointer) -> TrainerState:
         run.rollout.restore_paused(paused, run.prompts.take_unfinished([group.group_id for group in paused]))
     state.load_state_dict(resume.read("trainer_state.json"))
     if state.step != resume.step:
-        raise ValueError(f"{resume.path}/trainer_state.json says step {state.step}: rename the checkpoint back")
+        raise InputError(f"{resume.path}/trainer_state.json says step {state.step}: rename the checkpoint back")
     return state

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_retool.errors import InputError
 from megatron_retool.reports.summary import Summary, summarise
 from megatron_retool.runs.metrics_file import require_rows
 
@@ -71,9 +72,9 @@ def stored_settings(run_dir: Path) -> dict[str, Any]:
         settings = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # OmegaConf's and YAML's own, of a foreign file
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path} cannot be read: {reason}: correct it, or name another run") from error
+        raise InputError(f"{path} cannot be read: {reason}: correct it, or name another run") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no mapping of settings: correct it, or name another run")
+        raise InputError(f"{path} is no mapping of settings: correct it, or name another run")
     return flat_settings(settings)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.algorithms.probability_bins import PROBABILITY_BIN_EDGES
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import read_estimates, step_path
 from megatron_retool.reports.compare import stored_settings
 from megatron_retool.runs.files import write_text
@@ -91,7 +92,7 @@ def read_sample(run_dir: str | Path, max_steps: int = 20) -> MismatchSample:
         for key, columns in estimates.items():
             trajectory = trajectories.get(key)
             if trajectory is None or len(columns["old_log_probs"]) != len(trajectory.response_ids):
-                raise ValueError(f"{file}: row {key} does not belong to a trajectory of {path.name}")
+                raise InputError(f"{file}: row {key} does not belong to a trajectory of {path.name}")
             mask = trajectory.loss_mask
             count = int(mask.sum())
             parts["train_log_probs"].append(columns["old_log_probs"][mask].astype(np.float64))
@@ -173,7 +174,7 @@ def write_mismatch_report(run_dir: str | Path, max_steps: int = 20) -> tuple[Pat
     run_dir = Path(run_dir)
     check_run_directory(run_dir)
     if _was_bypass(run_dir):
-        raise ValueError(
+        raise InputError(
             f"{run_dir} took the engine's log-probs as the learner's (rollout_correction.bypass_old_log_probs): there "
             "is nothing to compare"
         )

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_retool.errors import InputError
 from megatron_retool.registry import Registry
 
 
-class BadResultError(ValueError):
+class BadResultError(InputError):
     """A reward function returned something that is no reward."""
 
 

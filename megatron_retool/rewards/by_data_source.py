@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from megatron_retool.errors import InputError
 from megatron_retool.rewards import math
 from megatron_retool.rewards.deep_research import normalize_text
 
@@ -53,7 +54,7 @@ def compute_score(
     """
     grader = grader_of(data_source)
     if grader is None:
-        raise ValueError(missing_grader(data_source))
+        raise InputError(missing_grader(data_source))
     return grader(data_source, solution_str, ground_truth, extra_info)
 
 

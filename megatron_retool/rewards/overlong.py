@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megatron_retool.errors import InputError
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
 LengthPenalty = Callable[..., float]
@@ -40,7 +41,7 @@ def soft_punishment(length: int, max_response_length: int, *, buffer_length: int
         ValueError: the buffer is not inside the response.
     """
     if not 0 < buffer_length <= max_response_length:
-        raise ValueError(
+        raise InputError(
             f"reward.overlong.buffer_length={buffer_length} must lie between 1 and data.max_response_length="
             f"{max_response_length}"
         )
@@ -83,7 +84,7 @@ def parse_pieces(texts: tuple[str, ...]) -> list[Piece]:
             start, slope = text.split()
             pieces.append(Piece(int(start), float(slope)))
         except ValueError:
-            raise ValueError(f"piece {text!r} is not of the form '<from tokens> <penalty per 1000 tokens>'") from None
+            raise InputError(f"piece {text!r} is not of the form '<from tokens> <penalty per 1000 tokens>'") from None
     if not pieces or any(b.start <= a.start for a, b in zip(pieces, pieces[1:], strict=False)):
-        raise ValueError(f"the pieces {list(texts)} must begin at ascending lengths")
+        raise InputError(f"the pieces {list(texts)} must begin at ascending lengths")
     return pieces

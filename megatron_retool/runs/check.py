@@ -31,6 +31,7 @@ from conversion.files.checksums import (
 from conversion.files.dist_checkpoint import FORMAT_NAME, DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.safetensors_headers import INDEX_NAME, SINGLE_FILE_NAME, HFCheckpointError
+from megatron_retool.errors import InputError
 from megatron_retool.runs.metrics_file import step_of_line
 
 METRICS_NAME = "metrics.jsonl"
@@ -159,11 +160,11 @@ def renew(directory: Path) -> None:
     above = directory.absolute().parent
     marker = f"{directory.absolute().name}/{COMPLETE_NAME}"
     if has_checksums(above) and marker in (read_marker(above) or {}):
-        raise ValueError(f"{directory} is a part of {above}: renew that")
+        raise InputError(f"{directory} is a part of {above}: renew that")
     model = any((directory / name).is_file() for name in (INDEX_NAME, SINGLE_FILE_NAME))
     checkpoint = (directory / FORMAT_NAME).is_file() or CHECKPOINT_NAME.fullmatch(directory.absolute().name)
     if not model and not (checkpoint and (directory / COMPLETE_NAME).is_file()):
-        raise ValueError(f"{directory} is neither a complete checkpoint nor a model's directory: nothing was renewed")
+        raise InputError(f"{directory} is neither a complete checkpoint nor a model's directory: nothing was renewed")
     for inner in sorted(directory.glob(f"*/{COMPLETE_NAME}")):
         write_marker(inner.parent)
     write_marker(directory)

@@ -31,6 +31,7 @@ from conversion.files.checksums import (
 )
 from conversion.files.directory import publish
 from megatron_retool.config import Config, ConfigError
+from megatron_retool.errors import OperationError
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.metrics_file import read_metrics
 from megatron_retool.runs.rollouts import set_rollouts_aside
@@ -47,7 +48,7 @@ PAUSED_GROUPS = "paused_groups.parquet"
 _STEP_FILE = re.compile(r"step_(\d+)\..+")
 
 
-class SaveError(RuntimeError):
+class SaveError(OperationError):
     """A checkpoint could not be written. Nothing is left of it, and older ones are intact."""
 
 

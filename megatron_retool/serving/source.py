@@ -21,6 +21,7 @@ from conversion.files.checksums import COMPLETE_NAME
 from conversion.files.directory import FORMAT_NAME
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.data.path_checks import check_model_files
+from megatron_retool.errors import InputError
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.demo_base import read_state
 from megatron_retool.runs.weights_checkpoints import weights_checkpoints
@@ -70,7 +71,7 @@ def find_source(
     run_dir = _run_of(given)
     if is_model or is_checkpoint:
         if step is not None:
-            raise ValueError(f"--step {step} chooses a checkpoint of a run, and {target} is one model: leave it out")
+            raise InputError(f"--step {step} chooses a checkpoint of a run, and {target} is one model: leave it out")
         path, name = given, f"{run_dir.name}/{given.name}" if run_dir is not None else given.resolve().name
         description = target
     elif run_dir is not None and run_dir == given.resolve():
@@ -78,7 +79,7 @@ def find_source(
         name = run_dir.name
         description = f"{target}, step {found} ({path.name})" if found is not None else f"{target} ({path.name})"
     else:
-        raise ValueError(
+        raise InputError(
             f"{target} is neither a run (it has no config.yaml) nor a checkpoint (no {FORMAT_NAME}) nor a Hugging Face "
             "model (no config.json)"
         )
@@ -126,7 +127,7 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, int | None]:
     if step is not None:
         if step not in checkpoints:
             there = f"it has {', '.join(map(str, sorted(checkpoints)))}" if checkpoints else "it has none"
-            raise ValueError(f"{run_dir} has no complete checkpoint of step {step}: {there}")
+            raise InputError(f"{run_dir} has no complete checkpoint of step {step}: {there}")
         return checkpoints[step], step
     export = run_dir / "export"
     exported = read_state(run_dir).get("steps", {}).get("export") if (export / COMPLETE_NAME).is_file() else None
@@ -136,7 +137,7 @@ def _of_run(run_dir: Path, step: int | None) -> tuple[Path, int | None]:
     if newest is None:
         if (export / "config.json").is_file():
             return export, None
-        raise ValueError(
+        raise InputError(
             f"{run_dir} has neither a complete checkpoint nor an export yet: trainer.save_freq and "
             "trainer.save_weights_freq say when a run saves"
         )

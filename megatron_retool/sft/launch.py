@@ -20,6 +20,7 @@ from rich.console import Console
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.config import Config, ConfigError, load_config, save_config
 from megatron_retool.data.path_checks import check_stage_files
+from megatron_retool.errors import OperationError
 from megatron_retool.monitor.loggers import check_loggers
 from megatron_retool.runs.checkpoints import remove_unfinished, set_aside
 from megatron_retool.runs.leave import LeaveRequest, passed_on
@@ -106,7 +107,7 @@ def _launch(config: Config, config_file: Path, leave: LeaveRequest) -> None:
             raise KeyboardInterrupt from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise RuntimeError(_failure_message(rank, failure)) from None
+            raise OperationError(_failure_message(rank, failure)) from None
 
 
 def _ranks() -> list[int]:

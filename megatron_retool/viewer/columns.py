@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_retool.algorithms.rejection_rules import FIRST_RULE, NOT_FINITE, OVERLONG, VETO, WEIGHT_MASK
+from megatron_retool.errors import InputError
 from megatron_retool.trajectory import Trajectory
 
 FloatArray = npt.NDArray[np.float64]
@@ -98,7 +99,7 @@ def token_columns(
     }
     for name, column in (estimates or {}).items():
         if len(column) != len(trajectory.response_ids):
-            raise ValueError(
+            raise InputError(
                 f"trajectory {trajectory.group_id}/{trajectory.index}: the learner's {name} has {len(column)} entries "
                 f"for {len(trajectory.response_ids)} response tokens"
             )

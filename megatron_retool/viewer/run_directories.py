@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 
 _DEPTH = 2
 ALONE = "~"
@@ -14,7 +14,7 @@ CONFIG_FILE = "config.yaml"
 _READ = (CONFIG_FILE, "metrics.jsonl", "environment.json", "pipeline.json")
 
 
-class NoSuchRun(BriefError):
+class NoSuchRun(InputError):
     """A name that is no run below the folder that is shown."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import step_path, stored_steps
 from megatron_retool.loop.samples import question_of
 from megatron_retool.parquet_files import (
@@ -293,7 +294,7 @@ def _estimates(path: Path, key: RowKey, problems: list[str]) -> dict[str, npt.ND
 def _one_number_each(name: str, column: Any) -> npt.NDArray[np.float32]:
     numbers = np.asarray(column, np.float32)
     if numbers.ndim != 1:
-        raise ValueError(f"column {name!r} holds no list of numbers")
+        raise InputError(f"column {name!r} holds no list of numbers")
     return numbers
 
 

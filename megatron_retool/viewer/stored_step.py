@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.parquet_files import read_parquet
 from megatron_retool.runs.metrics_file import check_run_directory
@@ -42,12 +43,12 @@ class ViewedStep:
             return rows[group_id, index, segment]
         segments = sorted(third for *rollout, third in rows if rollout == [group_id, index])
         if segments:
-            raise ValueError(f"--segment {segment}: response {group_id}/{index} has segments {segments}")
+            raise InputError(f"--segment {segment}: response {group_id}/{index} has segments {segments}")
         responses = sorted({second for first, second, _ in rows if first == group_id})
         if responses:
-            raise ValueError(f"--index {index}: group {group_id} of step {self.number} has responses {responses}")
+            raise InputError(f"--index {index}: group {group_id} of step {self.number} has responses {responses}")
         groups = list(dict.fromkeys(group for group, *_ in rows))
-        raise ValueError(f"--group {group_id}: step {self.number} has groups {', '.join(map(str, groups))}")
+        raise InputError(f"--group {group_id}: step {self.number} has groups {', '.join(map(str, groups))}")
 
 
 def load_step(run_dir: Path, number: int | None = None) -> ViewedStep:

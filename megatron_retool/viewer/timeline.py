@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import step_path
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.parquet_files import list_groups, read_parquet
@@ -167,8 +168,8 @@ def _parsed(text: str | None, kind: type, path: Path, place: int) -> Any:
     try:
         found = load_own_json(text)
     except ValueError as error:
-        raise ValueError(f"{path}, row {place}: {error}") from error
+        raise InputError(f"{path}, row {place}: {error}") from error
     items = found if isinstance(found, list) else [found]
     if not isinstance(found, kind) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"{path}, row {place}: expected a JSON {kind.__name__}, found {text[:60]!r}")
+        raise InputError(f"{path}, row {place}: expected a JSON {kind.__name__}, found {text[:60]!r}")
     return found

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_retool.data import template_limits
-from megatron_retool.untrusted import BriefError, without_surrogates
+from megatron_retool.errors import InputError
+from megatron_retool.untrusted import without_surrogates
 from sglang_rollout.agent.tool_call_formats import NamesResults, ToolCallFormat
 
 _ASSISTANT = "\u2039assistant turn\u203a"
@@ -27,7 +28,7 @@ _RESULTS_KEPT, _CHARACTERS_KEPT = 1024, 4096
 _CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
-class ChatTemplateError(BriefError):
+class ChatTemplateError(InputError):
     """The tokenizer's chat template cannot express tool results after an assistant turn."""
 
 

@@ -16,6 +16,7 @@ import torch
 from conversion.model.architecture import Architecture
 from conversion.model.hf_config import normalise_latents
 from megatron_retool.config import Config
+from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import ExpertArray
 from sglang_rollout.backends.transformers_routing import RoutingRecorder, extended
 from sglang_rollout.engine.base import GenerateRequest, GenerateResult, RankedText
@@ -171,7 +172,7 @@ class BatchedModel:
         settings = self.config.rollout.engine
         self._model, info = _load(path, settings.dtype, self._attention)
         if info["missing_keys"]:
-            raise RuntimeError(f"{path} lacks {', '.join(sorted(info['missing_keys'])[:5])}")
+            raise OperationError(f"{path} lacks {', '.join(sorted(info['missing_keys'])[:5])}")
         self._model.to(self.device).eval()
         if self.config.learner.routing_replay == "rollout":
             shape = RoutingShape.of(Architecture.from_pretrained(self.path, self.config.model.families))

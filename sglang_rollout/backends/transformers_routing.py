@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from conversion.model.architecture import Architecture
+from megatron_retool.errors import InputError
 from megatron_retool.routed_experts import ExpertArray, expert_dtype
 
 
@@ -43,7 +44,7 @@ class RoutingRecorder:
     def __init__(self, model: Any, experts: int) -> None:
         found = routers(model)
         if not found:
-            raise ValueError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
+            raise InputError(f"transformers' {type(model).__name__} has no router whose experts could be recorded")
         self._dtype = expert_dtype(experts)
         self._chosen: list[torch.Tensor] = []
         for router in found:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from megatron_retool.config import Config, SamplingConfig
+from megatron_retool.errors import OperationError
 from megatron_retool.registry import ExtensionError, Registry
 from megatron_retool.routed_experts import ExpertArray
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class EngineError(RuntimeError):
+class EngineError(OperationError):
     """An engine cannot be started or reached. The message says which, why and what to do."""
 
 
@@ -42,7 +43,7 @@ class EngineStartError(EngineError):
     """The engine ended or stayed silent while it was starting."""
 
 
-class EngineClientError(RuntimeError):
+class EngineClientError(OperationError):
     """A request to an engine failed.
 
     Attributes:

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_retool.errors import OperationError
 from sglang_rollout.engine.base import EngineClient
 
 GROUP_AFFINITY_SLACK = 4
 """Trajectories by which a group's engine may be ahead of the least loaded one before the group is split."""
 
 
-class NoEngineAvailable(RuntimeError):
+class NoEngineAvailable(OperationError):
     """Every engine is dead and none is expected back."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_retool.errors import InputError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 _UINT32 = 0xFFFFFFFF
@@ -39,7 +40,7 @@ _PROJECTION = re.compile(
 _EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.weight$")
 
 
-class ChecksumError(ValueError):
+class ChecksumError(InputError):
     """The engines' layout is one whose checksums cannot be predicted here."""
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.errors import OperationError
 from sglang_rollout.engine.process import CPU_SHIMS, cpu_environment, torchvision_directory
 
 SCRIPT = CPU_SHIMS / "load_into_engine_models.py"
@@ -76,9 +77,9 @@ def load_into_engine_classes(loads: list[Load], directory: Path, timeout: float 
             text=True,
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"SGLang's classes were not loaded within {timeout:.0f} s") from None
+        raise OperationError(f"SGLang's classes were not loaded within {timeout:.0f} s") from None
     if found.returncode or not answers.is_file():
-        raise RuntimeError(f"SGLang's classes could not be loaded: {found.stdout[-2000:]}")
+        raise OperationError(f"SGLang's classes could not be loaded: {found.stdout[-2000:]}")
     return {
         name: Loaded(_said(answer), answer.get("log_probs", []), answer.get("failed", ""))
         for name, answer in json.loads(answers.read_text()).items()

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_retool.errors import OperationError
 from tools.code_interpreter.balancer import Balancer, Server
 from tools.code_interpreter.protocol import ExecutionRequest, ExecutionResult, Outcome
 from tools.code_interpreter.settings import TOKEN_VARIABLE
@@ -23,7 +24,7 @@ _RETRIED_STATUS = {429, 502, 503, 504}
 _START_PING_SECONDS = 10.0
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(OperationError):
     """No server could be reached, or all were busy, for longer than the client was told to try."""
 
 

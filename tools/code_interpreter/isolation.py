@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_retool.errors import OperationError
 from tools.code_interpreter import cgroups, filesystem, landlock, linux, seccomp
 from tools.code_interpreter.locked_directory import abandoned, make_locked
 from tools.code_interpreter.plan import IsolationPlan
@@ -28,7 +29,7 @@ _FIRST_UID = 0x70000000
 """systemd documents 0x70000000 to 0x7fffffff as unused."""
 
 
-class IsolationUnavailable(RuntimeError):
+class IsolationUnavailable(OperationError):
     """The isolation that was asked for cannot be had on this host; the message says why."""
 
 

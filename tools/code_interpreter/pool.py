@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_retool.errors import OperationError
 from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
 from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
@@ -49,7 +50,7 @@ _ENVIRONMENT = {
 }
 
 
-class SandboxStartError(RuntimeError):
+class SandboxStartError(OperationError):
     """The workers could not be started; the message says why."""
 
 

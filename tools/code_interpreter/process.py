@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_retool.errors import OperationError
 from tools.code_interpreter.settings import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ RETRY_SECONDS = 10.0
 """Until the next try, where a server could not be started again."""
 
 
-class SandboxServerError(RuntimeError):
+class SandboxServerError(OperationError):
     """The server did not start; the message carries what it said."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_retool.untrusted import BriefError
+from megatron_retool.errors import InputError
 from tools.code_interpreter.filesystem import OWN_DIRECTORIES
 from tools.code_interpreter.snippet import SOURCE_NAMES
 
@@ -44,7 +44,7 @@ class Outcome(enum.StrEnum):
     """The request names an unknown language or has a field of the wrong type or value. HTTP status 422."""
 
 
-class InvalidRequest(BriefError):
+class InvalidRequest(InputError):
     """The body of a request breaks the schema. The message names the field."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import megatron_retool
 from megatron_retool.config import ConfigError
+from megatron_retool.errors import OperationError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _LAUNCH = (
 """Starts a program that ends, with all that it has started, when this process does."""
 
 
-class McpUnavailable(RuntimeError):
+class McpUnavailable(OperationError):
     """The server cannot be reached, or has gone."""
 
 

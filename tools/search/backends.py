@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_retool.config import ConfigError, ReadPageConfig, SearchConfig
+from megatron_retool.errors import OperationError
 from megatron_retool.registry import ExtensionError, Registry, check_methods
 from tools.search.index import BM25Index, CorpusError, Hit
 from tools.tool import run_method
 
 
-class SearchError(RuntimeError):
+class SearchError(OperationError):
     """A search or a page failed. The message is for the model: it holds no address of ours and no key.
 
     Attributes:

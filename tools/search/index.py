@@ -10,8 +10,10 @@ from typing import Any
 
 import bm25s
 
+from megatron_retool.errors import InputError
 
-class CorpusError(ValueError):
+
+class CorpusError(InputError):
     """A corpus file cannot be read. The message names the file, and the row or column at fault."""
 
 

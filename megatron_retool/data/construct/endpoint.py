@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_retool.errors import InputError, OperationError
 from megatron_retool.untrusted import load_json, retry_after_seconds
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -20,11 +21,11 @@ class EndpointRefusal(Exception):
     """This request will not be answered, others may: it is too long, or breaks a rule of the endpoint's."""
 
 
-class EndpointSilence(RuntimeError):
+class EndpointSilence(OperationError):
     """No answer after all retries."""
 
 
-class EndpointError(ValueError):
+class EndpointError(InputError):
     """No request will be answered: key, URL or model are wrong. The message names the setting."""
 
 

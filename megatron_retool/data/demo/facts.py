@@ -21,6 +21,7 @@ from megatron_retool.data.demo.problems import (
     range_sum_code,
 )
 from megatron_retool.data.demo.tool_output import ToolOutput
+from megatron_retool.errors import InputError
 from tools.search.index import BM25Index, Passage
 from tools.search.tool import describe
 
@@ -38,7 +39,7 @@ def make_facts(rng: random.Random, entities: int) -> list[Fact]:
     """
     names = [first + second for first in SYLLABLES for second in SYLLABLES if first != second]
     if entities > len(names):
-        raise ValueError(f"there are {len(names)} names for entities, not {entities}")
+        raise InputError(f"there are {len(names)} names for entities, not {entities}")
     return [
         Fact(name, quantity, rng.randint(21, 299)) for name in rng.sample(names, entities) for quantity in QUANTITIES
     ]

@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from megatron_retool.errors import InputError
+
 QUANTITIES = ("price", "weight")
 """What the corpus states of an entity."""
 
@@ -203,7 +205,7 @@ def draw(
         problem = families[family](rng)
         if problem.question not in excluded:
             return problem
-    raise ValueError(
+    raise InputError(
         f"the demo family {family!r} has too few distinct questions left: lower demo.train_rows or demo.val_rows"
     )
 

@@ -19,6 +19,7 @@ from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.predictors import PREFIX as CARRIED_PREFIX
 from conversion.model.architecture import Architecture
 from conversion.model.weight_map import PREDICTOR_PREFIX, CheckpointPlace, Mapping, shard, to_mcore
+from megatron_retool.errors import OperationError
 from megatron_retool.learner import cpu
 from megatron_retool.learner.checkpoint.state import (
     Checkpointable,
@@ -40,7 +41,7 @@ from megatron_retool.learner.weights import (
 )
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OperationError):
     """A checkpoint cannot be read. The message names the directory and the reason."""
 
 

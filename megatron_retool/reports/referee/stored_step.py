@@ -20,6 +20,7 @@ from conversion.model.architecture import Architecture
 from conversion.model.stacked import Stacker
 from conversion.model.weight_map import WeightMap, checkpoint_place, to_hf
 from megatron_retool.config import Config, load_config
+from megatron_retool.errors import InputError
 from megatron_retool.loop.rollout_files import read_estimates, step_path, stored_steps
 from megatron_retool.runs.checkpoints import complete_checkpoints
 from megatron_retool.runs.metrics_file import check_run_directory
@@ -194,13 +195,13 @@ def sample_tokens(step: StoredStep, tokens: int, seed: int) -> tuple[list[Sample
     for key, columns in estimates.items():
         trajectory, old_log_probs = trajectories.get(key), columns.get("old_log_probs")
         if trajectory is None or old_log_probs is None or len(old_log_probs) != len(trajectory.response_ids):
-            raise ValueError(f"{learner}: row {key} does not belong to a trajectory of {path.name}")
+            raise InputError(f"{learner}: row {key} does not belong to a trajectory of {path.name}")
         own = np.flatnonzero(trajectory.loss_mask & (trajectory.weight_versions == step.weights.version))
         total += int(trajectory.loss_mask.sum())
         if len(own):
             candidates.append((trajectory, old_log_probs.astype(np.float64), own))
     if not candidates:
-        raise ValueError(
+        raise InputError(
             f"{path}: none of {total} tokens that were trained on is of weight version "
             f"{step.weights.version}, whose log-probs the learner computed: there is nothing to judge"
             + (" (they are older, see rollout.staleness)" if total else "")
