@@ -36,8 +36,8 @@ from conversion.files import command_lines
 from conversion.files.directory import new_directory
 from conversion.files.hf_checkpoint import TensorSpec, copy_companions
 from conversion.files.workers import run_alone
+from conversion.model.attention_config import normalise_latents
 from conversion.model.block_fp8 import BLOCK, Form
-from conversion.model.hf_config import normalise_latents
 from megatron_retool.errors import InputError, OperationError, UserError
 from megatron_retool.interruption import run_interruptible
 

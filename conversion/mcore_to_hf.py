@@ -69,7 +69,7 @@ from conversion.model.block_fp8 import (
     quantized_names,
     takes_power_of_two,
 )
-from conversion.model.hf_config import PREDICTORS
+from conversion.model.config_reader import PREDICTORS
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from conversion.model.weight_map import PREDICTOR_PREFIX, Mapping, WeightMap, checkpoint_place, to_hf
 from megatron_retool.errors import InputError, UserError

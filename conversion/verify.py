@@ -40,6 +40,7 @@ from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.files.quantized_checkpoint import open_source
 from conversion.files.workers import run_alone
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import normalise_latents
 from conversion.model.block_fp8 import (
     SCALE_SUFFIXES,
     are_powers_of_two,
@@ -47,7 +48,6 @@ from conversion.model.block_fp8 import (
     is_quantized,
     round_to_blocks,
 )
-from conversion.model.hf_config import normalise_latents
 from conversion.model.low_precision import quantization_of
 from conversion.model.weight_map import WeightMap, to_hf, to_mcore
 from megatron_retool.errors import InputError, UserError

@@ -32,7 +32,7 @@ from conversion.files.safetensors_headers import (
     weight_files,
 )
 from conversion.files.spans import SpanWriter, block_rows, fetch, read_into
-from conversion.model.hf_config import PREDICTORS, ConfigReader
+from conversion.model.config_reader import PREDICTORS, ConfigReader
 from conversion.model.mxfp4 import BLOCK, BLOCK_BYTES, BLOCKS_SUFFIX, SCALES_SUFFIX, dequantize_mxfp4
 from conversion.model.stacked import StackPart, part_of, tensor_of
 from conversion.model.weight_map import (

@@ -12,22 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from conversion.model.family import KEY, Family, find_family, load_family
-from conversion.model.hf_config import (
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes, check_layer_types
+from conversion.model.config_reader import (
     DECLARATIONS,
     MAKE_FULL_PRECISION,
     PREDICTORS,
     ConfigReader,
-    DeltaNetSizes,
-    IndexerSizes,
-    LatentSizes,
     MalformedConfig,
-    RopeScaling,
     UnsupportedArchitecture,
-    check_layer_types,
-    check_short_factors,
 )
+from conversion.model.family import KEY, Family, find_family, load_family
 from conversion.model.low_precision import DECLARED_BESIDE, declaration, quantization_of
+from conversion.model.position_config import RopeScaling, check_short_factors
 from megatron_retool.registry import ExtensionError
 from megatron_retool.untrusted import load_json
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
+from conversion.model.hf_config import decoder
 from conversion.model.rules import EMBEDDING_NAME, OUTPUT_NAME, SIZES, Rules
 from megatron_retool.errors import InputError
 from megatron_retool.registry import ExtensionError, load_object

@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from conversion.model.hf_config import DECLARATIONS, MOST, ConfigReader, UnsupportedArchitecture, shown
+from conversion.model.config_reader import DECLARATIONS, MOST, ConfigReader, UnsupportedArchitecture, shown
 from megatron_retool.untrusted import load_json
 
 DECLARED_BESIDE = "hf_quant_config.json"

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import DeltaNetSizes, IndexerSizes
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes
 from conversion.model.rules import EMBEDDING_NAME, MCORE_LAYER, OUTPUT_NAME, SIZES, Arrangement, Layers, Rule
 from conversion.model.stacked import part_of, stacked_shapes, tensor_of
 from megatron_retool.errors import InputError

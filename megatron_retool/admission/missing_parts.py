@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conversion.model import rules
+from conversion.model.config_reader import ConfigReader, shown
 from conversion.model.family import built_in_families
-from conversion.model.hf_config import ConfigReader, shown
 from conversion.model.stacked import tensor_of
 from megatron_retool.admission.modelling_code import ModellingCode, modelling_code
 from megatron_retool.admission.tiny_model import transformers_config

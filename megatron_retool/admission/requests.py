@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import find_family, known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture
 from conversion.model.low_precision import full_precision, quantization_of
 from megatron_retool.admission.layouts import FEW, NAMED
 from megatron_retool.admission.shrink import shrunk

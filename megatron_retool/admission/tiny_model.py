@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conversion.model.hf_config import normalise_latents
+from conversion.model.attention_config import normalise_latents
 from megatron_retool.admission.shrink import VOCAB_SIZE
 from megatron_retool.doctor import model as doctor_model
 from megatron_retool.doctor.model import sequences

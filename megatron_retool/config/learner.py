@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from conversion.model.adapter_map import TARGETS, why_not
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.layout import LayoutError, ParallelLayout
 from megatron_retool.config.base import ConfigError, at_least_one, choice, not_negative, number, positive
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conversion.files.safetensors_headers import HFCheckpointError, check_tensors, check_weight_files
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import MalformedConfig, UnsupportedArchitecture
+from conversion.model.config_reader import MalformedConfig, UnsupportedArchitecture
 from megatron_retool.config import Config, ConfigError, ModelConfig
 from megatron_retool.config.model import check_model_path
 from megatron_retool.data.folders import REASONING_GYM, DataError, data_files

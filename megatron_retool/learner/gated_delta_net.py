@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from conversion.model.hf_config import DeltaNetSizes
+from conversion.model.attention_config import DeltaNetSizes
 from megatron_retool.learner.attention import LocalPackedSequences, from_grid, to_grid
 from megatron_retool.learner.delta_rule import gated_delta_rule
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from conversion.model.hf_config import IndexerSizes, LatentSizes
+from conversion.model.attention_config import IndexerSizes, LatentSizes
 from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, RMSNorm
 from megatron_retool.learner.sparse_attention import SparseAttention
 

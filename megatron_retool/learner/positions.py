@@ -13,7 +13,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import RopeScaling
+from conversion.model.position_config import RopeScaling
 from megatron_retool.errors import InputError
 
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from conversion.model.hf_config import IndexerSizes
+from conversion.model.attention_config import IndexerSizes
 from megatron_retool.learner.attention import LocalPackedSequences, PackedAttention, rotate, to_grid
 from megatron_retool.learner.attention_pieces import Bucket, ContextBucket, KeyChoice
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import normalise_latents
+from conversion.model.attention_config import normalise_latents
 from megatron_retool.config import Config
 from megatron_retool.errors import OperationError
 from megatron_retool.routed_experts import ExpertArray

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.weight_map import WeightMap
 from megatron_retool.config import Config, ConfigError
 from megatron_retool.untrusted import load_json

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from megatron_retool.admission.admit import examine
 from megatron_retool.admission.missing_parts import known_parts, missing_parts, unread_settings
 from megatron_retool.admission.modelling_code import read_code

@@ -21,7 +21,7 @@ from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import dequantize_blockwise, quantize_blockwise
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.low_precision import full_precision, quantization_in
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model

@@ -14,7 +14,7 @@ from conversion.files.hf_checkpoint import HFCheckpoint, HFCheckpointError
 from conversion.hf_to_mcore import TargetLayout, convert
 from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import UnsupportedArchitecture
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.stacked import part_of
 from conversion.model.weight_map import WeightMap, WeightMapError, shard, to_mcore
 from megatron_retool.admission.shrink import shrunk

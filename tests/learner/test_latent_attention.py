@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from conversion.model.hf_config import LatentSizes
+from conversion.model.attention_config import LatentSizes
 from conversion.model.layout import ParallelLayout
 from megatron_retool.learner import cpu
 from megatron_retool.learner.attention import LocalPackedSequences, RotaryTable

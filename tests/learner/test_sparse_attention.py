@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from conversion.model.hf_config import IndexerSizes, LatentSizes
+from conversion.model.attention_config import IndexerSizes, LatentSizes
 from conversion.model.layout import ParallelLayout
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.admission.tiny_model import random_batch, random_model, save_model

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import latent_attention
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import sigmoid_router
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, latent_attention, sigmoid_router, unbiased_decoder
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import (
     COPIES_BEHIND,
     EXPERTS,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import sparse_attention
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import sigmoid_router
 from conversion.model.families import deepseek_v3
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, sigmoid_router, sparse_attention, unbiased_decoder
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import INDEXER, decoder_rules
 
 RULES = decoder_rules(*deepseek_v3.LAYER, *INDEXER)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, unbiased_decoder
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 

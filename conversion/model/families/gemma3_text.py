@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from conversion.model.attention_config import windows_by_layer
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, unbiased_decoder, windows_by_layer
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import ATTENTION, POST_NORMS, QK_NORM, SWIGLU, decoder_rules, renamed
 
 

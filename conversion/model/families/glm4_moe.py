@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import sigmoid_router
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, decoder, partial_rotary, sigmoid_router
+from conversion.model.hf_config import decoder, partial_rotary
 from conversion.model.rules import (
     ATTENTION,
     COPIES_BEHIND,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader
 from conversion.model.families import deepseek_v3
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

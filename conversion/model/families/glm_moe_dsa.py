@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import shared_choices, sparse_attention
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import sigmoid_router
 from conversion.model.families import deepseek_v32
 from conversion.model.family import Family
-from conversion.model.hf_config import (
-    ConfigReader,
-    shared_choices,
-    sigmoid_router,
-    sparse_attention,
-    unbiased_decoder,
-)
+from conversion.model.hf_config import unbiased_decoder
 
 
 def read(config: ConfigReader) -> dict[str, Any]:

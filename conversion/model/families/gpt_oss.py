@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import windows_by_layer
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder, windows_by_layer
+from conversion.model.hf_config import decoder
 from conversion.model.rules import ATTENTION, OUTPUT_BIAS, QKV_BIAS, SINKS, STACKED_EXPERTS, decoder_rules
 
 

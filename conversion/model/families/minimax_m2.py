@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
+from conversion.model.expert_config import sigmoid_gates
 from conversion.model.families import mixtral
 from conversion.model.family import Family
-from conversion.model.hf_config import (
-    ConfigReader,
-    UnsupportedArchitecture,
-    partial_rotary,
-    sigmoid_gates,
-    unbiased_decoder,
-)
+from conversion.model.hf_config import partial_rotary, unbiased_decoder
 from conversion.model.rules import ATTENTION, EXPERTS, FULL_WIDTH_QK_NORM, ROUTER_BIAS, decoder_rules, renamed
 
 NAMES = {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias", **mixtral.NAMES}

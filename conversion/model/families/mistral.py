@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import sliding_window
+from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, sliding_window, unbiased_decoder
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import ATTENTION, SWIGLU, decoder_rules
 
 

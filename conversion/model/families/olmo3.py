@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import windows_by_layer
+from conversion.model.config_reader import ConfigReader
 from conversion.model.families import olmo2
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, windows_by_layer
 
 FULL_EVERY = 4
 """Without layer_types every fourth layer sees the whole past."""

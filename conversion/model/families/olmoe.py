@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import experts
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, experts, unbiased_decoder
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import ATTENTION, EXPERTS, FULL_WIDTH_QK_NORM, decoder_rules
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from conversion.model.attention_config import set_sliding_window
+from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, partial_rotary, set_sliding_window, unbiased_decoder
+from conversion.model.hf_config import partial_rotary, unbiased_decoder
 from conversion.model.rules import FUSED_ATTENTION, FUSED_SWIGLU, decoder_rules
 
 

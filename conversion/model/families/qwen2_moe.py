@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import optional_sliding_window
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
+from conversion.model.expert_config import experts, listed_dense_layers, shared_expert
 from conversion.model.family import Family
-from conversion.model.hf_config import (
-    ConfigReader,
-    UnsupportedArchitecture,
-    decoder,
-    experts,
-    listed_dense_layers,
-    optional_sliding_window,
-    shared_expert,
-)
+from conversion.model.hf_config import decoder
 from conversion.model.rules import (
     ATTENTION,
     EXPERTS,

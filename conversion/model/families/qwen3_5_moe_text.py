@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import experts, shared_expert
 from conversion.model.families import qwen3_5_text
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, experts, shared_expert
 from conversion.model.rules import (
     EXPERTS,
     GATED_ATTENTION,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import gated_delta_net
+from conversion.model.config_reader import ConfigReader
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, gated_delta_net, partial_rotary, unbiased_decoder
+from conversion.model.hf_config import partial_rotary, unbiased_decoder
 from conversion.model.rules import GATED_ATTENTION, SPLIT_GATED_DELTA_NET, SWIGLU, decoder_rules
 
 

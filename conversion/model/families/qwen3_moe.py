@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import switched_sliding_window
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import experts, listed_dense_layers
 from conversion.model.family import Family
-from conversion.model.hf_config import (
-    ConfigReader,
-    experts,
-    listed_dense_layers,
-    switched_sliding_window,
-    unbiased_decoder,
-)
+from conversion.model.hf_config import unbiased_decoder
 from conversion.model.rules import ATTENTION, EXPERTS, QK_NORM, SWIGLU, decoder_rules
 
 

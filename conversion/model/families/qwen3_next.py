@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.attention_config import gated_delta_net
+from conversion.model.config_reader import ConfigReader
+from conversion.model.expert_config import experts, listed_dense_layers, shared_expert
 from conversion.model.family import Family
-from conversion.model.hf_config import (
-    ConfigReader,
-    experts,
-    gated_delta_net,
-    listed_dense_layers,
-    partial_rotary,
-    shared_expert,
-    unbiased_decoder,
-)
+from conversion.model.hf_config import partial_rotary, unbiased_decoder
 from conversion.model.rules import (
     EXPERTS,
     GATED_ATTENTION,

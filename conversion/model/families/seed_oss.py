@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from conversion.model.config_reader import ConfigReader, UnsupportedArchitecture
 from conversion.model.family import Family
-from conversion.model.hf_config import ConfigReader, UnsupportedArchitecture, decoder
+from conversion.model.hf_config import decoder
 from conversion.model.rules import ATTENTION, QKV_BIAS, SWIGLU, decoder_rules
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import normalise_latents
 from conversion.model.block_fp8 import quantized_names, round_to_blocks, takes_power_of_two
-from conversion.model.hf_config import normalise_latents
 from conversion.model.weight_map import WeightMap
 from megatron_retool.algorithms.sampling import is_unfiltered, kept_tokens
 from megatron_retool.algorithms.settings import SamplingSettings

@@ -20,8 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from conversion import hf_to_mcore, mcore_to_hf
 from conversion.files.hf_checkpoint import HFCheckpoint
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import normalise_latents
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families, engine_class, find_family, known_to_transformers
-from conversion.model.hf_config import UnsupportedArchitecture, normalise_latents
 from conversion.model.weight_map import WeightMap
 from megatron_retool.admission.shrink import shrunk
 from megatron_retool.config import ConfigError, load_config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conversion.model.architecture import Architecture
-from conversion.model.hf_config import DeltaNetSizes, IndexerSizes, LatentSizes
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes
 from conversion.model.layout import padded_vocab_size
 from megatron_retool.config import ConfigError, LearnerConfig
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conversion.model.architecture import Architecture
+from conversion.model.attention_config import DeltaNetSizes, IndexerSizes, LatentSizes
+from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.family import built_in_families
-from conversion.model.hf_config import DeltaNetSizes, IndexerSizes, LatentSizes, UnsupportedArchitecture
 from conversion.model.weight_map import (
     Mapping,
     WeightMap,
