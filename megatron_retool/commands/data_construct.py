@@ -93,7 +93,7 @@ async def _construct(
 ) -> Counter[str]:
     from contextlib import AsyncExitStack
 
-    from megatron_retool.data.construct.endpoint import ChatEndpoint
+    from megatron_retool.chat_endpoint import ChatEndpoint
     from megatron_retool.data.construct.judge import runner
     from megatron_retool.data.construct.run import Columns, Construction, read_traces
     from tools.code_interpreter.client import CodeInterpreterClient

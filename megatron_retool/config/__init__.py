@@ -33,7 +33,7 @@ from megatron_retool.config.learner import (
 from megatron_retool.config.loading import load_config, save_config
 from megatron_retool.config.model import ModelConfig
 from megatron_retool.config.profiler import ProfilerConfig
-from megatron_retool.config.reward import OverlongConfig, RewardConfig
+from megatron_retool.config.reward import JudgeConfig, OverlongConfig, RewardConfig
 from megatron_retool.config.rollout import (
     BranchingConfig,
     EngineConfig,
@@ -77,6 +77,7 @@ __all__ = [
     "ModelConfig",
     "MultiTurnConfig",
     "OptimizerConfig",
+    "JudgeConfig",
     "OverlongConfig",
     "PartialRolloutConfig",
     "ProfilerConfig",

@@ -5,11 +5,13 @@ A setting that is given where nothing reads it is a mistake of its author, who t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_retool.algorithms.settings import BUILT_IN, READ_BY
+from megatron_retool.config.reward import JudgeConfig
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ READERS: tuple[_Reader, ...] = (
     _Reader("reward.overlong", ("pieces",), _length_penalty("piecewise"), "reward.overlong.mode=piecewise"),
     _Reader(
         "reward.overlong", ("kwargs",), _length_penalty(""), "a reward.overlong.mode of one's own (FILE.py:FUNCTION)"
+    ),
+    _Reader(
+        "reward.judge",
+        tuple(field.name for field in dataclasses.fields(JudgeConfig)),
+        _one_of("reward.function", "judge"),
+        "reward.function=judge",
     ),
     _Reader(
         "algorithm.rollout_correction",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from megatron_retool.config import ConfigError, RewardConfig
@@ -14,6 +16,7 @@ from megatron_retool.registry import ExtensionError
 from megatron_retool.rewards import math as math_reward
 from megatron_retool.rewards.base import reward_functions
 from megatron_retool.rewards.by_data_source import grader_of, missing_grader
+from megatron_retool.rewards.judge import Judge
 from megatron_retool.rewards.overlong import length_penalties, length_penalty
 from megatron_retool.rewards.process import START_SECONDS, WorkerFault, WorkerProcess
 from megatron_retool.rollout_rows import AGENT_KEY, ROW_NAMES, own_extra_info, rollouts_of, whole_rollout
@@ -21,6 +24,8 @@ from megatron_retool.trajectory import FinishReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
+JUDGE = "judge"
+"""The reward function that this module asks itself, many at a time, and not a worker process one after another."""
 FAILURES = ("timeout", "exception", "bad_result", "memory", "worker_died")
 
 
@@ -72,11 +77,16 @@ class RewardManager:
         self._lock = threading.Lock()
         self._workers: list[WorkerProcess] = []
         self._own = threading.local()
+        self._judge = Judge(config.judge) if config.function == JUDGE else None
+        # What the worker processes score with: beside a judge, the grader that it is compared with.
+        self._scoring = _grading(config) if self._judge is not None else config
         # A thread for each worker: the kernel ties a worker's life to the thread that started it.
         self._threads = ThreadPoolExecutor(max(config.processes, 1), thread_name_prefix="reward")
         try:
-            if config.function in reward_functions.names:
-                reward_functions.bind(config.function, config.function_kwargs)
+            if self._scoring is None:
+                pass
+            elif self._scoring.function in reward_functions.names:
+                reward_functions.bind(self._scoring.function, self._scoring.function_kwargs)
             else:
                 self._threads.submit(self._worker).result()
         except ExtensionError as error:
@@ -94,14 +104,21 @@ class RewardManager:
         for rows in rollouts:
             whole = whole_rollout(rows)
             own = whole.reward_info.get(AGENT_KEY, {}).get("result")
+            if own is not None:
+                self._fill(rows, whole, dict(own))
+                continue
             request = self._request(whole)
-            info = dict(own) if own is not None else self._quick(request)
-            if info is None:
-                waiting.append((rows, whole, self._threads.submit(self._score_in_worker, request, purpose)))
-            else:
-                self._fill(rows, whole, info)
-        for rows, whole, future in waiting:
-            self._fill(rows, whole, future.result())
+            asked = None
+            if self._judge is not None:
+                prompt = self._tokenizer.decode(_ids(whole.prompt_ids), skip_special_tokens=True)
+                asked = self._judge.submit(request, prompt, purpose)
+            waiting.append((rows, whole, asked, self._graded(request)))
+        for rows, whole, asked, graded in waiting:
+            replies = [future.result() for future in (asked, graded) if future is not None]
+            info = self._info(replies[0], purpose)
+            if len(replies) == 2 and "failure" not in info and "result" in replies[1]:
+                info["judge_against_grader"] = float(info["acc"] != replies[1]["result"]["acc"])
+            self._fill(rows, whole, info)
         with self._lock:
             self._counts[purpose]["scored"] += len(rollouts)
 
@@ -110,10 +127,13 @@ class RewardManager:
         with self._lock:
             counts = self._counts.pop(purpose, Counter())
         names = {"scored": "reward/scored", **{kind: f"reward/failures/{kind}" for kind in FAILURES}}
-        return {name: float(counts[count]) for count, name in names.items()}
+        metrics = {name: float(counts[count]) for count, name in names.items()}
+        return metrics if self._judge is None else metrics | self._judge.take_metrics(purpose)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, and what a judge is being asked."""
+        if self._judge is not None:
+            self._judge.close()
         with self._lock:
             workers, self._workers = self._workers, []
         for worker in workers:
@@ -145,19 +165,23 @@ class RewardManager:
             },
         }
 
-    def _quick(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        if self._config.function != "math":
+    def _graded(self, request: dict[str, Any]) -> Future[dict[str, Any]] | None:
+        """The future of a worker's reply; a whole number is graded at once. None: only the judge is asked."""
+        if self._scoring is None:
             return None
-        try:
-            return math_reward.quick_score(**request)
-        except Exception:
-            return None  # A worker says what is wrong with it.
+        if self._scoring.function == "math":
+            with contextlib.suppress(Exception):  # a worker says what is wrong with it
+                info = math_reward.quick_score(**request)
+                if info is not None:
+                    done: Future[dict[str, Any]] = Future()
+                    done.set_result({"result": info})
+                    return done
+        return self._threads.submit(self._reply, request)
 
-    def _score_in_worker(self, request: dict[str, Any], purpose: str) -> dict[str, Any]:
-        reply = self._reply(request)
+    def _info(self, reply: dict[str, Any], purpose: str) -> dict[str, Any]:
+        """A response's reward_info from a worker's or the judge's reply."""
         if "result" in reply:
-            info: dict[str, Any] = reply["result"]
-            return info
+            return dict(reply["result"])
         with self._lock:
             self._counts[purpose][reply["failure"]] += 1
         return {
@@ -187,7 +211,8 @@ class RewardManager:
                 with self._lock:
                     if worker in self._workers:
                         self._workers.remove(worker)
-            worker = WorkerProcess(self._config)
+            assert self._scoring is not None
+            worker = WorkerProcess(self._scoring)
             self._own.worker = worker
             with self._lock:
                 self._workers.append(worker)
@@ -237,6 +262,9 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
         ConfigError: the function cannot be loaded or called with reward.function_kwargs, raises, ends its process,
             takes too long, or returns what is no reward.
     """
+    if config.function == JUDGE:
+        _check_judge(config, prompt)
+        return
     try:
         if config.function in reward_functions.names:
             reward_functions.bind(config.function, config.function_kwargs)
@@ -248,21 +276,7 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
         worker.kill()
         return
     try:
-        answer = f"\\boxed{{{prompt.ground_truth}}}"
-        request = {
-            "data_source": prompt.data_source,
-            "solution_str": answer,
-            "ground_truth": prompt.ground_truth,
-            "extra_info": {
-                "data_source": prompt.data_source,
-                "ground_truth": prompt.ground_truth,
-                **prompt.extra_info,
-                "final_turn": answer,
-                "num_turns": 1,
-                "tool_calls": [],
-                "finish_reason": FinishReason.STOP.value,
-            },
-        }
+        request = _made_up(prompt)
         reply = worker.ask(request, max(config.timeout_seconds, START_SECONDS))
     except WorkerFault as fault:
         reply = {"failure": "worker_died", "message": str(fault)}
@@ -274,6 +288,42 @@ def check_reward(config: RewardConfig, prompt: ScoredPrompt | None = None) -> No
             f"its ground truth: {reply['message']}. Correct the function, reward.function_kwargs, or the data's "
             "columns that it reads"
         )
+
+
+def _made_up(prompt: ScoredPrompt) -> dict[str, Any]:
+    """An answer to ``prompt``: its truth in a box."""
+    answer = f"\\boxed{{{prompt.ground_truth}}}"
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": answer,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": {
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            **prompt.extra_info,
+            "final_turn": answer,
+            "num_turns": 1,
+            "tool_calls": [],
+            "finish_reason": FinishReason.STOP.value,
+        },
+    }
+
+
+def _grading(config: RewardConfig) -> RewardConfig | None:
+    """What scores beside the judge; None: nothing does."""
+    grader = config.judge.grader
+    return None if grader == "none" else dataclasses.replace(config, function=grader)
+
+
+def _check_judge(config: RewardConfig, prompt: ScoredPrompt | None) -> None:
+    """As ``check_reward``, with one request to the judge where there is a prompt."""
+    grading = _grading(config)
+    if grading is not None:
+        check_reward(grading, prompt)
+    with contextlib.closing(Judge(config.judge)) as judge:
+        reply = {} if prompt is None else judge.submit(_made_up(prompt), "", "check").result()
+    if "failure" in reply:
+        raise ConfigError(f"reward.function=judge does not answer as it should: {reply['message']}")
 
 
 def check_data_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:

@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from megatron_retool.__main__ import main
+from megatron_retool.chat_endpoint import ChatEndpoint, EndpointError, EndpointRefusal, EndpointSilence, Reply
 from megatron_retool.commands.data_construct import PROMPT
 from megatron_retool.config import CodeInterpreterConfig
-from megatron_retool.data.construct.endpoint import ChatEndpoint, EndpointError, EndpointRefusal, EndpointSilence, Reply
 from megatron_retool.data.construct.judge import Output, judge
 from megatron_retool.data.construct.ledger import Ledger
 from megatron_retool.data.construct.run import PlainTrace, PromptTemplate

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_retool.chat_endpoint import Reply
 from megatron_retool.config import CodeInterpreterConfig
-from megatron_retool.data.construct.endpoint import Reply
 from megatron_retool.data.tagged_traces import Call, Message, TraceError, conversation, parse_trace
 from megatron_retool.rewards.math import compute_score, extract_answer
 from megatron_retool.untrusted import without_surrogates

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from megatron_retool.data.construct.endpoint import ChatEndpoint, EndpointRefusal, EndpointSilence
+from megatron_retool.chat_endpoint import ChatEndpoint, EndpointRefusal, EndpointSilence
 from megatron_retool.data.construct.judge import Run, Verdict, judge
 from megatron_retool.data.construct.ledger import Ledger, key_of
 from megatron_retool.data.files import DataError

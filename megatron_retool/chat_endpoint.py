@@ -15,6 +15,8 @@ from megatron_retool.untrusted import load_json, retry_after_seconds
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _ABOUT_THE_REQUEST = {400, 413, 422}
 _LONGEST_DELAY_SECONDS = 60.0
+_MOST_BYTES = 16 * 2**20
+"""Of one answer."""
 
 
 class EndpointRefusal(Exception):
@@ -31,9 +33,17 @@ class EndpointError(InputError):
 
 @dataclass(frozen=True)
 class Reply:
+    """What a model answered.
+
+    Attributes:
+        finish_reason: as the endpoint says: stop, or length where it was cut off.
+        prompt_tokens, completion_tokens: as the endpoint counts them; 0 where it does not.
+    """
+
     text: str
     finish_reason: str
-    """As the endpoint says: stop, or length where it was cut off."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class ChatEndpoint:
@@ -49,6 +59,7 @@ class ChatEndpoint:
         timeout_seconds: for one attempt.
         first_delay_seconds: mean pause before the first retry; each further one is twice as long, up to a minute, or as
             long as the endpoint's Retry-After.
+        key_setting, address_settings: what a message names where the key, or the URL or model, is wrong.
     """
 
     def __init__(
@@ -61,11 +72,14 @@ class ChatEndpoint:
         retries: int = 6,
         timeout_seconds: float = 600.0,
         first_delay_seconds: float = 1.0,
+        key_setting: str = "the key that --key-variable names",
+        address_settings: str = "--url and --model",
     ) -> None:
         self.url = f"{url.rstrip('/').removesuffix('/chat/completions')}/chat/completions"
         self.model = model
         self._sampling = sampling or {}
         self._retries, self._first_delay = retries, first_delay_seconds
+        self._key_setting, self._address_settings = key_setting, address_settings
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -79,13 +93,14 @@ class ChatEndpoint:
         assert self._session is not None
         await self._session.close()
 
-    async def ask(self, prompt: str) -> Reply:
-        """The model's answer to one user message.
+    async def ask(self, prompt: str, **sampling: Any) -> Reply:
+        """The model's answer to one user message; ``sampling`` are further fields of this request.
 
         Raises:
             EndpointRefusal, EndpointSilence, EndpointError: see there.
         """
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], **self._sampling}
+        body |= sampling
         delay, wait, reason = self._first_delay, 0.0, ""
         for attempt in range(self._retries + 1):
             if attempt:
@@ -103,7 +118,7 @@ class ChatEndpoint:
             async with self._session.post(self.url, json=body) as response:
                 status = response.status
                 wait = retry_after_seconds(response.headers.get("Retry-After"), _LONGEST_DELAY_SECONDS)
-                content = await response.read()
+                content = await _bounded(response)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             return None, f"{type(error).__name__}: {error}".rstrip(": "), 0.0
         if status >= 300:
@@ -121,8 +136,18 @@ class ChatEndpoint:
             return said
         if status in _ABOUT_THE_REQUEST:
             raise EndpointRefusal(said)
-        cure = "the key that --key-variable names" if status in (401, 403) else "--url and --model"
+        cure = self._key_setting if status in (401, 403) else self._address_settings
         raise EndpointError(f"{self.url}: {said}: check {cure}")
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """The body, as far as an answer may reach; what is cut off is no JSON."""
+    content = bytearray()
+    async for part in response.content.iter_chunked(2**16):
+        content += part
+        if len(content) > _MOST_BYTES:
+            break
+    return bytes(content)
 
 
 def _reply(body: Any) -> Reply:
@@ -133,4 +158,11 @@ def _reply(body: Any) -> Reply:
         raise ValueError(f"{body!r:.200}") from error
     if not isinstance(text, str):
         raise ValueError(f"content is {text!r:.100}")
-    return Reply(text, str(choice.get("finish_reason") or "stop"))
+    usage = body.get("usage")
+    counted = usage if isinstance(usage, dict) else {}
+    tokens = (_count(counted.get(name)) for name in ("prompt_tokens", "completion_tokens"))
+    return Reply(text, str(choice.get("finish_reason") or "stop"), *tokens)
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**31 else 0
