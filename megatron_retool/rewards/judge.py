@@ -1,8 +1,8 @@
 """A chat model as the reward function: reward.function=judge.
 
 A response's text is put into the prompt of ``reward.judge.prompt``. Each vote is a request, or a reply that is known
-already. The last match of ``verdict`` in a reply is its verdict. The mean of the votes becomes the reward, between -1 for
-``lowest`` and 1 for ``highest``.
+already. The last match of ``verdict`` in a reply is its verdict. The mean of the votes becomes the reward: -1 for
+``lowest``, 1 for ``highest``.
 """
 
 from __future__ import annotations
