@@ -15,6 +15,7 @@ import jsonschema
 from megatron_retool.config import ConfigError, ToolsConfig
 from megatron_retool.config.loading import with_settings
 from megatron_retool.config.rollout import ToolEntry
+from megatron_retool.errors import UserError
 from megatron_retool.registry import ExtensionError, Registry
 from tools.function_tool import FunctionTool, argument_names
 from tools.tool import Tool
@@ -98,7 +99,8 @@ def make_tools(
         raise ConfigError(f"{label}: {error}" if section is None else str(error)) from error
     except Exception as error:
         also = " A function that makes a tool says so: -> Tool" if inspect.isfunction(found) else ""
-        raise ExtensionError(f"{label}: making the tool failed: {type(error).__name__}: {error}.{also}") from error
+        told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise ExtensionError(f"{label}: making the tool failed: {told}.{also}") from error
     several = isinstance(tool, list)
     if several and entry.name is not None:
         raise ConfigError(

@@ -50,8 +50,9 @@ def check_stage_files(config: Config) -> None:
     for number, stage in enumerate(config.sft.stages):
         if not stage.train_files:
             raise ConfigError(f"sft.stages[{number}].train_files is empty: name at least one file")
-        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, _read_conversations)
-        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, _read_conversations)
+        read = _read_pairs if stage.loss == "dpo" else _read_conversations
+        _check_files(config, f"sft.stages[{number}].train_files", stage.train_files, read)
+        _check_files(config, f"sft.stages[{number}].val_files", stage.val_files, read)
 
 
 def check_model_files(model: ModelConfig) -> None:
@@ -136,6 +137,13 @@ def _read_conversations(config: Config, files: Sequence[str]) -> object:
     from megatron_retool.data.sft_dataset import read_conversations
 
     return [read_conversations(file, config.sft.messages_key, config.sft.tools_key) for file in files]
+
+
+def _read_pairs(config: Config, files: Sequence[str]) -> object:
+    from megatron_retool.data.preference_dataset import read_pairs
+
+    sft = config.sft
+    return [read_pairs(file, sft.prompt_key, sft.chosen_key, sft.rejected_key, sft.tools_key) for file in files]
 
 
 def is_made_by_the_demo(config: Config, path: str) -> bool:

@@ -32,7 +32,10 @@ _ENCODE_ROWS = 4096
 
 @dataclass(frozen=True)
 class SFTCounts:
-    """Conversations read, and what max_length did to them. ``tokens`` and ``trained_tokens`` are of the kept ones."""
+    """Conversations or pairs read, and what max_length did to them.
+
+    ``tokens`` and ``trained_tokens`` are of the kept ones.
+    """
 
     rows: int
     dropped: int
@@ -40,9 +43,10 @@ class SFTCounts:
     kept: int
     tokens: int
     trained_tokens: int
+    unit: str = "conversations"
 
     def __str__(self) -> str:
-        text = f"{self.kept} conversations, {self.tokens} tokens of which {self.trained_tokens} trained"
+        text = f"{self.kept} {self.unit}, {self.tokens} tokens of which {self.trained_tokens} trained"
         if self.dropped:
             text += f", {self.dropped} over max_length dropped"
         if self.truncated:
@@ -78,25 +82,16 @@ class SFTDataset:
         kept: list[TokenizedConversation] = []
         rows = dropped = truncated = 0
         for path in [file for source in files for file in data_files(source)]:
-            conversations = _encode_file(path, encoder, messages_key, tools_key)
+            messages, by_tools = read_conversations(path, messages_key, tools_key)
+            conversations = encode_rows(path, messages_key, encoder, messages, by_tools)
             rows += len(conversations)
             for row, conversation in enumerate(conversations):
-                if len(conversation.ids) > max_length:
-                    if overlong == "error":
-                        raise DataError(
-                            f"{path}, row {row}, column {messages_key!r}: {len(conversation.ids)} tokens, more than "
-                            f"max_length={max_length}; raise it, or set the stage's overlong to drop or truncate"
-                        )
-                    if overlong == "drop" or not conversation.loss_mask[:max_length].any():
-                        dropped += 1
-                        continue
-                    truncated += 1
-                    conversation = TokenizedConversation(
-                        conversation.ids[:max_length],
-                        conversation.loss_mask[:max_length],
-                        conversation.turn_ids[:max_length],
-                    )
-                kept.append(conversation)
+                fitting = fitted(conversation, max_length, overlong, f"{path}, row {row}, column {messages_key!r}")
+                if fitting is None:
+                    dropped += 1
+                    continue
+                truncated += fitting is not conversation
+                kept.append(fitting)
         if not kept:
             raise DataError(
                 f"{', '.join(files)}: none of the {rows} conversations fits into max_length={max_length}; raise it"
@@ -152,6 +147,28 @@ class BatchOrder:
         return self._epochs[epoch]
 
 
+def fitted(
+    conversation: TokenizedConversation, max_length: int, overlong: str, place: str
+) -> TokenizedConversation | None:
+    """``conversation`` within ``max_length`` tokens; None: it is dropped.
+
+    Raises:
+        DataError: it is longer, and ``overlong`` is error.
+    """
+    if len(conversation.ids) <= max_length:
+        return conversation
+    if overlong == "error":
+        raise DataError(
+            f"{place}: {len(conversation.ids)} tokens, more than max_length={max_length}; raise it, or set the stage's "
+            "overlong to drop or truncate"
+        )
+    if overlong == "drop" or not conversation.loss_mask[:max_length].any():
+        return None
+    return TokenizedConversation(
+        conversation.ids[:max_length], conversation.loss_mask[:max_length], conversation.turn_ids[:max_length]
+    )
+
+
 def as_trajectory_batch(conversations: Sequence[TokenizedConversation]) -> TrajectoryBatch:
     """Rows in the learner's contract; tokens after the last trained one are left out, nothing depends on them."""
     count = len(conversations)
@@ -189,20 +206,35 @@ def read_conversations(
     """
     table = read_table(path)
     require_columns(path, table, (messages_key,), ": sft.messages_key names the column of the conversations")
-    messages = [_messages(path, row, cell, messages_key) for row, cell in enumerate(table[messages_key].to_pylist())]
-    cells = table[tools_key].to_pylist() if tools_key in table.column_names else [None] * len(messages)
+    messages = [
+        checked_messages(path, row, cell, messages_key) for row, cell in enumerate(table[messages_key].to_pylist())
+    ]
+    return messages, tools_of_rows(path, table, tools_key)
+
+
+def tools_of_rows(path: str, table: Any, tools_key: str) -> list[tuple[list[dict[str, Any]] | None, list[int]]]:
+    """The sets of tools in a file's table, each with the rows that have it; DataError as ``read_conversations``."""
+    cells = table[tools_key].to_pylist() if tools_key in table.column_names else [None] * len(table)
     # Rows with the same tools are rendered in one call; a file usually has one set of tools.
     by_tools: dict[str, list[int]] = {}
     for row, cell in enumerate(cells):
         key = cell if isinstance(cell, str) else json.dumps(cell)
         by_tools.setdefault(key, []).append(row)
-    return messages, [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
+    return [(_tools(path, rows[0], key, tools_key), rows) for key, rows in by_tools.items()]
 
 
-def _encode_file(
-    path: str, encoder: ConversationTokenizer, messages_key: str, tools_key: str
+def encode_rows(
+    path: str,
+    column: str,
+    encoder: ConversationTokenizer,
+    messages: Sequence[list[dict[str, Any]]],
+    by_tools: Sequence[tuple[list[dict[str, Any]] | None, list[int]]],
 ) -> list[TokenizedConversation]:
-    messages, by_tools = read_conversations(path, messages_key, tools_key)
+    """The conversations ``messages`` of a file's rows, tokenised.
+
+    Raises:
+        DataError: naming file, row and column.
+    """
     encoded: dict[int, TokenizedConversation] = {}
     for tools, rows in by_tools:
         for first in range(0, len(rows), _ENCODE_ROWS):
@@ -212,11 +244,13 @@ def _encode_file(
             except ChatTemplateError as error:
                 place = getattr(error, "row", None)
                 where = "" if place is None else f", row {part[place]}"
-                raise DataError(f"{path}{where}, column {messages_key!r}: {error}") from error
+                raise DataError(f"{path}{where}, column {column!r}: {error}") from error
     return [encoded[row] for row in range(len(messages))]
 
 
-def _messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any]]:
+def checked_messages(path: str, row: int, cell: Any, column: str) -> list[dict[str, Any]]:
+    """The messages of a cell, as text or nested; DataError naming file, row and column where they are none."""
+
     def fail(reason: str) -> DataError:
         return DataError(f"{path}, row {row}, column {column!r}: {reason}")
 

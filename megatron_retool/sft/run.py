@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from rich.table import Table
 from conversion.files.directory import COMPLETE_NAME
 from megatron_retool.algorithms.stage_schedule import is_multiple
 from megatron_retool.config import Config, ConfigError, SFTStage
+from megatron_retool.data.preference_dataset import PreferenceDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 from megatron_retool.data.tokenizer import load_tokenizer
 from megatron_retool.loop.checkpointer import Checkpointer, Contents
@@ -34,6 +36,7 @@ from megatron_retool.runs.checkpoints import (
 )
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import LeaveRequest
+from megatron_retool.sft.preferences import preference_loss, preference_update
 from megatron_retool.sft.stage import Stage, Window
 
 if TYPE_CHECKING:
@@ -83,6 +86,7 @@ class Run:
             total_optimizer_steps=stage.steps,
             hf_dir=config.model.path,
             mcore_dir=config.model.mcore_path,
+            with_reference=any(each.settings.loss == "dpo" for each in self.stages),
         )
         self.checkpointer = Checkpointer(config, self.console, lambda: {"learner": InProcess(self.learner)}, resume)
         try:
@@ -123,8 +127,11 @@ class Run:
             self.console.print(f"stage {settings.name}: {steps} steps x {settings.batch_size}; {train.counts}")
         return stages
 
-    def _dataset(self, stage: SFTStage, files: list[str], tokenizer: Any) -> SFTDataset:
+    def _dataset(self, stage: SFTStage, files: list[str], tokenizer: Any) -> SFTDataset | PreferenceDataset:
         sft = self.config.sft
+        if stage.loss == "dpo":
+            keys = (sft.prompt_key, sft.chosen_key, sft.rejected_key, sft.tools_key)
+            return PreferenceDataset(files, tokenizer, stage.max_length, stage.overlong, *keys)
         return SFTDataset(files, tokenizer, stage.max_length, stage.overlong, sft.messages_key, sft.tools_key)
 
     def _resume_state(self, resume: Checkpoint | None) -> dict[str, Any]:
@@ -166,7 +173,8 @@ class Run:
                     leaving = step < last_step and self._asked_to_leave()
                     row: dict[str, float] = {}
                     if stage.val is not None and (ends_stage or is_multiple(step, self.config.sft.test_freq)):
-                        row["sft/val_loss"] = stage.report["validation loss"] = self._validation_loss(stage)
+                        row |= self._validation(stage)
+                        stage.report["validation loss"] = row["sft/val_loss"]
                     if ends_stage or row or leaving or is_multiple(step, self.config.sft.log_freq):
                         row |= window.metrics() | self._peak_memory()
                         stage.report["training loss"] = row["sft/loss"]
@@ -203,7 +211,10 @@ class Run:
     def _update(self, stage: Stage, step: int, window: Window) -> dict[str, float]:
         start = time.perf_counter()
         batch = stage.train.batch(stage.order.rows(step - stage.first_step))
-        metrics = self.learner.sft_update(batch)
+        if stage.settings.loss == "dpo":
+            metrics = preference_update(self.learner, batch, stage.settings)
+        else:
+            metrics = self.learner.sft_update(batch)
         window.add(metrics, int(batch.total_lengths.sum()), self._flops(batch), time.perf_counter() - start)
         return metrics
 
@@ -214,17 +225,23 @@ class Run:
         peak = flops.peak_flops(self.learner.acceleration.gpu_name)
         return None if peak is None else self.learner.model_flops(batch) / peak / self.config.learner.world_size
 
-    def _validation_loss(self, stage: Stage) -> float:
-        """Mean over all trained tokens of the stage's validation conversations."""
+    def _validation(self, stage: Stage) -> dict[str, float]:
+        """sft/val_loss: mean over all trained tokens of the validation conversations, or over its pairs, of which
+        sft/val_dpo_accuracy is the share that the policy orders right."""
         assert stage.val is not None
-        total = tokens = 0.0
+        totals, count = Counter[str](), 0.0
         size = stage.settings.batch_size * _VALIDATION_BATCHES
         for first in range(0, len(stage.val), size):
-            batch = stage.val.batch(np.arange(first, min(first + size, len(stage.val))))
-            count = int(batch.loss_mask.sum())
-            total += self.learner.sft_loss(batch) * count
-            tokens += count
-        return total / tokens
+            rows = np.arange(first, min(first + size, len(stage.val)))
+            batch = stage.val.batch(rows)
+            if stage.settings.loss == "dpo":
+                found, weight = preference_loss(self.learner, batch, stage.settings), len(rows)
+                values = {"loss": found.loss, "dpo_accuracy": found.metrics["dpo_accuracy"]}
+            else:
+                values, weight = {"loss": self.learner.sft_loss(batch)}, int(batch.loss_mask.sum())
+            totals.update({name: value * weight for name, value in values.items()})
+            count += weight
+        return {f"sft/val_{name}": total / count for name, total in totals.items()}
 
     def _save(self, step: int, stage_index: int) -> None:
         """A checkpoint that is complete when any rank goes on.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_retool.config import SFTStage
+from megatron_retool.data.preference_dataset import PreferenceDataset
 from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 
 
@@ -17,8 +18,8 @@ class Stage:
     """One stage with its data. Its steps are ``first_step`` … ``last_step`` of the run, counted from 1."""
 
     settings: SFTStage
-    train: SFTDataset
-    val: SFTDataset | None
+    train: SFTDataset | PreferenceDataset
+    val: SFTDataset | PreferenceDataset | None
     order: BatchOrder
     first_step: int
     last_step: int
@@ -29,13 +30,14 @@ class Stage:
         return self.last_step - self.first_step + 1
 
     def describe(self) -> dict[str, Any]:
-        """What the order of its batches depends on."""
-        return {
+        """What the order of its batches depends on, and its loss where it is not the usual one."""
+        described = {
             "name": self.settings.name,
             "steps": self.steps,
             "batch_size": self.settings.batch_size,
             "conversations": len(self.train),
         }
+        return described if self.settings.loss == "cross_entropy" else {**described, "loss": self.settings.loss}
 
 
 class Window:
