@@ -25,7 +25,8 @@ from megatron_retool.algorithms.rollout_correction import correct_responses
 from megatron_retool.algorithms.settings import BUILT_IN, RolloutCorrectionSettings
 from megatron_retool.registry import Extension, ExtensionError, Registry
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
+"""Of a token, in either direction: e^20 is far outside any clip range, and products with it stay finite."""
 # GSPO's ratio is a geometric mean: e^10 is far outside any clip range, and the product with an advantage stays finite.
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 _COMMON_METRICS = ("actor/pg_loss", "actor/ppo_kl", "actor/entropy", "actor/kl_loss", "actor/grad_norm", "actor/lr")
@@ -120,7 +121,7 @@ def clip(
     Metrics: pg_clipfrac (tokens whose clipped term was the larger loss), pg_clipfrac_lower (those that dual clip
     bounded).
     """
-    log_ratio = inputs.log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = inputs.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return _clipped(inputs, log_ratio, clip_ratio_low, clip_ratio_high, dual_clip)
 
 
@@ -139,28 +140,49 @@ def gspo(
     # Of all sampled tokens, those that give no loss too.
     log_ratio = torch.where(inputs.loss_mask, inputs.log_probs - inputs.old_log_probs, 0.0)
     owners, count = contiguous_ids(inputs.sequence_ids)
-    detached = log_ratio.detach()
-    tokens = sequence_sum(inputs.loss_mask, owners, count).clamp(min=1)
-    mean = (sequence_sum(detached, owners, count) / tokens).clamp(max=_MAX_SEQUENCE_LOG_RATIO)
-    # Value: the sequence's mean. Gradient: that of the token's own log-prob (eq. 14).
-    used = torch.where(inputs.active, mean.to(log_ratio.dtype)[owners] + (log_ratio - detached), 0.0)
+    used = torch.where(inputs.active, sequence_log_ratio(log_ratio, inputs.loss_mask, owners, count), 0.0)
     return _clipped(inputs, used, clip_ratio_low, clip_ratio_high, dual_clip)
+
+
+def sequence_log_ratio(log_ratio: Tensor, counted: Tensor, owners: Tensor, count: int) -> Tensor:
+    """GSPO's log ratio of every token: its sequence's mean, with the gradient of the token's own (eq. 14).
+
+    Args:
+        log_ratio: float [t] with a gradient, 0 where it is not counted.
+        counted: bool [t], the tokens that the mean is over.
+        owners: int64 [t] in [0, count), whose token it is.
+    """
+    detached = log_ratio.detach()
+    tokens = sequence_sum(counted, owners, count).clamp(min=1)
+    mean = (sequence_sum(detached, owners, count) / tokens).clamp(max=_MAX_SEQUENCE_LOG_RATIO)
+    return mean.to(log_ratio.dtype)[owners] + (log_ratio - detached)
+
+
+def clipped_losses(
+    ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio A, clip(ratio, low, high) A) of every token (PPO, eq. 7), and whether the clipped term was taken.
+
+    Args:
+        ratio: float [t] with a gradient. advantages: float [t].
+        low, high: of the ratio; two numbers, or float [t] each.
+    """
+    free_loss = -advantages * ratio
+    clip_loss = -advantages * ratio.clamp(low, high)  # type: ignore[arg-type]
+    return torch.maximum(free_loss, clip_loss), clip_loss > free_loss
 
 
 def _clipped(
     inputs: PolicyLossInputs, log_ratio: Tensor, clip_ratio_low: float, clip_ratio_high: float, dual_clip: float | None
 ) -> TokenLosses:
     advantages = inputs.advantages
-    ratio = log_ratio.exp()
-    free_loss = -advantages * ratio
-    clip_loss = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    losses = torch.maximum(free_loss, clip_loss)
+    losses, clipped = clipped_losses(log_ratio.exp(), advantages, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     bounded = torch.zeros_like(inputs.active)
     if dual_clip is not None:
         bound = -advantages * dual_clip
         bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
-    return TokenLosses(losses, _clip_metrics(clip_loss > free_loss, bounded))
+    return TokenLosses(losses, _clip_metrics(clipped, bounded))
 
 
 @policy_losses.register("cispo")
@@ -170,7 +192,7 @@ def cispo(inputs: PolicyLossInputs, *, clip_ratio_low: float = 0.2, clip_ratio_h
     No token loses its gradient. Metrics: pg_clipfrac, tokens outside the range.
     """
     low, high = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
-    ratio = inputs.log_ratio.detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = inputs.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     losses = -inputs.advantages * ratio.clamp(low, high) * inputs.log_probs
     return TokenLosses(losses, _clip_metrics((ratio < low) | (ratio > high), torch.zeros_like(inputs.active)))
 
