@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn import Parameter
+from torch.nn import Module, Parameter, ParameterList
 
 from megatron_retool.config import LearnerConfig
 from megatron_retool.learner.model import PackedModel
@@ -40,7 +40,26 @@ def wrap(
     for outer, chunk in zip(wrapped, chunks, strict=True):
         _count_padding(outer)
         _announce_head(outer, chunk, options)
+        if options.overlap_param_gather:
+            _gather_with_owners(outer)
     return wrapped
+
+
+def _gather_with_owners(outer: DistributedDataParallel) -> None:
+    """Gather the weights of a ParameterList when the module that has it is called, since nothing calls the list itself.
+
+    Without it adapters would compute with what this rank alone has updated.
+    """
+    hook = outer._make_forward_pre_hook()
+
+    def gather(module: Module, _inputs: Any) -> None:
+        for child in module.children():
+            if isinstance(child, ParameterList):
+                hook(child)
+
+    for module in outer.module.modules():
+        if any(isinstance(child, ParameterList) for child in module.children()):
+            module.register_forward_pre_hook(gather)
 
 
 def _count_padding(outer: DistributedDataParallel) -> None:

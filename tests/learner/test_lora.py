@@ -135,6 +135,21 @@ def _adamw_step(expected: dict[str, Any], norm: float) -> dict[str, torch.Tensor
     return {name: factor.detach() for name, factor in factors.items()}
 
 
+def _three_updates(directory: Path) -> dict[str, list[float]]:
+    found = {}
+    for name in ("dp2", "dp2, overlap"):
+        learner = _learner(2, LAYOUTS[name][2], directory / "qwen3")
+        found[name] = [learner.sft_update(mini_batch())["loss"] for _ in range(3)]
+    return found
+
+
+def test_overlap_changes_no_later_update(references: Path) -> None:
+    """After a step a rank has the new values of its own part alone, until a pass gathers the others."""
+    found = run_ranks(_three_updates, 2, references / "three updates", references)
+    assert found["dp2, overlap"] == pytest.approx(found["dp2"], rel=1e-6)
+    assert abs(found["dp2"][2] - found["dp2"][1]) > 1e-2
+
+
 def _leave_out(control: str, learner: Any) -> None:
     """Take away what one of the controls says that the parity above depends on."""
     from megatron_retool.learner.adapters import Adapter, adapters
