@@ -136,6 +136,8 @@ def bind_token_loss(loss: TokenLoss, columns: Collection[str]) -> Extension[Toke
         log_probs = torch.full((3,), -1.0, requires_grad=True)
         given = {name: torch.full((3,), 0.5) for name in columns}
         inputs = TokenLossInputs(log_probs, given, torch.tensor([0, 0, 1]))
+        # A rank that has fewer micro-batches than others computes one without a sequence.
+        token_loss(TokenLossInputs(log_probs[:0], {n: c[:0] for n, c in given.items()}, inputs.sequence_ids[:0]), bound)
         if not token_loss(inputs, bound).requires_grad:
             raise ExtensionError(
                 f"{bound.label}: it has no gradient to inputs.log_probs: compute it without detach() or .item()"

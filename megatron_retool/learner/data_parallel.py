@@ -9,6 +9,7 @@ directly, so it is announced here.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -84,6 +85,32 @@ def _announce_head(outer: DistributedDataParallel, chunk: PackedModel, options: 
         chunk.before_head = group.finish_param_sync
     if options.overlap_grad_reduce:
         chunk.head_gradient_added = lambda: group.register_grad_ready(weight, outer.force_all_reduce)
+
+
+@contextlib.contextmanager
+def gradients_stay(config: TransformerConfig, chunks: Sequence[Any]) -> Iterator[None]:
+    """Within it, passes add to the gradients that each rank has, and nothing is summed over ranks.
+
+    A sum is made in place: gradients of a later pass would be added to those that are summed already, and these would
+    be counted once for each rank at the next sum.
+    """
+    kept = config.no_sync_func, config.finalize_model_grads_func
+    # The schedule's own no_sync leaves out the last micro-batch, whose hooks would start the sum.
+    config.no_sync_func = config.finalize_model_grads_func = None
+    try:
+        with contextlib.ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+    finally:
+        config.no_sync_func, config.finalize_model_grads_func = kept
+
+
+def start_gradient_sums(chunks: Sequence[Any]) -> None:
+    """Start the sums that hooks would have started, where communication overlaps and ``gradients_stay`` kept them."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
 
 
 def finish_gathering(chunks: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.algorithms.policy_loss import PolicyObjective
 from megatron_retool.algorithms.settings import SamplingSettings
+from megatron_retool.algorithms.token_losses import bind_token_loss
 from megatron_retool.config import Config, ConfigError, OptimizerConfig
 from megatron_retool.learner import adapters, cpu, data_parallel, parallel
 from megatron_retool.learner.deterministic import check_attention, make_deterministic
@@ -43,16 +44,18 @@ from megatron_retool.learner.losses import (
 from megatron_retool.learner.model import CriticModel, PackedModel, PolicyModel, build_transformer_config
 from megatron_retool.learner.multi_token_prediction import PredictionLoss
 from megatron_retool.learner.offload import HostOffload
-from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply
+from megatron_retool.learner.optimizer import build_optimizer, clip_and_apply, step_settings
 from megatron_retool.learner.packing import MicroBatch, Packer, Plan
 from megatron_retool.learner.performance import check_performance
-from megatron_retool.learner.pipeline import forward_backward, reduce_over_ranks, sum_gradients
+from megatron_retool.learner.pipeline import forward, forward_backward, reduce_over_ranks, sum_gradients
 from megatron_retool.learner.precision import Acceleration, check_precision, token_multiple
 from megatron_retool.learner.reading import FusedUpdate, LogProbs, read_tokens
 from megatron_retool.learner.routing_replay import RoutingPass, RoutingReplay
 from megatron_retool.learner.shared_packing import SharedPrefixPacker
+from megatron_retool.learner.target_batch import TargetBatch, TargetLoss, check_accumulation
 from megatron_retool.learner.transformer_engine import watch_attention
 from megatron_retool.learner.weights import export_hf_weights
+from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
 
 if TYPE_CHECKING:
@@ -69,7 +72,8 @@ class Learner:
     Attributes that other rooms read: ``model_chunks`` (this rank's virtual pipeline stages, DDP-wrapped),
     ``optimizer``, ``scheduler``, ``architecture``, ``transformer_config``, ``layout``, ``base`` (directory that the
     weights were read from) and ``base_checksum`` (see ``checkpoint.state.adapter_record``), ``own_seconds`` (of this
-    rank's last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest).
+    rank's last update up to the sum of gradients over data-parallel ranks, where it waits for the slowest),
+    ``has_gradients`` (whether ``accumulate`` has left some that no ``apply`` has used).
 
     Args:
         config: the run's configuration; ``learner``, ``algorithm`` and ``trainer`` are read.
@@ -166,6 +170,7 @@ class Learner:
         no_sync = [chunk.no_sync for chunk in self.model_chunks]
         self.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.transformer_config.finalize_model_grads_func = self._timed_gradient_sum()
+        self.has_gradients = False
         cpu.fix_torch_adam()
         self.reset_optimizer(optimizer, total_optimizer_steps)
         packer = SharedPrefixPacker if config.learner.share_prefixes else Packer
@@ -385,14 +390,13 @@ class Learner:
         routing: RoutingPass | None = None,
         step_without_loss: bool = True,
     ) -> dict[str, float]:
+        if self.has_gradients:
+            raise RequestRefused("an update would drop what was accumulated: call apply before it")
         start = self._update_start = time.perf_counter()
         plan = self.packer.plan(batch)
         micro_batches = self.packer.micro_batches(batch, head_on, plan)
-        for chunk in self.model_chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        options = {**head_options, **self._head_settings, "routing": routing}
+        self.clear_gradients()
+        options = {**head_options, "routing": routing}
         if self.architecture.predictors:
             scaling_factor = self.config.learner.mtp.loss_scaling_factor
             predictions = PredictionLoss(batch, self.architecture.predictors, scaling_factor)
@@ -400,8 +404,7 @@ class Learner:
         biases = self._router_biases() if self.config.learner.moe_router_bias_update_rate else []
         before = [bias.clone() for bias in biases]
         with routing or contextlib.nullcontext():
-            parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
-        watch_attention()
+            parts = self._add_gradients(micro_batches, options, loss)
         metrics = reduce_over_ranks(parts, self.layout, self.device)
         routing_metrics = routing.metrics() if routing else {}
         applied = False
@@ -429,13 +432,95 @@ class Learner:
             metrics |= self._mfu(room, batch, plan, time.perf_counter() - start)
         return metrics
 
+    def accumulate(
+        self, sequences: Sequence[TargetSequence], loss: TokenLoss, *, forward_only: bool = False
+    ) -> TokenOutputs:
+        """Add the gradient of a loss, summed over all targets, to what earlier calls have left; no step is made.
+
+        Gradients stay on each rank until ``apply``, which sums them over ranks once.
+
+        Args:
+            sequences: with targets of their own, and the columns that the loss reads.
+            forward_only: compute the outputs alone; gradients stay as they are.
+
+        Returns:
+            Log-probs and loss of each target, and the metric loss, their sum.
+
+        Raises:
+            RequestRefused: the loss or a sequence does not fit; nothing has changed.
+            ConfigError: a setting does not go with accumulating.
+        """
+        check_accumulation(self.config, self.architecture, self.role)
+        targets = TargetBatch.of(sequences, self.architecture)
+        target_loss = TargetLoss(targets, bind_token_loss(loss, targets.columns), self.device)
+        try:
+            plan = self.packer.plan(targets.batch)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        micro_batches = self.packer.micro_batches(targets.batch, plan=plan, targets=targets.targets)
+        if forward_only:
+            for chunk in self.model_chunks:
+                chunk.eval()
+            with torch.no_grad():
+                forward(self.model_chunks, micro_batches, self._head_settings, self.packer.max_tokens, target_loss)
+        else:
+            if not self.has_gradients:
+                self.clear_gradients()
+            self.has_gradients = True
+            with data_parallel.gradients_stay(self.transformer_config, self.model_chunks):
+                self._add_gradients(micro_batches, {}, target_loss)
+        return targets.outputs(parallel.sum_over_data_parallel(target_loss.found).cpu().numpy())
+
+    def apply(self, step: OptimizerStep) -> dict[str, float]:
+        """One optimizer step on what ``accumulate`` has left, with settings of its own; the schedule stays as it is.
+
+        Returns:
+            lr; grad_norm, before clipping; skipped, 1 where the norm is not finite or above skip_grad_norm: the step is
+            then left out, and the gradients are dropped all the same.
+
+        Raises:
+            RequestRefused: nothing was accumulated.
+            ConfigError: the optimizer is not AdamW.
+        """
+        check_accumulation(self.config, self.architecture, self.role)
+        if not self.has_gradients:
+            raise RequestRefused("nothing was accumulated since the last step: call accumulate before apply")
+        self.has_gradients = False
+        self._update_start = time.perf_counter()
+        data_parallel.start_gradient_sums(self.model_chunks)
+        self.transformer_config.finalize_model_grads_func(list(self.model_chunks))
+        with step_settings(self.optimizer, step):
+            applied, norm = clip_and_apply(self.optimizer)
+        return {"lr": step.learning_rate, "grad_norm": norm, "skipped": float(not applied)}
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero."""
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.has_gradients = False
+
+    def _add_gradients(
+        self, micro_batches: list[MicroBatch], options: dict[str, Any], loss: MicroBatchLoss
+    ) -> list[dict[str, Tensor]]:
+        """Forward and backward; the losses' metrics."""
+        for chunk in self.model_chunks:
+            chunk.train()
+        options = {**options, **self._head_settings}
+        parts = forward_backward(self.model_chunks, micro_batches, options, self.packer.max_tokens, loss)
+        watch_attention()
+        return parts
+
     def _router_biases(self) -> list[torch.Tensor]:
         """Float32 [experts] of each layer with a router whose choice has a bias."""
         modules = (module for chunk in self.model_chunks for module in chunk.modules())
         return [bias for module in modules if (bias := getattr(module, "expert_bias", None)) is not None]
 
     def _step(self) -> tuple[bool, float]:
-        return clip_and_apply(self.optimizer, self.scheduler)
+        applied, norm = clip_and_apply(self.optimizer)
+        if applied:
+            self.scheduler.step(increment=1)
+        return applied, norm
 
     @property
     def _head_settings(self) -> dict[str, Any]:

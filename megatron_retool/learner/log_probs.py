@@ -82,7 +82,7 @@ def token_scores(
         hidden: [n, h], the same on every rank of ``group``. Its gradient is this rank's part of a sum over ``group``:
             take it through ``head_hidden_states``.
         weight: [V / TP, h], this rank's rows of the output layer.
-        targets: int64 [n], global token ids.
+        targets: int64 [n], global token ids; or [n, K], of which each row is read from the same logits.
         vocab_size: tokens of the vocabulary; rows beyond it are padding and get probability 0.
         group: tensor-parallel group over which the vocabulary is split; None or of size 1: not split.
         temperature: logits are divided by it.
@@ -95,8 +95,8 @@ def token_scores(
         on_main_grad: called in every backward pass when that is done, since no hook of autograd tells.
 
     Returns:
-        log_probs, entropy: float32 [n].
-        best: bool [n], whether no token is more probable than the target.
+        log_probs: float32 in the shape of ``targets``. entropy: float32 [n].
+        best: bool in the shape of ``targets``, whether no token is more probable than the target.
     """
     if group is not None and group.size() == 1:
         group = None
@@ -134,14 +134,19 @@ class _Settings:
             yield slice(start, min(start + self.chunk_tokens, rows))
 
     def logits(self, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-        """float32 [rows, V / TP], divided by the temperature, -inf on padding and on what the filters remove."""
+        """float32 [rows, V / TP], divided by the temperature, -inf on padding and on what the filters remove.
+
+        Of the targets, [rows, K], ``local`` are the rows in this part of the vocabulary, ``owned`` whether they lie in
+        it.
+        """
         x = torch.mm(hidden.to(self.dtype), weight.t()).float()
         if self.temperature != 1.0:
             x.div_(self.temperature)
         self._fill_padding(x, float("-inf"))
         if self.filters is not None:
-            kept, target = self._kept(x, self.filters), local.unsqueeze(-1)
-            kept.scatter_(-1, target, kept.gather(-1, target) | owned.unsqueeze(-1))
+            kept = self._kept(x, self.filters)
+            for target, own in zip(local.split(1, -1), owned.split(1, -1), strict=True):
+                kept.scatter_(-1, target, kept.gather(-1, target) | own)
             x.masked_fill_(~kept, float("-inf"))
         return x
 
@@ -175,33 +180,34 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         n = hidden.size(0)
         # The target's row in this rank's part of the vocabulary; 0, and not owned, where it lies in another's.
-        local = targets - settings.first_row
+        local = (targets if targets.dim() == 2 else targets.unsqueeze(-1)) - settings.first_row  # [n, K]
         owned = (local >= 0) & (local < weight.size(0))
         local = local.masked_fill(~owned, 0)
         head = weight.to(settings.dtype)
-        log_probs = torch.empty(n, dtype=torch.float32, device=hidden.device)
-        entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        best = torch.empty(n, dtype=torch.bool, device=hidden.device)
+        entropy = torch.empty(n, dtype=torch.float32, device=hidden.device)
+        log_probs, log_z = entropy.new_empty(local.shape), torch.empty_like(entropy)
+        best = torch.empty(local.shape, dtype=torch.bool, device=hidden.device)
         for take in settings.chunks(n):
             x = settings.logits(hidden[take], head, local[take], owned[take])
             peak = x.amax(-1)
             if settings.group is not None:
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=settings.group)
             x.sub_(peak.unsqueeze(-1))
-            sums = x.new_empty(3, x.size(0))
-            sums[1] = x.gather(-1, local[take].unsqueeze(-1)).squeeze(-1).masked_fill_(~owned[take], 0.0)
+            sums = x.new_empty(2 + local.size(1), x.size(0))
+            sums[2:] = x.gather(-1, local[take]).masked_fill_(~owned[take], 0.0).t()
             p = x.exp()
             torch.sum(p, -1, out=sums[0])
-            torch.sum(p.mul_(settings.without_infinities(x)), -1, out=sums[2])
+            torch.sum(p.mul_(settings.without_infinities(x)), -1, out=sums[1])
             if settings.group is not None:
                 dist.all_reduce(sums, group=settings.group)
             normalizer = sums[0].log()
-            log_probs[take] = sums[1] - normalizer
-            best[take] = sums[1] == 0  # the target's logit less the largest
-            entropy[take] = normalizer - sums[2] / sums[0]
+            log_probs[take] = (sums[2:] - normalizer).t()
+            best[take] = (sums[2:] == 0).t()  # the target's logit less the largest
+            entropy[take] = normalizer - sums[1] / sums[0]
             log_z[take] = normalizer + peak
         ctx.save_for_backward(hidden, weight, local, owned, log_z, entropy)
         ctx.settings = settings
+        log_probs, best = log_probs.view(targets.shape), best.view(targets.shape)
         ctx.mark_non_differentiable(best)
         return log_probs, entropy, best
 
@@ -212,7 +218,9 @@ class _ChunkedHead(torch.autograd.Function):
         needs_hidden = ctx.needs_input_grad[0]
         needs_weight = ctx.needs_input_grad[1] or settings.main_grad is not None
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(log_z)
+            grad_log_probs = torch.zeros(local.shape, dtype=log_z.dtype, device=log_z.device)
+        grad_log_probs = grad_log_probs.view(local.shape)
+        row_grad = grad_log_probs.sum(-1)
         head = weight.to(settings.dtype)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
@@ -229,11 +237,11 @@ class _ChunkedHead(torch.autograd.Function):
             if grad_entropy is not None:
                 settings.without_infinities(log_p)
                 log_p.add_(entropy[take].unsqueeze(-1)).mul_(grad_entropy[take].unsqueeze(-1))
-                p.mul_(log_p.add_(grad_log_probs[take].unsqueeze(-1))).neg_()
+                p.mul_(log_p.add_(row_grad[take].unsqueeze(-1))).neg_()
             else:
-                p.mul_(grad_log_probs[take].neg().unsqueeze(-1))
+                p.mul_(row_grad[take].neg().unsqueeze(-1))
             del log_p
-            p.scatter_add_(-1, local[take].unsqueeze(-1), (grad_log_probs[take] * owned[take]).unsqueeze(-1))
+            p.scatter_add_(-1, local[take], grad_log_probs[take] * owned[take])
             if settings.temperature != 1.0:
                 p.div_(settings.temperature)
             grad_logits = p.to(settings.dtype)

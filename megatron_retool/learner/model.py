@@ -453,7 +453,10 @@ class PolicyModel(PackedModel):
         fp32_head: bool = False,
         logits: bool = False,
     ) -> Tensor:
-        """float32 [2, n]: log-probs, entropy.  With ``logits``: this TP rank's float32 [n, V / TP] instead."""
+        """float32 [2, n]: log-probs, entropy; [K + 1, n] with K targets each.
+
+        With ``logits``: this TP rank's float32 [n, V / TP] instead.
+        """
         group = self.pg_collection.tp
         selected = head_hidden_states(hidden, micro_batch.head_positions, self.config.sequence_parallel, group)
         if self.before_head is not None:
@@ -463,21 +466,21 @@ class PolicyModel(PackedModel):
             return torch.mm(selected, weight.t()).float()
         # Only the parameter itself has a main gradient, and only under Megatron's DDP.
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
-        found = torch.stack(
-            log_probs_and_entropy(
-                selected,
-                weight,
-                micro_batch.targets,
-                vocab_size=self.architecture.vocab_size,
-                group=group,
-                temperature=temperature,
-                sampling=sampling,
-                chunk_tokens=chunk_tokens,
-                fp32_head=fp32_head,
-                main_grad=main_grad,
-                on_main_grad=None if main_grad is None else self.head_gradient_added,
-            )
+        log_probs, entropy = log_probs_and_entropy(
+            selected,
+            weight,
+            micro_batch.targets,
+            vocab_size=self.architecture.vocab_size,
+            group=group,
+            temperature=temperature,
+            sampling=sampling,
+            chunk_tokens=chunk_tokens,
+            fp32_head=fp32_head,
+            main_grad=main_grad,
+            on_main_grad=None if main_grad is None else self.head_gradient_added,
         )
+        columns = [log_probs] if log_probs.dim() == 1 else log_probs.unbind(1)
+        found = torch.stack([*columns, entropy])
         return found if micro_batch.copies is None else found.index_select(1, micro_batch.copies)
 
     def _predict(

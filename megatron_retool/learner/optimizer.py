@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_retool.config import ConfigError, LearnerConfig, OptimizerConfig
 from megatron_retool.learner.performance import optimizer_state_options
 from megatron_retool.learner.precision import muon_options, optimizer_options
 from megatron_retool.learner.weights import global_parameters
+from megatron_retool.target_sequences import OptimizerStep
 
 
 def build_optimizer(
@@ -105,10 +107,37 @@ def _save_whole_main_parameters(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = put_part
 
 
-def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[bool, float]:
+@contextlib.contextmanager
+def step_settings(optimizer: Any, step: OptimizerStep) -> Iterator[None]:
+    """Within it the optimizer, Megatron's AdamW, has a caller's settings in place of the run's."""
+    own = {
+        "lr": step.learning_rate,
+        "betas": (step.beta1, step.beta2),
+        "eps": step.eps,
+        "weight_decay": step.weight_decay,
+    }
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    kept = [{name: group[name] for name in own} for group in groups]
+    configs = {id(part.config): part.config for part in optimizer.chained_optimizers}.values()
+    clips = [config.clip_grad for config in configs]
+    try:
+        for group in groups:
+            # As the schedule does: biases and norms have no weight decay.
+            group.update(own, weight_decay=step.weight_decay * group.get("wd_mult", 1.0))
+        for config in configs:
+            config.clip_grad = step.grad_clip_norm
+        yield
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+        for config, clip in zip(configs, clips, strict=True):
+            config.clip_grad = clip
+
+
+def clip_and_apply(optimizer: Any) -> tuple[bool, float]:
     """Returns whether the update was applied, and the policy's gradient's norm before clipping.
 
-    An update whose norm is above ``OptimizerConfig.skip_grad_norm`` changes no weight, no moment and no schedule.
+    An update whose norm is above ``OptimizerConfig.skip_grad_norm`` changes no weight and no moment.
     Megatron's own step would apply a gradient that is not a number where no loss scaling looks for it, and it lets each
     rank compare its own rounding of the norm with the bound.
     """
@@ -134,10 +163,7 @@ def clip_and_apply(optimizer: Any, scheduler: OptimizerParamScheduler) -> tuple[
                 total_norm=norms[group],
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
-    applied = bool(optimizer.step_with_ready_grads())
-    if applied:
-        scheduler.step(increment=1)
-    return applied, norm
+    return bool(optimizer.step_with_ready_grads()), norm
 
 
 def exceeds_skip_norm(optimizer: Any, norm: float) -> bool:

@@ -60,7 +60,7 @@ class MicroBatch:
         input_ids, position_ids: int64 [1, t].
         cu_seqlens: int32 [sequences + 1], boundaries in the whole (not the local) stream, padding included.
         head_positions: int64 [n], local tokens whose output the head reads: each predicts a response token.
-        targets: int64 [n], the predicted tokens.
+        targets: int64 [n], the predicted tokens; [n, K] where the caller gave K of each.
         slots: int64 [n], where those stand among the micro-batch's response tokens.
         response_positions: int64 [R], the micro-batch's response tokens as positions in the batch's columns, whole
             sequences on every context-parallel rank.
@@ -284,7 +284,11 @@ class Packer:
         return units
 
     def micro_batches(
-        self, batch: TrajectoryBatch, head_on: str = "loss_mask", plan: Plan | None = None
+        self,
+        batch: TrajectoryBatch,
+        head_on: str = "loss_mask",
+        plan: Plan | None = None,
+        targets: Int64Array | None = None,
     ) -> list[MicroBatch]:
         """This rank's micro-batches.
 
@@ -293,10 +297,12 @@ class Packer:
             head_on: "loss_mask": the head reads what predicts tokens of the loss mask; "response": what predicts any
                 response token (a critic's values).
             plan: the batch's, where it is known.
+            targets: int64 [T, K], what the head reads each response token for: these are predicted from it, where it
+                would otherwise be predicted from the token before. ``head_on`` is then not read.
         """
         plan = plan or self.plan(batch)
         mine = [each for each in plan.shares[self.data_rank] if self.context_rank in each.context_ranks]
-        return [self._cut(batch, plan.stream, plan.units, planned, head_on) for planned in mine]
+        return [self._cut(batch, plan.stream, plan.units, planned, head_on, targets) for planned in mine]
 
     def balance_metrics(self, batch: TrajectoryBatch, plan: Plan) -> dict[str, float]:
         """global_seqlen/*: tokens of a data-parallel rank, cut in the batch's order (min, max) and as planned."""
@@ -329,7 +335,13 @@ class Packer:
         return padded
 
     def _cut(
-        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, planned: PlannedMicroBatch, head_on: str
+        self,
+        batch: TrajectoryBatch,
+        stream: Stream,
+        units: Int64Array,
+        planned: PlannedMicroBatch,
+        head_on: str,
+        given: Int64Array | None,
     ) -> MicroBatch:
         cp, rows = len(planned.context_ranks), planned.rows
         layout, context_rank = replace(self.layout, context=cp), self.context_rank - planned.context_ranks.start
@@ -351,10 +363,12 @@ class Packer:
             ids[real] = stream.ids[token_positions[real]]
 
         responses = Responses.of(batch, stream, rows)
-        predicted_from = boundaries[responses.owner] + responses.places - 1
-        slots = responses.slots(batch, head_on)
-        heads = predicted_from[slots]
-        targets = batch.response_ids[responses.positions[slots]].astype(np.int64)
+        slots = responses.slots(batch, head_on if given is None else "response")
+        heads = (boundaries[responses.owner] + responses.places)[slots]
+        if given is None:
+            heads, targets = heads - 1, batch.response_ids[responses.positions[slots]].astype(np.int64)
+        else:
+            targets = given[responses.positions]
 
         local = zigzag(padded, cp, context_rank) if cp > 1 else np.arange(total)
         place = np.full(total, -1)

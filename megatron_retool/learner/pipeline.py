@@ -58,7 +58,7 @@ def forward(
     micro_batches: Sequence[MicroBatch],
     options: dict[str, Any],
     max_tokens: int,
-    collect: Callable[[MicroBatch, Tensor], None],
+    collect: Callable[[MicroBatch, Tensor], Any],
 ) -> None:
     """Forward alone; ``collect`` gets each micro-batch with the head's output, on the last pipeline stage."""
 

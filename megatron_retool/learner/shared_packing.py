@@ -73,8 +73,15 @@ class SharedPrefixPacker(Packer):
         return prefix_tree([stream.sequences[row] for row in rows])
 
     def _cut(
-        self, batch: TrajectoryBatch, stream: Stream, units: Int64Array, planned: PlannedMicroBatch, head_on: str
+        self,
+        batch: TrajectoryBatch,
+        stream: Stream,
+        units: Int64Array,
+        planned: PlannedMicroBatch,
+        head_on: str,
+        given: Int64Array | None,
     ) -> MicroBatch:
+        assert given is None, "learner.share_prefixes: sequences with given targets are refused before"
         rows, tree = planned.rows, planned.tree
         assert tree is not None
         real = tree.num_tokens

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.learner.log_probs import log_probs_and_entropy
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,28 @@ def test_values_and_gradients_equal_the_plain_way(
     expected = _plain(hidden, weight, targets, vocabulary, temperature)
     for mine, plain in zip((*found, *gradients(*found)), (*expected, *gradients(*expected)), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=0.7, top_k=5)])
+def test_several_targets_of_a_token_are_as_each_by_itself(sampling: SamplingSettings | None) -> None:
+    hidden, weight, _ = _inputs(23, 31, 34)
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, 31, (23, 3), generator=generator)
+    targets[5] = targets[5, 0]  # the same token three times
+    upstream = torch.randn(23, 3, generator=generator)
+    options = {"vocab_size": 31, "chunk_tokens": 8}
+    log_probs, entropy = log_probs_and_entropy(hidden, weight, targets, **options)
+    each = [log_probs_and_entropy(hidden, weight, column, **options) for column in targets.T]
+    torch.testing.assert_close(log_probs, torch.stack([column for column, _ in each], 1), rtol=0, atol=0)
+    assert all(torch.equal(entropy, own) for _, own in each)
+    found = torch.autograd.grad((log_probs * upstream).sum() + entropy.sum(), (hidden, weight))
+    parts = [(own * weights).sum() for (own, _), weights in zip(each, upstream.T, strict=True)]
+    expected = torch.autograd.grad(torch.stack(parts).sum() + each[0][1].sum(), (hidden, weight))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    if sampling is not None:  # no target is filtered out, whatever the others are
+        kept, _ = log_probs_and_entropy(hidden, weight, targets, sampling=sampling, **options)
+        assert bool(torch.isfinite(kept).all())
 
 
 def test_padding_rows_get_no_gradient() -> None:
