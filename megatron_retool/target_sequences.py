@@ -120,6 +120,9 @@ class OptimizerStep:
                 raise RequestRefused(f"{name}={value}: give a finite number that is not negative")
             if name.startswith("beta") and value >= 1:
                 raise RequestRefused(f"{name}={value}: give a number below 1")
+        if not self.eps:
+            # Many elements have no gradient at first (those of A while B is 0): their step would be 0 / 0.
+            raise RequestRefused("eps=0: give a number above 0")
 
 
 def _check_array(name: str, value: Any, dtype: type[np.generic]) -> None:

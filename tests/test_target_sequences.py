@@ -49,7 +49,14 @@ def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("learning_rate", -1e-3), ("eps", float("nan")), ("grad_clip_norm", float("inf")), ("beta1", 1.0), ("beta2", 2.0)],
+    [
+        ("learning_rate", -1e-3),
+        ("eps", float("nan")),
+        ("eps", 0.0),
+        ("grad_clip_norm", float("inf")),
+        ("beta1", 1.0),
+        ("beta2", 2.0),
+    ],
 )
 def test_a_step_with_a_number_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(RequestRefused, match=f"{name}="):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors.torch import save
 from torch import Tensor
 
 from conversion.files.checksums import FileRecord, record_files
 from conversion.files.directory import COMPANIONS, FORMAT_NAME
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
+from conversion.files.peft_files import write_peft
 from conversion.files.quantized_checkpoint import open_source
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import CheckpointPlace, Mapping, WeightMap, checkpoint_place, to_mcore
@@ -28,7 +28,6 @@ from megatron_retool.untrusted import load_json
 RECORD_NAME = "adapters.json"
 PEFT_DIRECTORY = "adapter"
 """Directory of an export that holds PEFT's files."""
-_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,16 @@ def read_record(checkpoint: Path) -> AdapterRecord | None:
     Raises:
         DistCheckpointError: the record is not one.
     """
-    path = checkpoint / COMPANIONS / RECORD_NAME
+    return record_of(checkpoint / COMPANIONS)
+
+
+def record_of(directory: Path) -> AdapterRecord | None:
+    """What the adapters are that ``AdapterRecord.write`` has described in ``directory``; None: nothing is there.
+
+    Raises:
+        DistCheckpointError: the record is not one.
+    """
+    path = directory / RECORD_NAME
     if not path.is_file():
         return None
     try:
@@ -169,20 +177,4 @@ class MergedCheckpoint(DistCheckpoint):
         """
         adapted = [mapping for mapping in self._weight_map if target_of(mapping) in self.record.targets]
         tensors = {name: tensor for mapping in adapted for name, tensor in self.factors(mapping).items()}
-        directory.mkdir()
-        named = {_PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-        # Not save_file, whose files no other user may read.
-        (directory / "adapter_model.safetensors").write_bytes(save(named, metadata={"format": "pt"}))
-        alpha = self.record.alpha
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.record.base,
-            "r": self.record.rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "inference_mode": True,
-        }
-        write_text(directory / "adapter_config.json", json.dumps(config, indent=2) + "\n")
+        write_peft(directory, tensors, self.record.rank, self.record.alpha, self.record.base)

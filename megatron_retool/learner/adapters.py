@@ -79,12 +79,10 @@ class Adapter(torch.nn.Module):
         self._exchanges_elsewhere = mapping.expert is not None
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a, self.b = ParameterList(), ParameterList()
-        for factor in factor_mappings(mapping, settings.rank):
-            if ".lora_A." in factor.hf_names[0]:
-                whole = shard(factor, _initial_a(factor, settings), self.tp_size, self.tp_rank)
-                self.a.append(Parameter(whole.to(**like, memory_format=torch.contiguous_format, copy=True)))
-            else:
-                self.b.append(Parameter(torch.zeros(shard_shape(factor, self.tp_size, self.tp_rank), **like)))
+        names = (factor.hf_names[0] for factor in factor_mappings(mapping, settings.rank))
+        for name, value in zip(names, initial_factors(self, settings), strict=True):
+            parameter = Parameter(value.to(**like, memory_format=torch.contiguous_format, copy=True))
+            (self.a if ".lora_A." in name else self.b).append(parameter)
         self._mark(linear)
 
     def _mark(self, linear: Any) -> None:
@@ -153,6 +151,18 @@ class Adapter(torch.nn.Module):
 def _source(block: Segment) -> int:
     assert block.source is not None
     return block.source
+
+
+def initial_factors(adapter: Adapter, settings: LoraConfig) -> list[Tensor]:
+    """The factors that an adapter begins with, of the rank of ``settings``: every A, then every B, which is zero.
+    Float32, this rank's parts."""
+    found = []
+    for factor in factor_mappings(adapter.mapping, settings.rank):
+        if ".lora_A." in factor.hf_names[0]:
+            found.append(shard(factor, _initial_a(factor, settings), adapter.tp_size, adapter.tp_rank))
+        else:
+            found.append(torch.zeros(shard_shape(factor, adapter.tp_size, adapter.tp_rank)))
+    return found
 
 
 def _initial_a(factor: Mapping, settings: LoraConfig) -> Tensor:

@@ -260,14 +260,37 @@ def _gather(
         {name: _dtype(parameter, value) for name, parameter in own.items()},
         _padded_vocab_size(model_chunks, architecture),
     )
-    world: list[_RankContents] = [contents] * dist.get_world_size()
-    dist.all_gather_object(world, contents)
+    world = _of_all_ranks(contents)
     weight_map = WeightMap(architecture, max((c.padded_vocab_size or 0) for c in world) or None)
     device = next(iter(own.values())).device
     mappings = [mapping for mapping in weight_map.exported() if buffers or not mapping.rule.is_buffer]
     stacker = Stacker(weight_map.hf_shapes)
     for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
         yield list(stacker.add_all(_exchange(bucket, own, value, device)))
+
+
+@torch.no_grad()
+def gather_mapped(
+    own: dict[str, Tensor], mappings: Sequence[Mapping], value: Callable[[Tensor], Tensor], bucket_bytes: int = 2**28
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """What ``mappings`` name, whole and under their Hugging Face names, in buckets on global rank 0; empty lists
+    elsewhere. Every rank must drain the iterator, in step.
+
+    Args:
+        own: this rank's parameters by ``Mapping.mcore_name``; each rank has some.
+        value: what to gather of this rank's part of a parameter, in its shape.
+    """
+    dtypes = {name: value(parameter).dtype for name, parameter in own.items()}
+    world = _of_all_ranks(_RankContents(_node(), TensorParallelPlace.current(), dtypes, None))
+    device = next(iter(own.values())).device
+    for bucket in _buckets(_plan(mappings, world, receivers=(0,)), bucket_bytes):
+        yield _exchange(bucket, own, value, device)
+
+
+def _of_all_ranks(contents: _RankContents) -> list[_RankContents]:
+    world = [contents] * dist.get_world_size()
+    dist.all_gather_object(world, contents)
+    return world
 
 
 def _dtype(parameter: Tensor, value: Callable[[Tensor], Tensor]) -> torch.dtype:

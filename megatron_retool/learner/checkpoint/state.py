@@ -96,7 +96,7 @@ def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state = model_state(learner.model_chunks, learner.architecture)
     distributed = learner.config.learner.use_distributed_optimizer
     if not (distributed and is_loading):
-        _begin_moments(learner.optimizer)
+        begin_moments(learner.optimizer)
     optimizer = learner.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=sharding_metadata())
     # Only tensors: parameter groups are the configuration's, and there are as many optimizers as the layout needs.
     state["optimizer"] = _tensors_alone(optimizer) if distributed else _sharded_alone(optimizer)
@@ -105,13 +105,13 @@ def full_state(learner: Checkpointable, is_loading: bool) -> ShardedState:
     state["learner"] = {
         "use_distributed_optimizer": distributed,
         "optimizer": learner.optimizer.config.optimizer,
-        "optimizer_step": _optimizer_step(learner.optimizer),
+        "optimizer_step": optimizer_step(learner.optimizer),
         "grad_scaler": _grad_scaler(learner.optimizer),
     }
     return state
 
 
-def _begin_moments(optimizer: Any) -> None:
+def begin_moments(optimizer: Any) -> None:
     """Make the moments of an optimizer that has made no step yet, as zeros: a checkpoint without them is none."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer.state:
@@ -173,7 +173,7 @@ def _sharded_alone(state: Any) -> Any:
     return {key: value for key, value in inner.items() if isinstance(value, ShardedBase) or value}
 
 
-def _optimizer_step(optimizer: Any) -> int:
+def optimizer_step(optimizer: Any) -> int:
     """Steps that Adam has counted; the same on every rank, though some hold no parameter of some optimizer."""
     counts = [0]
     for part in optimizer.chained_optimizers:
