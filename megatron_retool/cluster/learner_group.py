@@ -42,12 +42,14 @@ from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.ports import free_port
 from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
+from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
 from sglang_rollout.engine.base import SyncReport
 from sglang_rollout.engine.key import engine_key, use_engine_key
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
+    from megatron_retool.learner.adapter_runs import AdapterRuns
     from megatron_retool.learner.profiler import StepRecorder
     from megatron_retool.learner.reading import FusedUpdate, LogProbs
 
@@ -75,6 +77,8 @@ class LearnerWorker:
 
     recorder: StepRecorder | None = None
     """Of the step that is being profiled."""
+    runs: AdapterRuns | None = None
+    """Those of callers that train by themselves, from the first one's call on."""
 
     def __init__(self, config: Config, role: str, rank: int, gpus: Sequence[int] = (), key: str | None = None) -> None:
         if key is not None:
@@ -157,6 +161,24 @@ class LearnerWorker:
         with self._phase(Phase.UPDATE_CRITIC):
             metrics = self.learner.update_critic(batch)
         return (metrics if self.rank == 0 else None), self.learner.own_seconds
+
+    def of_runs(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """A call of ``AdapterRuns``. What is wrong with a request is an answer: the ranks go on.
+
+        Raises:
+            OutOfStep: anything else failed, and other ranks may wait for this one.
+        """
+        from megatron_retool.learner.adapter_runs import AdapterRuns
+
+        try:
+            if self.runs is None:
+                self.runs = AdapterRuns(self.learner)
+            found = getattr(self.runs, method)(*arguments, **options)
+        except (RequestRefused, ConfigError, SaveError) as refusal:
+            return refusal
+        except Exception as error:
+            raise OutOfStep(f"{method} failed: {type(error).__name__}: {error}") from error
+        return found if self.rank == 0 else None
 
     def peak_memory(self) -> dict[str, float]:
         return peak_memory(self.learner.device)
@@ -387,6 +409,52 @@ class LearnerGroup:
             raise WeightSyncError("; ".join(map(str, errors)), [url for error in errors for url in error.engines])
         return SyncReport.together([answer for answer in answers if isinstance(answer, SyncReport)]).metrics()
 
+    # Runs of callers that train by themselves (``learner.adapter_runs``). Each method raises RequestRefused where the
+    # request is wrong, ConfigError where a setting does not go with runs, and SaveError where writing fails: the ranks
+    # then go on as if they had not been asked.
+
+    async def create_run(self, run: str, *, rank: int, alpha: float, seed: int) -> None:
+        """A run with fresh factors and optimizer state; its rank is at most learner.lora.rank."""
+        await self._of_runs("create_run", run, rank=rank, alpha=alpha, seed=seed)
+
+    async def delete_run(self, run: str) -> None:
+        """Forget a run."""
+        await self._of_runs("delete_run", run)
+
+    async def accumulate(
+        self, run: str, sequences: list[TargetSequence], loss: TokenLoss, *, forward_only: bool = False
+    ) -> TokenOutputs:
+        """Add the gradient of a loss, summed over all targets; ``forward_only``: its outputs alone."""
+        found: TokenOutputs = await self._of_runs("accumulate", run, sequences, loss, forward_only=forward_only)
+        return found
+
+    async def apply(self, run: str, step: OptimizerStep) -> dict[str, float]:
+        """One optimizer step on what was accumulated: grad_norm, lr, and skipped as ``Learner.apply`` says."""
+        found: dict[str, float] = await self._of_runs("apply", run, step)
+        return found
+
+    async def save_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Write peft's files, and what ``load_run`` continues from in any layout."""
+        await self._of_runs("save_run", run, str(directory.absolute()), with_optimizer=with_optimizer)
+
+    async def load_run(self, run: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Give a run of the same rank what ``save_run``, or peft, wrote."""
+        await self._of_runs("load_run", run, str(directory.absolute()), with_optimizer=with_optimizer)
+
+    async def write_adapter(self, run: str, directory: Path) -> None:
+        """Write a run's factors as peft's files alone."""
+        await self._of_runs("write_adapter", run, str(directory.absolute()))
+
+    async def _of_runs(self, method: str, *arguments: Any, **options: Any) -> Any:
+        answers = await self._on_all_ranks(LearnerWorker.of_runs, method, *arguments, **options)
+        refusals = [answer for answer in answers if isinstance(answer, Exception)]
+        if refusals and len(refusals) < len(answers):
+            self.kill()
+            raise LearnerDied(f"{self.role}: only some ranks refused {method}, and are out of step: {refusals[0]}")
+        if refusals:
+            raise refusals[0]
+        return answers[0]
+
     async def begin_profile(self, step: int) -> None:
         """Let the chosen ranks record what follows as part of ``step``."""
         await self._on_all_ranks(LearnerWorker.begin_profile, step)
@@ -401,15 +469,14 @@ class LearnerGroup:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
-        """``method`` of every rank with the same arguments; batches among them are stored once for all ranks, and the
-        rows of their routed experts once for all batches of a step.
+        """``method`` of every rank with the same arguments; batches and lists among them are stored once for all ranks,
+        and the rows of a batch's routed experts once for all batches of a step.
 
         A failure does not wait for the other ranks: they may be stuck in a collective.
         """
         # Ray resolves a reference only as a direct argument, which these are.
-        shared = [
-            ray.put(self._sent(argument)) if isinstance(argument, TrajectoryBatch) else argument for argument in args
-        ]
+        sent = [self._sent(argument) if isinstance(argument, TrajectoryBatch) else argument for argument in args]
+        shared = [ray.put(each) if isinstance(each, TrajectoryBatch | list) else each for each in sent]
         calls = [getattr(worker, method.__name__).remote(*shared, **kwargs) for worker in self.workers]
         tasks: list[asyncio.Task[Answer]] = [asyncio.ensure_future(resolved(call)) for call in calls]
         try:
