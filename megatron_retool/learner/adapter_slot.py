@@ -43,7 +43,7 @@ class RunState:
     kept: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     has_gradients: bool = False
-    steps: list[int | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
 
 class AdapterSlot:
@@ -109,9 +109,8 @@ class AdapterSlot:
             for tensor, kept in zip(self._gradients(), state.gradients, strict=True):
                 tensor.copy_(kept, non_blocking=True)
         self.learner.has_gradients = state.has_gradients
-        for group, steps in zip(self.groups(), state.steps, strict=True):
-            if steps is not None:
-                group["step"] = steps
+        for group, steps in zip(self._counting_groups(), state.steps, strict=True):
+            group["step"] = steps
         self._scale(state.settings)
         self._active = run
         return state
@@ -134,9 +133,7 @@ class AdapterSlot:
                 for tensor in state.values():
                     if isinstance(tensor, Tensor):
                         tensor.zero_()
-        for group in self.groups():
-            if group.get("step") is not None:
-                group["step"] = 0
+        self.set_steps(0)
         self.learner.optimizer.reload_model_params()
         self._scale(settings)
 
@@ -168,7 +165,7 @@ class AdapterSlot:
         state.has_gradients = self.learner.has_gradients
         if state.has_gradients:
             state.gradients = self._on_host(self._gradients(), state.gradients)
-        state.steps = [group.get("step") for group in self.groups()]
+        state.steps = [group.get("step", 0) for group in self._counting_groups()]
         self._active = None
 
     def _on_host(self, tensors: Iterator[Tensor], kept: list[Tensor]) -> list[Tensor]:
@@ -202,9 +199,14 @@ class AdapterSlot:
         parts = self.learner.optimizer.chained_optimizers
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Their parameter groups."""
-        return [group for part in self.optimizers() for group in part.optimizer.param_groups]
+    def set_steps(self, steps: int) -> None:
+        """Let Transformer Engine's Adam have made so many; torch's counts in tensors of its state."""
+        for group in self._counting_groups():
+            group["step"] = steps
+
+    def _counting_groups(self) -> list[dict[str, Any]]:
+        counting = [part.optimizer for part in self.optimizers() if not isinstance(part.optimizer, torch.optim.Adam)]
+        return [group for optimizer in counting for group in optimizer.param_groups]
 
     def _scale(self, settings: LoraConfig) -> None:
         for adapter in adapters(self.learner.model_chunks):

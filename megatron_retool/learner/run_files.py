@@ -110,10 +110,7 @@ def load_run(slot: AdapterSlot, run: str, directory: str | Path, *, with_optimiz
     slot.begin(settings, lambda adapter: factors[id(adapter)])
     for each in held:
         each.put(step)
-    if with_optimizer:
-        for group in slot.groups():
-            if group.get("step") is not None:
-                group["step"] = step
+    slot.set_steps(step)
 
 
 def local_factors(adapter: Adapter, files: PeftFiles) -> list[Tensor]:
