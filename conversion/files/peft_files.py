@@ -18,8 +18,9 @@ from torch import Tensor
 
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import Mapping as WeightMapping
+from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import BriefError, load_json, quoted
+from megatron_retool.untrusted import load_json, quoted
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -39,7 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Settings of peft that change what an adapter is, and their values that do not."""
 
 
-class PeftFilesError(BriefError):
+class PeftFilesError(InputError):
     """A directory's adapter cannot be read, or is not of this model. The message names the file and what to do."""
 
 
