@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_retool.errors import InputError
+
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 
-class RequestRefused(ValueError):
+class RequestRefused(InputError):
     """What a caller asked for cannot be done. Nothing has changed, and the learner answers further requests."""
 
 
