@@ -35,12 +35,39 @@ def target_of(mapping: Mapping) -> str | None:
     return "attention" if ".self_attention." in mapping.mcore_name else "mlp"
 
 
+def module_names(architecture: Architecture, targets: Collection[str]) -> list[str]:
+    """Last parts of the names of the Hugging Face matrices that ``targets`` adapt: q_proj, k_proj, …; sorted."""
+    adapted = [mapping for mapping in WeightMap(architecture) if target_of(mapping) in targets]
+    return sorted({name.split(".")[-2] for mapping in adapted for name in mapping.hf_names})
+
+
 def why_not(architecture: Architecture, targets: Collection[str]) -> str:
     """What of ``targets`` cannot be adapted in this model, and why; empty: all that it has of them can be."""
     if "experts" in targets and architecture.is_moe and architecture.linear_bias:
         return "experts: adapters do not know experts that are stored as one tensor"
     if not any(target_of(mapping) in targets for mapping in WeightMap(architecture)):
         return f"{', '.join(targets)}: the model has none"
+    return ""
+
+
+_WITHOUT_ENGINE_CLASS = ("dots1", "seed_oss", "smollm3")
+"""Families that SGLang 0.5.23 serves by transformers' modules, whose inputs its adapters do not take."""
+
+
+def why_not_in_engine(architecture: Architecture, targets: Collection[str]) -> str:
+    """What of ``targets`` SGLang 0.5.23 cannot adapt in this model, and why; empty: all that it has of them can be.
+
+    Source: its lora/utils.py (names and shapes of the matrices), lora/layers.py (kernels of experts).
+    """
+    if architecture.family in _WITHOUT_ENGINE_CLASS:
+        return "SGLang has no class of its own for the family, and no adapters in the one that it takes"
+    if architecture.latent is not None:
+        return "SGLang's adapters of latent attention do not compute the same here"
+    if architecture.delta_net is not None:
+        return "SGLang knows other names of a gated delta net's projections than the model has"
+    present = {target_of(mapping) for mapping in WeightMap(architecture)}
+    if architecture.is_moe and (named := [target for target in ("mlp", "experts") if target in present & {*targets}]):
+        return f"{', '.join(named)}: SGLang adapts these in a mixture of experts with kernels that no test here has run"
     return ""
 
 

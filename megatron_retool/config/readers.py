@@ -97,6 +97,12 @@ READERS: tuple[_Reader, ...] = (
         lambda value: bool(value("learner.lora.rank")),
         "learner.lora.rank above 0",
     ),
+    _Reader(
+        "rollout.engine.adapters",
+        ("targets", "per_batch", "backend"),
+        lambda value: bool(value("rollout.engine.adapters.max_rank")),
+        "rollout.engine.adapters.max_rank above 0",
+    ),
     _Reader("trainer", ("best_metric",), lambda value: bool(value("trainer.keep_best")), "trainer.keep_best above 0"),
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from conversion.model.adapter_map import TARGETS
 from megatron_retool.algorithms.settings import SamplingSettings
 from megatron_retool.config.base import ConfigError, at_least_one, choice, fraction, not_negative, number, positive
 
@@ -138,6 +139,31 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class EngineAdaptersConfig:
+    """Low-rank adapters (LoRA) that engines load and unload while they run, many of them on one base model."""
+
+    max_rank: int = not_negative(0, maximum=4096)
+    """Largest rank that an engine takes; 0: no adapters. learner.lora.sync=adapter sets what it needs by itself."""
+    targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
+    """Which matrices adapters may have, as learner.lora.targets; those of experts are not among them."""
+    per_batch: int = at_least_one(4, maximum=1024)
+    """Adapters whose requests are computed together; the model without an adapter counts as one. Each has memory on
+    the GPUs for max_rank. Requests of further ones wait."""
+    backend: str = choice("auto", "csgmv", "triton", "torch_native")
+    """SGLang's kernels. auto: csgmv on GPUs, torch_native on a CPU, which has no others."""
+
+    def check(self, key: str, device: str) -> None:
+        """Raise ConfigError where settings of this section, which ``key`` names, contradict each other."""
+        known = tuple(target for target in TARGETS if target != "experts")
+        if not self.targets or len(set(self.targets)) != len(self.targets) or not set(self.targets) <= set(known):
+            raise ConfigError(f"{key}.targets={self.targets}: name one or more of {', '.join(known)}, each once")
+        if device == "cpu" and self.backend not in ("auto", "torch_native"):
+            raise ConfigError(
+                f"{key}.backend={self.backend} needs CUDA, and rollout.engine.device=cpu: set it to torch_native"
+            )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     backend: str = "sglang"
     """"sglang", "transformers" (one slow model in the driver, for debugging: it takes new weights from files in the
@@ -158,6 +184,8 @@ class EngineConfig:
     embedding are then in memory once for each group."""
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     """Speculative decoding."""
+    adapters: EngineAdaptersConfig = field(default_factory=EngineAdaptersConfig)
+    """Adapters that engines load while they run."""
     device: str = choice("auto", "cpu", "cuda")
     """auto: cuda where there is a GPU."""
     dtype: str = choice("auto", "float32", "bfloat16", "float16")
@@ -196,6 +224,8 @@ class EngineConfig:
                 raise ConfigError(f"{key}.{name}={size} needs CUDA, and {key}.device=cpu: set it to 1")
         self._check_own_settings_are_used(key)
         self.speculative.check(f"{key}.speculative")
+        self.adapters.check(f"{key}.adapters", self.device)
+        self._check_adapters(key)
         if self.speculative.algorithm is None:
             return
         said = f"{key}.speculative.algorithm={self.speculative.algorithm}"
@@ -213,6 +243,21 @@ class EngineConfig:
             raise ConfigError(
                 f"{said} does not go with {key}.attention_data_parallel_size={self.attention_data_parallel_size}: "
                 "SGLang has draft models for one group alone. Use one of them"
+            )
+
+    def _check_adapters(self, key: str) -> None:
+        if not self.adapters.max_rank:
+            return
+        if self.backend == "transformers":
+            raise ConfigError(
+                f"{key}.adapters.max_rank={self.adapters.max_rank}: {key}.backend=transformers loads no adapters: set "
+                f"it to 0, or {key}.backend=sglang"
+            )
+        if self.attention_data_parallel_size > 1:
+            raise ConfigError(
+                f"{key}.adapters.max_rank={self.adapters.max_rank} does not go with "
+                f"{key}.attention_data_parallel_size={self.attention_data_parallel_size}: SGLang then lets no adapter "
+                "be unloaded while it runs. Set one of them to its default"
             )
 
     def _check_own_settings_are_used(self, key: str) -> None:
@@ -247,6 +292,10 @@ KEY_ARGUMENTS = (
 )
 """Arguments of SGLang that replace the key, or start a server that does not ask for it."""
 SETTINGS_OF_ARGUMENTS = {
+    **dict.fromkeys(("--enable-lora", "--max-lora-rank"), "adapters.max_rank"),
+    "--lora-target-modules": "adapters.targets",
+    "--max-loras-per-batch": "adapters.per_batch",
+    "--lora-backend": "adapters.backend",
     **dict.fromkeys(("--ep-size", "--expert-parallel-size", "--ep"), "expert_parallel_size"),
     **dict.fromkeys(
         ("--attn-dp-size", "--attention-data-parallel-size", "--enable-dp-attention"), "attention_data_parallel_size"

@@ -147,6 +147,9 @@ class TransformersClient:
         on_start: Callable[[str], None] | None = None,
         deadline_seconds: float | None = None,
     ) -> GenerateResult:
+        if request.adapter is not None:
+            reason = f"adapter {request.adapter!r}: rollout.engine.backend=transformers loads none"
+            raise EngineRejected(self.base_url, reason)
         request_id = uuid.uuid4().hex
         deadline = float("inf") if deadline_seconds is None else time.monotonic() + deadline_seconds
         done = asyncio.get_running_loop().create_future()

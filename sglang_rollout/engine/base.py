@@ -150,6 +150,8 @@ class GenerateRequest:
     routed_experts_start: int | None = None
     """The first token whose routed experts are wanted; None: of no token."""
     steering: Steering = field(default_factory=Steering)
+    adapter: str | None = None
+    """Name of a loaded adapter (``AdapterClient``) to sample with; None: the engine's model."""
 
     @property
     def wants_filtered(self) -> bool:
@@ -264,6 +266,31 @@ class RankingClient(Protocol):
 
         Raises:
             EngineUnavailable, EngineTimeout, EngineRejected, EngineFailed
+        """
+
+
+class AdapterClient(Protocol):
+    """An ``EngineClient`` whose engine computes low-rank adapters (LoRA) beside its model, as many as are loaded. An
+    engine of your own may leave it out."""
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Load an adapter under a name of its own; other requests go on meanwhile.
+
+        Args:
+            directory: PEFT's files (adapter_config.json, adapter_model.safetensors), where the engine sees them. They
+                may go when this returns.
+
+        Raises:
+            EngineRejected: the name is loaded, or the files are not an adapter of this model or of too large a rank.
+            EngineUnavailable, EngineTimeout, EngineFailed
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Give the name and its memory back, once no request uses it any more; new ones are refused at once.
+
+        Raises:
+            EngineRejected: the name is not loaded.
+            EngineUnavailable, EngineTimeout, EngineFailed
         """
 
 

@@ -46,6 +46,8 @@ RETRY_MAX_SECONDS = 5.0
 IDLE_SECONDS = 60.0
 """How long a server may take to end what was aborted; it must be idle when it releases memory."""
 IDLE_POLL_SECONDS = 0.2
+ADAPTER_SECONDS = 600.0
+"""How long an engine may take to read an adapter, or to end the requests of one that it unloads."""
 PROFILE_SECONDS = 600.0
 """How long an engine may take to write what it recorded."""
 MAX_SUPPORT = 4096
@@ -109,17 +111,17 @@ class SGLangClient:
             await _pause_before_retry(attempt)
         raise AssertionError("unreachable")
 
-    async def score(self, input_ids: Sequence[int]) -> list[float]:
-        """``ScoringClient.score``: a prefill, and a greedy token that is dropped.
+    async def score(self, input_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """``ScoringClient.score``: a prefill, and a greedy token that is dropped. ``adapter``: of ``GenerateRequest``.
 
         Raises:
             EngineFailed: also for the last id of the vocabulary, in whose place SGLang scores the first.
         """
-        return (await self._scored(input_ids))[0]
+        return (await self._scored(input_ids, adapter=adapter))[0]
 
-    async def rank(self, input_ids: Sequence[int], count: int) -> RankedText:
-        """``RankingClient.rank``; raises as ``score``."""
-        log_probs, meta = await self._scored(input_ids, count)
+    async def rank(self, input_ids: Sequence[int], count: int, adapter: str | None = None) -> RankedText:
+        """``RankingClient.rank``; ``adapter`` and what it raises as for ``score``."""
+        log_probs, meta = await self._scored(input_ids, count, adapter)
         try:
             rows = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
             likeliest = [[(int(entry[1]), float(entry[0])) for entry in row] for row in rows]
@@ -129,7 +131,9 @@ class SGLangClient:
             raise EngineFailed(self.base_url, "likeliest tokens of other places than the input's", "/generate")
         return RankedText(log_probs, likeliest)
 
-    async def _scored(self, input_ids: Sequence[int], likeliest: int = 0) -> tuple[list[float], dict[str, Any]]:
+    async def _scored(
+        self, input_ids: Sequence[int], likeliest: int = 0, adapter: str | None = None
+    ) -> tuple[list[float], dict[str, Any]]:
         """[n - 1] log-probs of the input, and all that the server said of it."""
         body = {
             "input_ids": list(input_ids),
@@ -140,6 +144,8 @@ class SGLangClient:
             # A later request that shares a prefix with the text is to be computed as if it had never been here.
             "extra_key": uuid.uuid4().hex,
         }
+        if adapter is not None:
+            body["lora_path"] = adapter
         answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
         try:
             meta = dict(answer["meta_info"])
@@ -151,6 +157,16 @@ class SGLangClient:
         if ids != list(input_ids)[1:]:
             raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
         return log_probs, meta
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """``AdapterClient.load_adapter``"""
+        await self.request(
+            "/load_lora_adapter", {"lora_name": name, "lora_path": str(directory.absolute())}, ADAPTER_SECONDS
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """``AdapterClient.unload_adapter``"""
+        await self.request("/unload_lora_adapter", {"lora_name": name}, ADAPTER_SECONDS)
 
     async def abort(self, request_id: str) -> None:
         """End one request; its /generate call returns what it has, with finish_reason "abort"."""
@@ -437,6 +453,8 @@ def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["top_k"] = min(top_k, MAX_SUPPORT) if top_k > 0 else MAX_SUPPORT
     if request.routed_experts_start is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_experts_start}
+    if request.adapter is not None:
+        body["lora_path"] = request.adapter
     if request.top_log_probs:
         body["top_logprobs_num"] = request.top_log_probs
     return body
@@ -463,7 +481,7 @@ def _message(answer: bytes) -> str:
     try:
         parsed = orjson.loads(answer)
         inner = parsed.get("error", parsed)
-        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+        text = str(inner.get("message") or inner.get("error_message") or inner if isinstance(inner, dict) else inner)
     except (orjson.JSONDecodeError, AttributeError):
         pass
     return text[:500]

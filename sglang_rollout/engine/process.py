@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from conversion.model.adapter_map import module_names, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.block_fp8 import blockwise_quantization_config
 from conversion.model.family import engine_class
@@ -334,15 +335,39 @@ class SGLangServer:
                     arguments |= {"--speculative-draft-load-format": "auto"}
             else:
                 arguments |= {"--quantization": config.quantization}
+        arguments |= self._adapter_arguments()
         if self._key_file is not None:
             arguments |= {"--config": self._key_file}
         command = [sys.executable, "-m", "sglang.launch_server"]
         for flag, value in arguments.items():
             if value is True:
                 command.append(flag)
+            elif isinstance(value, list):
+                command += [flag, *value]
             elif value is not None and value is not False:
                 command += [flag, str(value)]
         return command + list(config.extra_args)
+
+    def _adapter_arguments(self) -> dict[str, Any]:
+        adapters = self.config.adapters
+        if not adapters.max_rank:
+            return {}
+        architecture = Architecture.from_pretrained(self.model_path, self.families)
+        if reason := why_not_in_engine(architecture, adapters.targets):
+            raise EngineStartError(
+                f"rollout.engine.adapters.targets={adapters.targets} does not fit family {architecture.family}: "
+                f"{reason}: change it, or set rollout.engine.adapters.max_rank=0"
+            )
+        on_device = "torch_native" if self.device == "cpu" else "csgmv"
+        return {
+            "--enable-lora": True,
+            "--max-lora-rank": adapters.max_rank,
+            "--lora-target-modules": module_names(architecture, adapters.targets),
+            "--max-loras-per-batch": adapters.per_batch,
+            "--lora-backend": on_device if adapters.backend == "auto" else adapters.backend,
+            # Without it factors that no layer takes are left out with a warning.
+            "--lora-strict-loading": True,
+        }
 
     def _write_key_file(self) -> None:
         """What gives the server its key: a file that this user alone can read, for all users see a command line.

@@ -48,6 +48,23 @@ DRAFTED = [
         ([f"{ENGINE}.extra_args=[--speculative-accept-threshold-single,0.5]"], "would not have sampled as often"),
         ([f"{ENGINE}.extra_args=[--api-key,mine]"], "--api-key does not go with the key that every engine gets"),
         ([f"{ENGINE}.extra_args=[--config=engine.yaml]"], "give the file's lines as arguments"),
+        ([f"{ENGINE}.extra_args=[--enable-lora]"], "adapters.max_rank here"),
+        ([f"{ENGINE}.extra_args=[--lora-backend,triton]"], "adapters.backend here"),
+        ([f"{ENGINE}.adapters.per_batch=2"], "per_batch=2: nothing reads it"),
+        ([f"{ENGINE}.adapters.max_rank=8", f"{ENGINE}.adapters.targets=[experts]"], "one or more of attention, mlp"),
+        (
+            [f"{ENGINE}.adapters.max_rank=8", f"{ENGINE}.adapters.backend=csgmv", f"{ENGINE}.device=cpu"],
+            "backend=csgmv needs CUDA",
+        ),
+        ([f"{ENGINE}.adapters.max_rank=8", f"{ENGINE}.backend=transformers"], "loads no adapters"),
+        (
+            [
+                f"{ENGINE}.adapters.max_rank=8",
+                f"{ENGINE}.tensor_parallel_size=2",
+                f"{ENGINE}.attention_data_parallel_size=2",
+            ],
+            "adapters.max_rank=8 does not go with",
+        ),
         ([f"{ENGINE}.speculative.num_steps=3"], "num_steps=3 needs"),
         ([f"{ENGINE}.speculative.algorithm=STANDALONE"], "needs .*draft_model_path"),
         ([NGRAM, f"{ENGINE}.speculative.draft_model_path=/draft"], "NGRAM has no draft model"),
@@ -143,8 +160,33 @@ def test_only_whole_replicas_refuse_new_weights():
     assert "--attention-data-parallel-size" in layout and "The number of data-parallel replicas of the model." in layout
 
 
+def test_adapters_are_for_the_matrices_that_the_refusals_leave():
+    """Why gated delta nets and groups of attention are refused, and why what is unloaded has to be forgotten."""
+    choices = re.search(r"SUPPORTED_LORA_TARGET_MODULES = \[(.*?)\]", sglang_source("utils", "common.py"), re.S)
+    assert choices is not None and "in_proj" not in choices[1]
+    for name in (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "gate_up_proj",
+        "down_proj",
+    ):
+        assert f'"{name}"' in choices[1]
+    manager = sglang_source("lora", "lora_manager.py")
+    assert "not self.attn_dp_enabled or lora_ref.pinned" in function(manager, "validate_new_adapter")
+    assert "lora_ref_cache" in function(sglang_source("managers", "tokenizer_manager.py"), "_resolve_lora_path")
+    # Factors meet the model only when a batch needs them.
+    assert "load_lora_weight_to_buffer" not in function(manager, "_load_lora_adapter")
+
+
 def test_the_arguments_are_sglangs():
-    fields = "".join(sglang_source("arg_groups", "fields", name) for name in ("spec.py", "parallel.py", "exec_.py"))
+    fields = "".join(
+        sglang_source("arg_groups", "fields", name) for name in ("spec.py", "parallel.py", "exec_.py", "lora.py")
+    )
     own = [*SETTINGS_OF_ARGUMENTS, "--enable-draft-weights-cpu-backup", "--speculative-draft-load-format"]
     for argument in own:
         name = argument.removeprefix("--").replace("-", "_")

@@ -7,6 +7,7 @@ that is, only in processes which have this directory on their path.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import cpu_batch_invariance
@@ -26,6 +27,7 @@ _RUNNING_FOR_ONE_WAITING, _MOST_PASSES_HELD = 8, 8
 
 def register() -> None:
     """Entry point of group ``sglang.srt.plugins``."""
+    leave_memory_unpinned()
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -63,6 +65,24 @@ def register() -> None:
     HookRegistry.register(_BACKEND + "init_forward_metadata", forget_slots, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_decode", decode_attention, HookType.AROUND)
     HookRegistry.register(_BACKEND + "_run_sdpa_forward_extend", extend_attention, HookType.AROUND)
+
+
+def leave_memory_unpinned() -> None:
+    """Let SGLang's adapters (LoRA) ask for page-locked memory, as they do on every device: without CUDA there is none.
+
+    torch's constructors then refuse ``pin_memory=True`` and ``Tensor.pin_memory`` raises.
+    """
+
+    def unpinned(constructor: Any) -> Any:
+        @functools.wraps(constructor)
+        def construct(*arguments: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return constructor(*arguments, **kwargs)
+
+        return construct
+
+    for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *arguments, **kwargs: tensor  # type: ignore[method-assign]
 
 
 def hold_prefills(original: Any, scheduler: Any, *, running_batch: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -15,7 +15,8 @@ import pytest
 
 from megatron_retool import scratch
 from megatron_retool.config import EngineConfig
-from megatron_retool.config.rollout import SpeculativeConfig
+from megatron_retool.config.rollout import EngineAdaptersConfig, SpeculativeConfig
+from megatron_retool.planning.models import MODELS
 from megatron_retool.process_tree import descendants
 from sglang_rollout.engine import process as engine_module
 from sglang_rollout.engine import process_guard
@@ -53,6 +54,39 @@ def test_cpu_engine_gets_what_sglang_lacks_there(model_directory, tmp_path):
     assert flag(engine, "--max-total-tokens") == "4096" and flag(engine, "--weight-version") == "0"
     assert "--skip-tokenizer-init" in engine.command()
     assert "--mem-fraction-static" not in engine.command()
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "torch_native"), ("cuda", "csgmv")])
+def test_an_engine_is_told_of_the_adapters_that_it_may_get(model_directory, tmp_path, device, backend):
+    adapters = EngineAdaptersConfig(max_rank=16, targets=["attention"], per_batch=3)
+    engine = make_engine(model_directory, tmp_path, device=device, settings={"adapters": adapters})
+    command = engine.command()
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(command) and flag(engine, "--lora-backend") == backend
+    assert flag(engine, "--max-lora-rank") == "16" and flag(engine, "--max-loras-per-batch") == "3"
+    names = command[command.index("--lora-target-modules") + 1 :]
+    assert names[:4] == ["k_proj", "o_proj", "q_proj", "v_proj"] and names[4].startswith("--")
+    assert "--enable-lora" not in make_engine(model_directory, tmp_path, device=device).command()
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "reason"),
+    [
+        ("qwen3-30b-a3b", ["attention", "mlp"], ""),
+        ("qwen1.5-moe-a2.7b", ["attention", "mlp"], "mlp: SGLang adapts these in a mixture of experts"),
+        ("deepseek-v3", ["attention"], "latent attention"),
+        ("qwen3.5-9b", ["mlp"], "gated delta net"),
+        ("smollm3-3b", ["attention"], "no class of its own"),
+    ],
+)
+def test_what_an_engine_cannot_adapt_is_named_before_it_starts(tmp_path, model, targets, reason):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    settings = {"adapters": EngineAdaptersConfig(max_rank=16, targets=targets)}
+    engine = make_engine(tmp_path, tmp_path, settings=settings)
+    if not reason:
+        assert flag(engine, "--max-lora-rank") == "16"
+        return
+    with pytest.raises(EngineStartError, match=f"does not fit family .*{reason}.*max_rank=0"):
+        engine.command()
 
 
 @pytest.mark.parametrize(("context", "longer"), [(4096, True), (4090, True), (4089, False), (4097, False)])
