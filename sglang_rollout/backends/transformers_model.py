@@ -296,7 +296,7 @@ class BatchedModel:
         request = sequence.request
         if len(sequence.log_probs) >= request.max_new_tokens or len(sequence.ids) >= self._context:
             sequence.finish_reason = "length"
-        elif token in self._stop_ids or token in request.stop.token_ids:
+        elif (request.stop.end_of_sequence and token in self._stop_ids) or token in request.stop.token_ids:
             sequence.finish_reason, sequence.matched_stop = "stop", token
         elif request.stop.strings:
             # A string of n characters may have begun n tokens ago at the earliest.

@@ -91,6 +91,8 @@ class GenerateResult:
     cached_tokens: int = 0
     top_log_probs: list[list[float]] | None = None
     """Log-probs of the most likely tokens at each position, where they were asked for."""
+    top_ids: list[list[int]] | None = None
+    """The ids of these tokens, from engines that say them."""
     routed_experts: ExpertArray | None = None
     """[n, layers, k]: rows of the tokens from ``routed_experts_start`` on, where they were asked for. The last sampled
     token has none: it was no input yet."""
@@ -100,10 +102,16 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class StopConditions:
-    """When the engine ends a turn: on a token id, or on a string (needs the tokenizer in the engine)."""
+    """When the engine ends a turn: on a token id, or on a string (needs the tokenizer in the engine). What ended it is
+    part of the answer's tokens.
+
+    Attributes:
+        end_of_sequence: also on the token that the model's config.json names.
+    """
 
     token_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
+    end_of_sequence: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,51 @@ class RankedText:
 
     log_probs: list[float]
     likeliest: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """What is asked about a given text, at temperature 1.
+
+    Attributes:
+        input_ids: n tokens, at least two.
+        start: the first token whose log-prob is asked for, given those before it; 1 to n - 1.
+        likeliest: how many of the likeliest tokens of each of these n - start places; 0: none.
+        targets: for each of these places the ids whose log-probs are asked for beside the text's own; None: none.
+        adapter: of ``GenerateRequest``.
+    """
+
+    input_ids: Sequence[int]
+    start: int = 1
+    likeliest: int = 0
+    targets: Sequence[Sequence[int]] | None = None
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the places are not the text's."""
+        count = len(self.input_ids)
+        if not 1 <= self.start < count:
+            raise ValueError(f"start={self.start}: the text has {count} tokens: name one of 1 to {count - 1}")
+        if self.targets is not None and len(self.targets) != count - self.start:
+            raise ValueError(
+                f"targets={len(self.targets)} lists: the text has {count - self.start} places from {self.start} on: "
+                "give a list for each"
+            )
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """The answer to a ``ScoreRequest``; one element for each place.
+
+    Attributes:
+        log_probs: of the text's own tokens.
+        likeliest: (id, log-prob), the likeliest first.
+        targets: log-probs of the ids that were given, in their order.
+    """
+
+    log_probs: list[float]
+    likeliest: list[list[tuple[int, float]]]
+    targets: list[list[float]]
 
 
 class Memory(StrEnum):

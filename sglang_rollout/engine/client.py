@@ -31,9 +31,12 @@ from sglang_rollout.engine.base import (
     GenerateResult,
     Memory,
     RankedText,
+    ScoredText,
+    ScoreRequest,
 )
 from sglang_rollout.engine.key import authorization
 from sglang_rollout.engine.routed_experts import RoutingShape
+from sglang_rollout.engine.score_pieces import add_likeliest_and_targets, pieces
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 CONTROL_TIMEOUT_SECONDS = 60.0
@@ -131,19 +134,49 @@ class SGLangClient:
             raise EngineFailed(self.base_url, "likeliest tokens of other places than the input's", "/generate")
         return RankedText(log_probs, likeliest)
 
+    async def score_text(self, request: ScoreRequest) -> ScoredText:
+        """A text's log-probs from a place on, with its likeliest tokens there and the log-probs of any others.
+
+        SGLang gives the log-probs of the same ids in all places of a request, so a text with many different targets is
+        scored in pieces, each of which continues on the cache of the one before.
+
+        Raises:
+            EngineRejected: a target is no token of the vocabulary, or the adapter is not loaded.
+            EngineUnavailable, EngineTimeout, EngineFailed
+        """
+        key, found = uuid.uuid4().hex, ScoredText([], [], [])
+        for piece in pieces(request):
+            log_probs, meta = await self._scored(
+                request.input_ids[: piece.stop], request.likeliest, request.adapter, piece.start, piece.ids, key
+            )
+            found.log_probs.extend(log_probs)
+            try:
+                add_likeliest_and_targets(found, meta, request, piece)
+            except (KeyError, TypeError, IndexError) as error:
+                raise EngineFailed(self.base_url, f"other places than the text's: {error!r}", "/generate") from error
+        return found
+
     async def _scored(
-        self, input_ids: Sequence[int], likeliest: int = 0, adapter: str | None = None
+        self,
+        input_ids: Sequence[int],
+        likeliest: int = 0,
+        adapter: str | None = None,
+        start: int = 1,
+        targets: Sequence[int] = (),
+        key: str | None = None,
     ) -> tuple[list[float], dict[str, Any]]:
-        """[n - 1] log-probs of the input, and all that the server said of it."""
-        body = {
+        """[n - start] log-probs of the input from token ``start`` on, and all that the server said of it."""
+        body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": start - 1,
             "top_logprobs_num": likeliest,
             # A later request that shares a prefix with the text is to be computed as if it had never been here.
-            "extra_key": uuid.uuid4().hex,
+            "extra_key": key or uuid.uuid4().hex,
         }
+        if targets:
+            body["token_ids_logprob"] = list(targets)
         if adapter is not None:
             body["lora_path"] = adapter
         answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
@@ -154,7 +187,7 @@ class SGLangClient:
         except (KeyError, TypeError, IndexError) as error:
             reason = f"no log-probs of the input: {str(answer)[:300]}"
             raise EngineFailed(self.base_url, reason, "/generate") from error
-        if ids != list(input_ids)[1:]:
+        if ids != list(input_ids)[start:]:
             raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
         return log_probs, meta
 
@@ -339,10 +372,11 @@ class SGLangClient:
                 )
             output_ids, log_probs = sampled[:known], log_probs[:known]
             rows = None
-        top = None
+        top = top_ids = None
         if meta.get("output_top_logprobs"):
             positions = meta["output_top_logprobs"][: len(output_ids)]
             top = [[entry[0] for entry in position or ()] for position in positions]
+            top_ids = [[entry[1] for entry in position or ()] for position in positions]
         return GenerateResult(
             output_ids=output_ids,
             log_probs=log_probs,
@@ -352,6 +386,7 @@ class SGLangClient:
             prompt_tokens=meta.get("prompt_tokens", 0),
             cached_tokens=meta.get("cached_tokens", 0),
             top_log_probs=top,
+            top_ids=top_ids,
             routed_experts=rows,
         )
 
@@ -433,6 +468,8 @@ def _generate_body(request: GenerateRequest, rid: str) -> dict[str, Any]:
         "skip_special_tokens": False,
         "no_stop_trim": True,
     }
+    if not request.stop.end_of_sequence:
+        sampling["ignore_eos"] = True
     if request.stop.strings:
         sampling["stop"] = list(request.stop.strings)
     if request.seed is not None:

@@ -152,6 +152,25 @@ def test_turns_end_at_ids_and_strings(engine, tokenizer):
     assert by_string.output_ids == [end, single(tokenizer, CODE_END)] and by_string.matched_stop == "</code>"
 
 
+def test_the_models_own_end_stops_only_where_it_may(engine, tokenizer):
+    url = started(engine)
+    end = tokenizer.eos_token_id
+    table = {"word": {tokenizer.eos_token: 1.0}, tokenizer.eos_token: {"word": 1.0}}
+    push(engine, url, markov_policy.table_model(tokenizer, table), 1)
+    word = single(tokenizer, "word")
+
+    async def scenario():
+        client = engine.client(url)
+        return [
+            await client.generate(GenerateRequest([word], 4, SamplingConfig(), StopConditions(end_of_sequence=may)))
+            for may in (True, False)
+        ]
+
+    ended, went_on = asyncio.run(scenario())
+    assert (ended.output_ids, ended.finish_reason) == ([end], "stop")
+    assert (went_on.output_ids, went_on.finish_reason) == ([end, word, end, word], "length")
+
+
 def test_weights_change_under_a_request_which_says_which_token_had_which(engine, tokenizer):
     url = started(engine)
     word, words = markov_policy.WORD, markov_policy.WORDS
