@@ -23,7 +23,7 @@ compile() { # name of the list, arguments
   "$venv/bin/uv" pip compile "${options[@]}" --output-file "requirements/$1.txt" "${@:2}" >/dev/null
   echo "requirements/$1.txt"
 }
-tools=(--extra mcp --extra verifiers --extra test)
+tools=(--extra mcp --extra tinker --extra verifiers --extra test)
 compile gpu pyproject.toml --extra gpu "${tools[@]}"
 compile cpu pyproject.toml --extra cpu "${tools[@]}" --constraint requirements/gpu.txt \
   --override requirements/left_out_on_cpu.txt

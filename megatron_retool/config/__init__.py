@@ -45,6 +45,7 @@ from megatron_retool.config.rollout import (
     ValSamplingConfig,
 )
 from megatron_retool.config.sft import SFTConfig, SFTStage
+from megatron_retool.config.tinker import TinkerConfig
 from megatron_retool.config.tools import (
     CodeInterpreterConfig,
     ReadPageConfig,
@@ -92,6 +93,7 @@ __all__ = [
     "SamplingConfig",
     "SearchConfig",
     "SearchServiceConfig",
+    "TinkerConfig",
     "ToolsConfig",
     "TrainerConfig",
     "ValSamplingConfig",

@@ -24,6 +24,7 @@ from megatron_retool.config.readers import unread_settings
 from megatron_retool.config.reward import RewardConfig
 from megatron_retool.config.rollout import RolloutConfig
 from megatron_retool.config.sft import SFTConfig
+from megatron_retool.config.tinker import TinkerConfig
 from megatron_retool.config.tools import ToolsConfig
 from megatron_retool.config.trainer import TrainerConfig
 from megatron_retool.config.weight_sync import WeightSyncConfig
@@ -43,6 +44,7 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    tinker: TinkerConfig = field(default_factory=TinkerConfig)
     demo: DemoConfig = field(default_factory=DemoConfig)
 
     @property

@@ -1,0 +1,121 @@
+"""Checkpoints of all runs: found by path, listed, expired and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from megatron_retool.target_sequences import RequestRefused
+from megatron_retool.tinker.requests import CheckpointPath
+from megatron_retool.tinker.run_store import Checkpoint, RunStore
+from sglang_rollout.gateway.errors import ApiError
+
+Deleted = Callable[[CheckpointPath], Awaitable[None]]
+
+
+def expiry(seconds: int | None) -> str | None:
+    """When something ends that lives for ``seconds`` from now on."""
+    if seconds is None:
+        return None
+    return (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)).isoformat()
+
+
+class Checkpoints:
+    """Checkpoints by path, the oldest first.
+
+    Args:
+        deleted: called with the path of each that is gone.
+    """
+
+    def __init__(self, store: RunStore, deleted: Deleted) -> None:
+        self._store = store
+        self._deleted = deleted
+        self._checkpoints: dict[CheckpointPath, Checkpoint] = {}
+
+    def restore(self) -> None:
+        """Take in what is on disk: in a thread, before anything else."""
+        self._checkpoints = {each.path: each for each in self._store.checkpoints()}
+
+    def __contains__(self, path: CheckpointPath) -> bool:
+        return path in self._checkpoints
+
+    def find(self, path: CheckpointPath, field_name: str = "path") -> Checkpoint:
+        """
+        Raises:
+            ApiError: 404, there is no such checkpoint.
+        """
+        found = self._checkpoints.get(path)
+        if found is None or _has_expired(found):
+            raise ApiError(404, f"{field_name}: there is no checkpoint {path}", code="not_found", param=field_name)
+        return found
+
+    def of(self, path: str | None) -> Checkpoint | None:
+        """The checkpoint of a path, where there is one."""
+        return next((each for each in self._checkpoints.values() if str(each.path) == path), None)
+
+    def directory(self, path: CheckpointPath) -> Path:
+        return self._store.directory(path)
+
+    def named(self, run: str | None = None) -> list[Checkpoint]:
+        """The newest first; those that sampling sessions made for themselves are left out."""
+        found = [each for each in self._checkpoints.values() if run is None or each.path.run == run]
+        return [each for each in reversed(found) if not each.unnamed and not _has_expired(each)]
+
+    def unnamed(self, run: str) -> list[Checkpoint]:
+        """Those that sampling sessions made for themselves, the oldest first."""
+        return [each for each in self._checkpoints.values() if each.unnamed and each.path.run == run]
+
+    def followed(self, run: str) -> Checkpoint | None:
+        """What sampling sessions that follow a run sample from."""
+        return next((each for each in reversed(self.unnamed(run)) if each.inflight), None)
+
+    async def write(
+        self, checkpoint: Checkpoint, fill: Callable[[Path], Awaitable[None]], *, overwrite: bool = False
+    ) -> Checkpoint:
+        """Make a checkpoint; ``fill`` writes its files into an empty directory.
+
+        Raises:
+            RequestRefused: there is one of that name.
+        """
+        if checkpoint.path in self._checkpoints and not overwrite:
+            raise RequestRefused(f"path: {checkpoint.path} exists: choose another name, or save_state(overwrite=True)")
+        directory = await asyncio.to_thread(self._store.prepare, checkpoint.path)
+        try:
+            await fill(directory)
+            checkpoint = await asyncio.to_thread(self._store.commit, checkpoint)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        if self._checkpoints.pop(checkpoint.path, None) is not None:
+            await self._deleted(checkpoint.path)
+        self._checkpoints[checkpoint.path] = checkpoint
+        return checkpoint
+
+    async def change(
+        self, checkpoint: Checkpoint, *, public: bool | None = None, ttl: tuple[int | None] | None = None
+    ) -> None:
+        """Note that it was published or withdrawn, or how long it lives from now on."""
+        if public is not None:
+            checkpoint = dataclasses.replace(checkpoint, public=public)
+        if ttl is not None:
+            checkpoint = dataclasses.replace(checkpoint, expires_at=expiry(*ttl))
+        self._checkpoints[checkpoint.path] = checkpoint
+        await asyncio.to_thread(self._store.write_checkpoint, checkpoint)
+
+    async def delete(self, path: CheckpointPath) -> None:
+        self._checkpoints.pop(path, None)
+        await self._deleted(path)
+        await asyncio.to_thread(self._store.delete, path)
+
+    async def delete_expired(self) -> None:
+        for checkpoint in [each for each in self._checkpoints.values() if _has_expired(each)]:
+            await self.delete(checkpoint.path)
+
+
+def _has_expired(checkpoint: Checkpoint) -> bool:
+    end = checkpoint.expires_at
+    return end is not None and datetime.datetime.fromisoformat(end) <= datetime.datetime.now(datetime.UTC)
