@@ -36,6 +36,7 @@ COMMANDS = (
     Command("sft", "supervised fine-tuning", "megatron_retool.commands.sft"),
     Command("evaluate", "validation of model.path alone", "megatron_retool.commands.evaluate"),
     Command("serve", "a model or run behind OpenAI's and Anthropic's APIs", "megatron_retool.commands.serve"),
+    Command("tinker", "a server for clients of Tinker, who write the training loop", "megatron_retool.commands.tinker"),
     Command("chat", "talk to a model or run on the terminal", "megatron_retool.commands.chat"),
     Command("make-demo", "the demo's model, tokenizer and data", "megatron_retool.commands.make_demo"),
     Command("data prepare", "published data sets as our parquet", "megatron_retool.commands.data_prepare"),

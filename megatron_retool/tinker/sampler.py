@@ -83,7 +83,7 @@ class Sampler(Protocol):
     """
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """Read PEFT's files, which may go afterwards, under a name that is free."""
+        """Read PEFT's files, now or later, under a name that is free."""
         ...
 
     async def unload_adapter(self, name: str) -> None:

@@ -20,7 +20,6 @@ class ServedModel:
         longest_sequence: tokens of a sequence that is learned.
         most_rank: of a run's adapter.
         adapts_attention, adapts_mlp: which layers adapters have, of every run alike.
-        ends: tokens that end a sample where a client names none.
         finds_texts: samples can be ended at a text.
     """
 
@@ -32,7 +31,6 @@ class ServedModel:
     most_rank: int
     adapts_attention: bool = True
     adapts_mlp: bool = True
-    ends: tuple[int, ...] = ()
     finds_texts: bool = True
 
     def check_name(self, name: str) -> None:

@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class TinkerService:
-    """An asynchronous context manager, of one event loop.
+    """An asynchronous context manager, of one event loop, in which it is made.
 
     Args:
         directory: what the server keeps (``run_store``); a server that ran there before is continued.
+        fatal: errors of the trainer after which it cannot be asked again.
         sweep_seconds: between looks for what has expired.
 
     Raises:
@@ -45,6 +46,8 @@ class TinkerService:
         trainer: Trainer,
         sampler: Sampler,
         directory: Path,
+        *,
+        fatal: tuple[type[Exception], ...] = (),
         sweep_seconds: float = SWEEP_SECONDS,
     ) -> None:
         self.model = model
@@ -53,7 +56,7 @@ class TinkerService:
         self.sessions = Sessions(store, config.session_timeout_seconds)
         self._adapters = LoadedAdapters(sampler, config.loaded_adapters)
         self.checkpoints = Checkpoints(store, self._forget_adapter)
-        self.training = Training(config, model, trainer, store, self.checkpoints, self.sessions, self.promises)
+        self.training = Training(config, model, trainer, store, self.checkpoints, self.sessions, self.promises, fatal)
         self.sampling = Sampling(model, sampler, self._adapters, self.checkpoints, self.sessions, self.promises)
         self.downloads = DownloadUrls()
         self._sweep_seconds = sweep_seconds
@@ -69,6 +72,14 @@ class TinkerService:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
+
+    async def until_it_dies(self) -> None:
+        """Return never, but raise what ended the trainer.
+
+        Raises:
+            Exception: one of ``fatal``.
+        """
+        raise await self.training.died
 
     async def finish(self, session: Session) -> None:
         """End a session and close its runs."""

@@ -57,8 +57,12 @@ class _Batch:
 class Training:
     """All runs.
 
+    Args:
+        fatal: errors after which the trainer cannot be asked again.
+
     Attributes:
         queue: what is to be done; whoever runs the server lets it ``work``.
+        died: the first of the ``fatal`` errors.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class Training:
         checkpoints: Checkpoints,
         sessions: Sessions,
         promises: Promises,
+        fatal: tuple[type[Exception], ...],
     ) -> None:
         self._config, self._model, self._trainer = config, model, trainer
+        self._fatal = fatal
+        self.died: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._store, self._checkpoints, self._sessions = store, checkpoints, sessions
         self._promises = promises
         self.queue = RunQueue(config.share_seconds)
@@ -247,8 +254,8 @@ class Training:
     async def _accumulate(self, run: TrainingRun, number: int, batch: _Batch) -> Outcome:
         await self._prepare(run)
         await run.begin_call(number, changes=not batch.forward_only)
-        run.gathered |= not batch.forward_only
         outputs = await self._trainer.accumulate(run.id, batch.sequences, batch.loss, forward_only=batch.forward_only)
+        run.gathered |= not batch.forward_only
         return Outcome(await asyncio.to_thread(_written, outputs, batch.reports_elements), is_protobuf=True)
 
     async def optim_step(self, body: Json) -> Answer:
@@ -407,6 +414,8 @@ class Training:
         except Exception as error:
             logger.exception("tinker: %s failed", identifier)
             outcome = failure(clipped(f"{type(error).__name__}: {error}"), by_user=False)
+            if isinstance(error, self._fatal) and not self.died.done():
+                self.died.set_result(error)
         promise = self._promises.find(identifier)
         if promise is not None:
             self._promises.settle(promise, outcome)

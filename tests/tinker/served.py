@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_retool.config import TinkerConfig
 from megatron_retool.tinker.served_model import ServedModel
@@ -65,7 +65,6 @@ def served_model(model: Path) -> ServedModel:
         context=CONTEXT,
         longest_sequence=CONTEXT,
         most_rank=8,
-        ends=(AutoTokenizer.from_pretrained(model).eos_token_id,),
     )
 
 

@@ -1,0 +1,81 @@
+"""The configuration of a server of the Tinker protocol: what follows from its few settings, and what does not go."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from conversion.model.architecture import Architecture
+from megatron_retool.config import Config, ConfigError, validate
+from megatron_retool.data.tokenizer import TOKENIZER_FILES
+from megatron_retool.tinker.served_model import ServedModel
+
+RANK = 32
+"""Of runs, where learner.lora.rank is not set: that of Tinker's clients."""
+
+
+def server_config(config: Config, directory: Path) -> Config:
+    """``config`` with adapters in learner and engines, and ``directory`` as the run's.
+
+    Args:
+        config: model.path is a Hugging Face directory.
+
+    Raises:
+        ConfigError: settings do not go with a server of runs.
+    """
+    learner, engine = config.learner, config.rollout.engine
+    if config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
+        raise ConfigError(
+            "cluster.placement=colocated lets learner and engines take turns on the GPUs, and the server needs both at "
+            "any time: set it to disaggregated"
+        )
+    if engine.backend != "sglang":
+        raise ConfigError(f"rollout.engine.backend={engine.backend} loads no adapters: set it to sglang")
+    lora = learner.lora if learner.lora.rank else dataclasses.replace(learner.lora, rank=RANK)
+    targets = [each for each in lora.targets if each != "experts"]
+    if "experts" in lora.targets and Architecture.from_pretrained(config.model.path, config.model.families).is_moe:
+        raise ConfigError(
+            "learner.lora.targets names experts, whose adapters the engines do not load: set it to [attention, mlp]"
+        )
+    lora = dataclasses.replace(lora, targets=targets)
+    adapters = dataclasses.replace(engine.adapters, max_rank=max(lora.rank, engine.adapters.max_rank), targets=targets)
+    engine = dataclasses.replace(engine, adapters=adapters)
+    place = directory.absolute()
+    config = dataclasses.replace(
+        config,
+        learner=dataclasses.replace(learner, lora=lora),
+        rollout=dataclasses.replace(config.rollout, engine=engine),
+        trainer=dataclasses.replace(config.trainer, runs_dir=str(place.parent), experiment_name=place.name),
+    )
+    validate(config)
+    return config
+
+
+def served_model(config: Config, name: str, context: int, *, on_this_machine: bool) -> ServedModel:
+    """What clients may ask of the model of a ``server_config``.
+
+    Args:
+        name: of the model's directory.
+        context: tokens of a prompt with its sample.
+        on_this_machine: clients see this machine's directories.
+    """
+    path = Path(config.model.path)
+    architecture = Architecture.from_pretrained(path, config.model.families)
+    names = tuple(dict.fromkeys((*config.tinker.names, name)))
+    tokenizer = Path(config.model.tokenizer_path or path)
+    return ServedModel(
+        names=names,
+        tokenizer=str(tokenizer.absolute()) if on_this_machine else names[0],
+        vocabulary=architecture.vocab_size,
+        context=context,
+        longest_sequence=context,
+        most_rank=config.learner.lora.rank,
+        adapts_attention="attention" in config.learner.lora.targets,
+        adapts_mlp="mlp" in config.learner.lora.targets,
+        finds_texts=finds_texts(config),
+    )
+
+
+def finds_texts(config: Config) -> bool:
+    """Whether engines can have the tokenizer, with which they find texts in what they sample."""
+    return any((Path(config.model.path) / name).is_file() for name in TOKENIZER_FILES)
