@@ -26,7 +26,7 @@ from megatron_retool.planning.hardware import parse_machines  # noqa: E402
 from megatron_retool.planning.models import resolve_architecture  # noqa: E402
 from megatron_retool.planning.report import outcome_table, straggler_sentence  # noqa: E402
 from megatron_retool.planning.scenarios import scenario_of  # noqa: E402
-from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy  # noqa: E402
+from megatron_retool.planning.strategies import Scenario, Strategy, StrategyOutcome, run_strategy  # noqa: E402
 from megatron_retool.planning.workload import workload_of  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def strategies(over_sampling: float, max_age: int, refills: bool) -> tuple[Strat
 
 def simulate(
     config_file: str, gpus: str, over_sampling: float, max_age: int, kept_groups: float, steps: int, seed: int
-) -> tuple[Scenario, list[Outcome]]:
+) -> tuple[Scenario, list[StrategyOutcome]]:
     config = load_config(config_file)
     _, architecture = resolve_architecture(config)
     machines = parse_machines(gpus)

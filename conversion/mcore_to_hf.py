@@ -42,7 +42,7 @@ from torch import Tensor
 from conversion import fp8_export
 from conversion.files import command_lines
 from conversion.files.adapter_checkpoint import PEFT_DIRECTORY, RECORD_NAME, MergedCheckpoint, read_record
-from conversion.files.checksums import COMPLETE_NAME, FileRecord, Part, verified_meanwhile
+from conversion.files.checksums import COMPLETE_NAME, FilePart, FileRecord, verified_meanwhile
 from conversion.files.directory import COMPANIONS, check_target, local_directory, new_directory
 from conversion.files.dist_checkpoint import DistCheckpoint, DistCheckpointError
 from conversion.files.hf_checkpoint import (
@@ -345,13 +345,13 @@ class _Job:
     directory: Path
 
 
-_Written = tuple[list[tuple[str, Part]], set[str]]
+_Written = tuple[list[tuple[str, FilePart]], set[str]]
 
 
 def _run_job(job: _Job, report: Callable[[int], None]) -> _Written:
     """The files that were written with the part of each that this worker wrote, and the tensors with NaN or infinite
     values."""
-    parts, broken = list[tuple[str, Part]](), set[str]()
+    parts, broken = list[tuple[str, FilePart]](), set[str]()
     for number, group in itertools.groupby(job.parameters, key=lambda parameter: parameter.file):
         file, specs = job.files[number]
         parameters = list(group)
@@ -376,7 +376,7 @@ def _reported(blocks: Iterable[Tensor], report: Callable[[int], None]) -> Iterat
         report(block.nbytes)
 
 
-def _joined(written: Sequence[Sequence[tuple[str, Part]]]) -> dict[str, FileRecord]:
+def _joined(written: Sequence[Sequence[tuple[str, FilePart]]]) -> dict[str, FileRecord]:
     """Files whose parts several workers wrote, in the workers' order."""
     records: dict[str, FileRecord] = {}
     for file, part in (item for parts in written for item in parts):

@@ -32,7 +32,7 @@ class EndpointError(InputError):
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatReply:
     """What a model answered.
 
     Attributes:
@@ -93,7 +93,7 @@ class ChatEndpoint:
         assert self._session is not None
         await self._session.close()
 
-    async def ask(self, prompt: str, **sampling: Any) -> Reply:
+    async def ask(self, prompt: str, **sampling: Any) -> ChatReply:
         """The model's answer to one user message; ``sampling`` are further fields of this request.
 
         Raises:
@@ -111,7 +111,7 @@ class ChatEndpoint:
                 return reply
         raise EndpointSilence(f"{self.url}: {reason}; gave up after {self._retries + 1} attempts")
 
-    async def _attempt(self, body: dict[str, Any]) -> tuple[Reply | None, str, float]:
+    async def _attempt(self, body: dict[str, Any]) -> tuple[ChatReply | None, str, float]:
         """The reply, or why there is none and the seconds that the endpoint wants to be left alone."""
         assert self._session is not None
         try:
@@ -150,7 +150,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _reply(body: Any) -> Reply:
+def _reply(body: Any) -> ChatReply:
     try:
         choice = body["choices"][0]
         text = choice["message"]["content"] or ""
@@ -161,7 +161,7 @@ def _reply(body: Any) -> Reply:
     usage = body.get("usage")
     counted = usage if isinstance(usage, dict) else {}
     tokens = (_count(counted.get(name)) for name in ("prompt_tokens", "completion_tokens"))
-    return Reply(text, str(choice.get("finish_reason") or "stop"), *tokens)
+    return ChatReply(text, str(choice.get("finish_reason") or "stop"), *tokens)
 
 
 def _count(value: Any) -> int:

@@ -17,7 +17,7 @@ Purpose = Literal["train", "validation"]
 """What trajectories are for. Those of validation do not branch, are not paused, and are not counted."""
 
 
-class PromptRow(Protocol):
+class ScheduledPrompt(Protocol):
     """A prompt as the data room yields it."""
 
     @property
@@ -66,7 +66,7 @@ class GroupFactory:
         self.config = config
         self._vocabulary_size = vocabulary_size
 
-    def new(self, row: PromptRow, purpose: Purpose, size: int) -> Group:
+    def new(self, row: ScheduledPrompt, purpose: Purpose, size: int) -> Group:
         """A group of ``size`` trajectories that begin at the prompt."""
         prompt_ids = [int(token) for token in row.prompt_ids]
         known = {name: getattr(row, name) for name in ROW_NAMES if hasattr(row, name)}
@@ -86,7 +86,7 @@ class GroupFactory:
             group.branching = EntropyBranching(branching, size, self._vocabulary_size, seed)
         return group
 
-    def continued(self, row: PromptRow, paused: PausedGroup) -> Group:
+    def continued(self, row: ScheduledPrompt, paused: PausedGroup) -> Group:
         """The group that was paused."""
         group = self.new(row, "train", paused.size)
         first = group.states[0]
@@ -134,7 +134,7 @@ class Changes:
         abort: ids of groups to drop with what they have.
     """
 
-    prompts: Sequence[PromptRow] = ()
+    prompts: Sequence[ScheduledPrompt] = ()
     group_sizes: Mapping[int, int] = field(default_factory=dict)
     abort: Collection[int] = ()
 

@@ -34,7 +34,7 @@ from sglang_rollout.engine.base import Engine, make_engine
 from sglang_rollout.engine.pool import EnginePool, RestartEngine
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway.sampler import PoolSampler
-from sglang_rollout.groups import Changes, Group, GroupFactory, PromptRow, Purpose, unfinished
+from sglang_rollout.groups import Changes, Group, GroupFactory, Purpose, ScheduledPrompt, unfinished
 from sglang_rollout.rollout_statistics import RolloutStatistics
 from sglang_rollout.session import ABORT_REPEAT_SECONDS, InFlight, RequestSettings, RolloutError, Session
 from sglang_rollout.task_agents.agent import TaskAgent, TaskAgents
@@ -142,7 +142,7 @@ class RolloutManager:
             self._paused.append(group)
         return [group.paused() for group in self._paused]
 
-    def restore_paused(self, groups: Iterable[PausedGroup], prompts: Iterable[PromptRow]) -> None:
+    def restore_paused(self, groups: Iterable[PausedGroup], prompts: Iterable[ScheduledPrompt]) -> None:
         """Let the next training stream continue ``groups`` that a stopped run had paused.
 
         Args:
@@ -166,7 +166,7 @@ class RolloutManager:
 
     async def generate_groups(
         self,
-        prompts: Iterable[PromptRow],
+        prompts: Iterable[ScheduledPrompt],
         sampling: SamplingConfig,
         purpose: Purpose = "train",
     ) -> list[list[Trajectory]]:
@@ -180,7 +180,7 @@ class RolloutManager:
 
     async def stream(
         self,
-        prompts: Iterable[PromptRow],
+        prompts: Iterable[ScheduledPrompt],
         sampling: SamplingConfig,
         purpose: Purpose = "train",
         *,
@@ -200,7 +200,7 @@ class RolloutManager:
         partial, trains = self.config.rollout.partial, purpose == "train"
         resume_paused = partial.enable and trains
 
-        def new(rows: Iterable[PromptRow], sizes: Mapping[int, int]) -> list[Group]:
+        def new(rows: Iterable[ScheduledPrompt], sizes: Mapping[int, int]) -> list[Group]:
             return [self.group_factory.new(row, purpose, sizes.get(row.group_id, sampling.n)) for row in rows]
 
         groups = [*(self._take_paused() if resume_paused else []), *new(prompts, group_sizes or {})]

@@ -24,7 +24,7 @@ from megatron_retool.runs.checkpoints import (
 )
 from megatron_retool.runs.demo_base import base_settings, naming_the_base, with_demo_base
 from megatron_retool.runs.leave import LeaveAsked, LeaveRequest
-from megatron_retool.viewer.report import Report
+from megatron_retool.viewer.report import RunReport
 
 
 def stages(tmp_path, *overrides, leave=None):
@@ -117,7 +117,7 @@ def test_export_is_that_of_the_newest_checkpoint(tmp_path, monkeypatch):
     config_file.write_text(f"demo: {{enable: true}}\ntrainer: {{runs_dir: {tmp_path}, experiment_name: e}}\n")
     commands = FakeCommands(tmp_path / "e")
     monkeypatch.setattr(interruption.subprocess, "Popen", commands.start)
-    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: Report(Path("report"), []))
+    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: RunReport(Path("report"), []))
 
     def run(total_steps):
         overrides = [f"trainer.total_steps={total_steps}", f"model.path={tmp_path / 'model'}"]
@@ -179,7 +179,9 @@ def test_a_second_experiment_begins_with_training(tmp_path, monkeypatch):
 def test_what_a_run_does_at_its_end_is_chosen(tmp_path, monkeypatch):
     """A run that is not the demo's too: export, report and summary, each of them or none."""
     made = []
-    monkeypatch.setattr(pipeline, "write_report", lambda *_, **__: made.append("report") or Report(Path("report"), []))
+    monkeypatch.setattr(
+        pipeline, "write_report", lambda *_, **__: made.append("report") or RunReport(Path("report"), [])
+    )
     monkeypatch.setattr(Summary, "print", lambda *_: made.append("summary"))
     for name, wanted in (("all", "[export,report,summary]"), ("none", "[]"), ("report", "[report]")):
         commands = FakeCommands(tmp_path / name)

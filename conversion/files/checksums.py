@@ -47,7 +47,7 @@ class DamagedError(InputError):
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """What a run of a file's bytes was when it was written."""
 
     bytes: int
@@ -58,7 +58,7 @@ class Part:
 class FileRecord:
     """What a file was when it was written: its parts, which follow each other without gap."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def bytes(self) -> int:
@@ -94,7 +94,7 @@ def _never() -> bool:
     return False
 
 
-def _read_part(stream: FileIO, length: int | None, cancelled: Callable[[], bool] = _never) -> Part:
+def _read_part(stream: FileIO, length: int | None, cancelled: Callable[[], bool] = _never) -> FilePart:
     """The next ``length`` bytes, or as many as there are; None: all that is left."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_BLOCK))
@@ -104,7 +104,7 @@ def _read_part(stream: FileIO, length: int | None, cancelled: Callable[[], bool]
             raise _Cancelled
         digest.update(buffer[:count])
         size += count
-    return Part(size, digest.hexdigest())
+    return FilePart(size, digest.hexdigest())
 
 
 def record_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
@@ -137,7 +137,7 @@ def _line(name: str, record: FileRecord) -> str:
 
 def _record_of(checksums: str, sizes: str) -> FileRecord:
     pairs = zip(checksums.split("+"), sizes.split("+"), strict=True)
-    return FileRecord(tuple(Part(int(size), checksum) for checksum, size in pairs))
+    return FileRecord(tuple(FilePart(int(size), checksum) for checksum, size in pairs))
 
 
 def _files_below(directory: Path) -> Iterator[str]:

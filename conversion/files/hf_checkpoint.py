@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from conversion.files.checksums import COMPLETE_NAME, Part
+from conversion.files.checksums import COMPLETE_NAME, FilePart
 from conversion.files.safetensors_headers import (
     INDEX_NAME,
     SINGLE_FILE_NAME,
@@ -428,7 +428,7 @@ class FileWriter:
             raise HFCheckpointError(f"{self._path}: expected {spec} of {spec.nbytes} bytes, got {written}")
 
     @property
-    def part(self) -> Part:
+    def part(self) -> FilePart:
         """What was written so far."""
         return self._span.part
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from conversion.files.checksums import Part
+from conversion.files.checksums import FilePart
 
 BLOCK_BYTES = 2**20
 """Of a tensor, as it goes from file to file."""
@@ -92,9 +92,9 @@ class SpanWriter:
             self.write(tensor_bytes(tensor.contiguous()))
 
     @property
-    def part(self) -> Part:
+    def part(self) -> FilePart:
         """What was written so far."""
-        return Part(self.position - self.start, self._digest.hexdigest())
+        return FilePart(self.position - self.start, self._digest.hexdigest())
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -47,7 +47,7 @@ IGNORED_HF_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """Rows ``start:stop`` of Hugging Face tensor number ``source`` (None: zero padding)."""
 
     source: int | None
@@ -94,34 +94,34 @@ class Mapping:
         return None if self.rule.is_buffer else dtype
 
     @cached_property
-    def blocks(self) -> tuple[Segment, ...]:
+    def blocks(self) -> tuple[RowSegment, ...]:
         """What the arrangement arranges: whole Hugging Face tensors, or their sections, by their rows."""
         blocks, source, start = [], 0, 0
         for rows in self.sections or (shape[0] for shape in self.hf_shapes):
-            blocks.append(Segment(source, start, start + rows))
+            blocks.append(RowSegment(source, start, start + rows))
             start += rows
             if start == self.hf_shapes[source][0]:
                 source, start = source + 1, 0
         return tuple(blocks)
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[RowSegment, ...]:
         """The rows of the full Megatron-Core tensor, top to bottom."""
         if self.arrangement is Arrangement.GATED_QUERY_GROUPS:
             return tuple(self._gated_segments())
         if self.arrangement in (Arrangement.QUERY_GROUPS, Arrangement.KEY_HEADS):
             return tuple(
-                Segment(block.source, block.start + group * rows, block.start + (group + 1) * rows)
+                RowSegment(block.source, block.start + group * rows, block.start + (group + 1) * rows)
                 for group in range(self.query_groups)
                 for block in self.blocks
                 for rows in ((block.stop - block.start) // self.query_groups,)
             )
         segments = list(self.blocks)
         if self.padding_rows:
-            segments.append(Segment(None, 0, self.padding_rows))
+            segments.append(RowSegment(None, 0, self.padding_rows))
         return tuple(segments)
 
-    def _gated_segments(self) -> Iterator[Segment]:
+    def _gated_segments(self) -> Iterator[RowSegment]:
         query, *others = self.blocks
         heads = self.query_groups * self.heads_per_group
         rows = (query.stop - query.start) // (2 * heads)
@@ -130,10 +130,10 @@ class Mapping:
             for gate in (0, 1):
                 for head in range(first, first + self.heads_per_group):
                     start = query.start + (2 * head + gate) * rows
-                    yield Segment(query.source, start, start + rows)
+                    yield RowSegment(query.source, start, start + rows)
             for block in others:
                 size = (block.stop - block.start) // self.query_groups
-                yield Segment(block.source, block.start + group * size, block.start + (group + 1) * size)
+                yield RowSegment(block.source, block.start + group * size, block.start + (group + 1) * size)
 
     def shard_rows(self, tp_size: int, tp_rank: int) -> tuple[tuple[int, int], ...]:
         """Row ranges of the full tensor that a rank owns, in the order in which it keeps them.
@@ -165,14 +165,14 @@ class Mapping:
         part = columns // tp_size
         return tp_rank * part, (tp_rank + 1) * part
 
-    def row_segments(self, low: int, high: int) -> Iterator[Segment]:
+    def row_segments(self, low: int, high: int) -> Iterator[RowSegment]:
         """Where rows ``low:high`` of the full tensor come from, top to bottom: what a reader has to fetch."""
         position = 0
         for segment in self.segments:
             length = segment.stop - segment.start
             start, stop = max(low - position, 0), min(high - position, length)
             if start < stop:
-                yield Segment(segment.source, segment.start + start, segment.start + stop)
+                yield RowSegment(segment.source, segment.start + start, segment.start + stop)
             position += length
 
     def hf_runs(self, source: int) -> list[tuple[int, int, int]]:
@@ -197,7 +197,7 @@ def to_mcore(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
         WeightMapError: a tensor has the wrong shape, or the tensors differ in dtype.
     """
     check_tensors(mapping, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors])
-    if mapping.segments == (Segment(0, 0, mapping.mcore_shape[0]),):
+    if mapping.segments == (RowSegment(0, 0, mapping.mcore_shape[0]),):
         return tensors[0]
     return _joined([_rows(segment, tensors) for segment in mapping.segments])
 
@@ -290,7 +290,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _rows(segment: Segment, tensors: Sequence[Tensor]) -> Tensor:
+def _rows(segment: RowSegment, tensors: Sequence[Tensor]) -> Tensor:
     if segment.source is None:
         return tensors[0].new_zeros(segment.stop - segment.start, *tensors[0].shape[1:])
     return tensors[segment.source][segment.start : segment.stop]

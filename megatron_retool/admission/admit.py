@@ -12,7 +12,7 @@ from conversion.model.architecture import Architecture
 from megatron_retool.admission import parity, single_checks
 from megatron_retool.admission.engine_checks import engine_checks
 from megatron_retool.admission.layouts import Case, cases, process_groups
-from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
+from megatron_retool.admission.outcome import Admission, AdmissionVerdict, Check, judged
 from megatron_retool.admission.ranks import run_ranks
 from megatron_retool.admission.requests import Request, architecture_of, shrunk_config
 from megatron_retool.admission.tiny_model import random_model, save_model
@@ -90,7 +90,7 @@ def _guarded(kind: str, name: str, check: Callable[..., Check], *arguments: Any)
     try:
         return check(*arguments)
     except Exception as error:
-        return Check(kind, name, Verdict.FAIL, f"{type(error).__name__}: {error}")
+        return Check(kind, name, AdmissionVerdict.FAIL, f"{type(error).__name__}: {error}")
 
 
 # --- processes of a layout --------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _last_line(text: str) -> str:
 
 def _verdicts(number: int, job: _Job, answers: Mapping[_Task, Any]) -> list[Check]:
     checks = [
-        Check("layout", case.name, Verdict.NOT_APPLICABLE, case.inapplicable)
+        Check("layout", case.name, AdmissionVerdict.NOT_APPLICABLE, case.inapplicable)
         if case.inapplicable
         else _verdict("layout", case.name, answers[number, case.name])
         for case in job.cases
@@ -181,7 +181,7 @@ def _verdicts(number: int, job: _Job, answers: Mapping[_Task, Any]) -> list[Chec
         saved = answers[number, _SAVING]
         checks.append(_verdict(kind, name, answers[number, name] if isinstance(saved, dict) else saved))
     else:
-        checks.append(Check(kind, name, Verdict.NOT_APPLICABLE, "these layouts were not asked for"))
+        checks.append(Check(kind, name, AdmissionVerdict.NOT_APPLICABLE, "these layouts were not asked for"))
     if job.architecture.is_moe:
         replay: dict[str, float] = {}
         for case in job.cases:
@@ -190,13 +190,15 @@ def _verdicts(number: int, job: _Job, answers: Mapping[_Task, Any]) -> list[Chec
                 if key.startswith("replay: "):
                     replay[key] = max(value, replay.get(key, 0.0))
         verdict = judged("replay", "routing replay", replay, parity.too_far(replay))
-        checks.append(verdict if replay else Check("replay", "routing replay", Verdict.FAIL, "no layout replayed"))
+        checks.append(
+            verdict if replay else Check("replay", "routing replay", AdmissionVerdict.FAIL, "no layout replayed")
+        )
     else:
-        checks.append(Check("replay", "routing replay", Verdict.NOT_APPLICABLE, "no experts"))
+        checks.append(Check("replay", "routing replay", AdmissionVerdict.NOT_APPLICABLE, "no experts"))
     return checks
 
 
 def _verdict(kind: str, name: str, answer: Any) -> Check:
     if not isinstance(answer, dict):
-        return Check(kind, name, Verdict.FAIL, str(answer))
+        return Check(kind, name, AdmissionVerdict.FAIL, str(answer))
     return judged(kind, name, answer, parity.too_far(answer))

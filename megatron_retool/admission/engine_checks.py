@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conversion.model.architecture import Architecture
 from megatron_retool.admission import parity
-from megatron_retool.admission.outcome import Check, Verdict, judged
+from megatron_retool.admission.outcome import AdmissionVerdict, Check, judged
 from sglang_rollout.engine.served_models import WHOLE_PAST, unserved, unserved_on_cpu
 from sglang_rollout.weight_sync.engine_classes import Load, Loaded, load_into_engine_classes
 
@@ -85,15 +85,15 @@ def _published(source: Path, architecture: Architecture, served: list[str], plac
 
 
 def _inapplicable(name: str, reason: str) -> Check:
-    return Check(KIND, name, Verdict.NOT_APPLICABLE, reason)
+    return Check(KIND, name, AdmissionVerdict.NOT_APPLICABLE, reason)
 
 
 def _taken(loaded: Loaded) -> Check:
-    return Check(KIND, PARAMETERS, Verdict.FAIL if loaded.wrong else Verdict.PASS, loaded.wrong)
+    return Check(KIND, PARAMETERS, AdmissionVerdict.FAIL if loaded.wrong else AdmissionVerdict.PASS, loaded.wrong)
 
 
 def _computed(loaded: Loaded, source: Path) -> Check:
     if loaded.failed:
-        return Check(KIND, LOG_PROBS, Verdict.FAIL, loaded.failed)
+        return Check(KIND, LOG_PROBS, AdmissionVerdict.FAIL, loaded.failed)
     figures = parity.compare_engine(loaded.log_probs, source)
     return judged(KIND, LOG_PROBS, figures, parity.too_far(figures))

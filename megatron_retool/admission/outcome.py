@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Verdict(StrEnum):
+class AdmissionVerdict(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     NOT_APPLICABLE = "not applicable"
@@ -24,7 +24,7 @@ class Check:
 
     kind: str
     name: str
-    verdict: Verdict
+    verdict: AdmissionVerdict
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -32,9 +32,11 @@ class Check:
 def judged(kind: str, name: str, figures: dict[str, float], exceeding: dict[str, float]) -> Check:
     """A check that measured ``figures``, of which ``exceeding`` are beyond their tolerance."""
     if not exceeding:
-        return Check(kind, name, Verdict.PASS, figures=figures)
+        return Check(kind, name, AdmissionVerdict.PASS, figures=figures)
     worst = sorted(exceeding.items(), key=lambda item: -item[1])
-    return Check(kind, name, Verdict.FAIL, ", ".join(f"{key} {value:.1e}" for key, value in worst[:4]), figures)
+    return Check(
+        kind, name, AdmissionVerdict.FAIL, ", ".join(f"{key} {value:.1e}" for key, value in worst[:4]), figures
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Admission:
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.verdict is Verdict.FAIL)
+        return tuple(check for check in self.checks if check.verdict is AdmissionVerdict.FAIL)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "admitted": self.admitted}

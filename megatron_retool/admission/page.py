@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_retool.admission.layouts import FEW, NAMED
-from megatron_retool.admission.outcome import Verdict
+from megatron_retool.admission.outcome import AdmissionVerdict
 from megatron_retool.installation import shipped
 
 FOUND = shipped("docs/models.json")
-_SIGNS = {Verdict.PASS: "✓", Verdict.FAIL: "✗", Verdict.NOT_APPLICABLE: "–"}
+_SIGNS = {AdmissionVerdict.PASS: "✓", AdmissionVerdict.FAIL: "✗", AdmissionVerdict.NOT_APPLICABLE: "–"}
 
 _HEAD = """\
 # Models
@@ -201,7 +201,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _cell(check: Mapping[str, Any] | None) -> str:
-    return "" if check is None else _SIGNS[Verdict(check["verdict"])]
+    return "" if check is None else _SIGNS[AdmissionVerdict(check["verdict"])]
 
 
 def _largest(model: Mapping[str, Any]) -> str:

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megatron_retool.admission.outcome import Admission, Check, Verdict
+from megatron_retool.admission.outcome import Admission, AdmissionVerdict, Check
 from megatron_retool.runs.files import write_text
 
-_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_APPLICABLE: "yellow"}
+_STYLES = {AdmissionVerdict.PASS: "green", AdmissionVerdict.FAIL: "bold red", AdmissionVerdict.NOT_APPLICABLE: "yellow"}
 _PACKAGES = ("megatron-core", "transformers", "torch")
 
 
@@ -38,7 +38,7 @@ def _worst_of_each_kind(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def _found(check: Check) -> str:
-    if check.reason or check.verdict is not Verdict.PASS:
+    if check.reason or check.verdict is not AdmissionVerdict.PASS:
         return check.reason
     if {"log_probs", "gradient"} <= check.figures.keys():
         return f"log-probs {check.figures['log_probs']:.0e}, gradients {check.figures['gradient']:.0e}"

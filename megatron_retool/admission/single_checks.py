@@ -16,7 +16,7 @@ from conversion.mcore_to_hf import export
 from conversion.model.architecture import Architecture
 from conversion.model.flops import forward_flops, index_pair_flops, pair_flops
 from conversion.model.weight_map import WeightMap
-from megatron_retool.admission.outcome import Check, Verdict, judged
+from megatron_retool.admission.outcome import AdmissionVerdict, Check, judged
 from megatron_retool.admission.recurrent_delta_rule import recurrent
 from megatron_retool.admission.tiny_model import converted
 from megatron_retool.planning.memory import parameter_count
@@ -34,8 +34,8 @@ def tensor_names(architecture: Architecture, directory: Path) -> Check:
     wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if wrong:
         said = f"{wrong[0]}: the table says {found.get(wrong[0])}, transformers {expected.get(wrong[0])}"
-        return Check("weights", "names and shapes", Verdict.FAIL, f"{len(wrong)} tensors differ; {said}")
-    return Check("weights", "names and shapes", Verdict.PASS, figures={"tensors": float(len(expected))})
+        return Check("weights", "names and shapes", AdmissionVerdict.FAIL, f"{len(wrong)} tensors differ; {said}")
+    return Check("weights", "names and shapes", AdmissionVerdict.PASS, figures={"tensors": float(len(expected))})
 
 
 def round_trip(architecture: Architecture, directory: Path, families: tuple[str, ...]) -> Check:
@@ -48,9 +48,9 @@ def round_trip(architecture: Architecture, directory: Path, families: tuple[str,
     source, again = load_file(directory / "model.safetensors"), load_file(back / "model.safetensors")
     wrong = [name for name in source.keys() | again.keys() if not _same_bits(source.get(name), again.get(name))]
     if wrong:
-        return Check("weights", "round trip", Verdict.FAIL, f"other bits: {', '.join(sorted(wrong)[:5])}")
+        return Check("weights", "round trip", AdmissionVerdict.FAIL, f"other bits: {', '.join(sorted(wrong)[:5])}")
     return Check(
-        "weights", "round trip", Verdict.PASS, figures={"bytes": float(sum(t.nbytes for t in source.values()))}
+        "weights", "round trip", AdmissionVerdict.PASS, figures={"bytes": float(sum(t.nbytes for t in source.values()))}
     )
 
 
@@ -102,7 +102,9 @@ def chat_template(directory: Path | None) -> list[Check]:
     """Whether the tokenizer's template writes tools, and tool calls that a format of ours reads."""
     names = ("chat template", "tool calls")
     if directory is None or not (directory / "tokenizer_config.json").is_file():
-        return [Check("chat", name, Verdict.NOT_APPLICABLE, "no tokenizer beside config.json") for name in names]
+        return [
+            Check("chat", name, AdmissionVerdict.NOT_APPLICABLE, "no tokenizer beside config.json") for name in names
+        ]
     from transformers import AutoTokenizer
 
     try:
@@ -111,8 +113,8 @@ def chat_template(directory: Path | None) -> list[Check]:
             tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         plain = tokenizer.apply_chat_template(_ASKED, tokenize=False, add_generation_prompt=True)
     except Exception as error:
-        return [Check("chat", "chat template", Verdict.FAIL, f"{type(error).__name__}: {error}")]
-    template = Check("chat", "chat template", Verdict.PASS)
+        return [Check("chat", "chat template", AdmissionVerdict.FAIL, f"{type(error).__name__}: {error}")]
+    template = Check("chat", "chat template", AdmissionVerdict.PASS)
     try:
         asked = tokenizer.apply_chat_template(_ASKED, tools=[_TOOL], tokenize=False, add_generation_prompt=True)
         try:
@@ -123,16 +125,16 @@ def chat_template(directory: Path | None) -> list[Check]:
             called = tokenizer.apply_chat_template(turn, tools=[_TOOL], tokenize=False)
         answered = tokenizer.apply_chat_template([*turn, _ANSWER], tools=[_TOOL], tokenize=False)
     except Exception as error:
-        return [template, Check("chat", "tool calls", Verdict.FAIL, f"{type(error).__name__}: {error}")]
+        return [template, Check("chat", "tool calls", AdmissionVerdict.FAIL, f"{type(error).__name__}: {error}")]
     if asked == plain or _CALL["name"] not in asked or "2" not in answered[len(called.rstrip()) :]:
         reason = "the template leaves out tools or their results: use a format with tags of its own (retool)"
-        return [template, Check("chat", "tool calls", Verdict.NOT_APPLICABLE, reason)]
+        return [template, Check("chat", "tool calls", AdmissionVerdict.NOT_APPLICABLE, reason)]
     shared = len(asked) if called.startswith(asked) else len(plain)
     name = _reader(called[shared:], tokenizer.get_added_vocab())
     if name is None:
         reason = f"no format of ours reads {json.dumps(called[shared:][:80])}: declare one (docs/extending.md)"
-        return [template, Check("chat", "tool calls", Verdict.FAIL, reason)]
-    return [template, Check("chat", "tool calls", Verdict.PASS, f"rollout.multi_turn.format={name}")]
+        return [template, Check("chat", "tool calls", AdmissionVerdict.FAIL, reason)]
+    return [template, Check("chat", "tool calls", AdmissionVerdict.PASS, f"rollout.multi_turn.format={name}")]
 
 
 def _reader(written: str, tokens: Collection[str]) -> str | None:

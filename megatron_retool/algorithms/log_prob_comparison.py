@@ -31,7 +31,7 @@ CONTRAST = 2.0
 
 
 @dataclass(frozen=True)
-class Part:
+class ComparedPart:
     """Tokens that differ, where the others do not: ids or positions ``first`` to ``last``."""
 
     kind: str
@@ -99,17 +99,17 @@ class LogProbComparison:
             np.median(self._in_spreads[rows]) > bound for _, parts in self._parts() for rows, _, _ in parts
         )
 
-    def place(self) -> Part | None:
+    def place(self) -> ComparedPart | None:
         """Where the difference is, if it is not everywhere alike: a range of the vocabulary, or the later positions."""
         for kind, parts in self._parts():
             medians = np.array([np.median(self._in_spreads[rows]) for rows, _, _ in parts])
             off = medians > CONTRAST * np.median(medians)
             if kind != "position" and off.any():
                 found = [part for part, is_off in zip(parts, off, strict=True) if is_off]
-                return Part(kind, min(first for _, first, _ in found), max(last for _, _, last in found))
+                return ComparedPart(kind, min(first for _, first, _ in found), max(last for _, _, last in found))
         first, later = self._in_spreads[:FIRST_TOKENS], self._in_spreads[FIRST_TOKENS:]
         if len(later) >= MIN_PART and np.median(later) > CONTRAST * np.median(first):
-            return Part("position", self._onset(float(np.median(later)) / 2), len(self.ids) - 1)
+            return ComparedPart("position", self._onset(float(np.median(later)) / 2), len(self.ids) - 1)
         return None
 
     def _onset(self, level: float) -> int:

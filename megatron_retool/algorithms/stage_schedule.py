@@ -8,14 +8,14 @@ from typing import NamedTuple
 from megatron_retool.errors import InputError
 
 
-class Stage(NamedTuple):
+class ScheduledValue(NamedTuple):
     """``value`` holds from step ``first_step`` until the next stage begins."""
 
     first_step: int
     value: int
 
 
-def parse_stages(texts: Sequence[str]) -> list[Stage]:
+def parse_stages(texts: Sequence[str]) -> list[ScheduledValue]:
     """Parse and check a schedule.
 
     Raises:
@@ -28,7 +28,7 @@ def parse_stages(texts: Sequence[str]) -> list[Stage]:
             first_step, value = (int(word) for word in text.split())
         except ValueError:
             raise InputError(f"stage {text!r} is not of the form '<first step> <value>', as in '30 16'") from None
-        stages.append(Stage(first_step, value))
+        stages.append(ScheduledValue(first_step, value))
     if not stages or stages[0].first_step != 0:
         raise InputError(f"the first stage of {list(texts)} must begin at step 0")
     if any(later.first_step <= earlier.first_step for earlier, later in zip(stages, stages[1:], strict=False)):
@@ -38,7 +38,7 @@ def parse_stages(texts: Sequence[str]) -> list[Stage]:
     return stages
 
 
-def stage_value(stages: Sequence[Stage], step: int) -> int:
+def stage_value(stages: Sequence[ScheduledValue], step: int) -> int:
     """The value at ``step`` (from 0)."""
     value = stages[0].value
     for stage in stages:
@@ -47,7 +47,7 @@ def stage_value(stages: Sequence[Stage], step: int) -> int:
     return value
 
 
-def is_due(stages: Sequence[Stage], step: int) -> bool:
+def is_due(stages: Sequence[ScheduledValue], step: int) -> bool:
     """Is ``step`` (from 1) a step of a schedule of frequencies, e.g. of validations? Counted from step 0."""
     return step > 0 and step % stage_value(stages, step) == 0
 

@@ -24,7 +24,7 @@ from sglang_rollout.engine.base import EngineClient, EngineUnavailable, Memory
 _WEIGHTS, _CACHE = Memory.WEIGHTS, Memory.KV_CACHE
 
 
-class Model(Protocol):
+class PhasedModel(Protocol):
     """A learner group, as far as its memory is concerned."""
 
     async def offload(self, *parts: str) -> None: ...
@@ -45,7 +45,7 @@ class GpuPhases:
     def __init__(
         self,
         enabled: bool,
-        models: Callable[[], Sequence[Model]],
+        models: Callable[[], Sequence[PhasedModel]],
         engines: Callable[[], Sequence[str]],
         client: Callable[[str], EngineClient] | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from megatron_retool.commands.settings import at_least
 from megatron_retool.config import Config
 
 if TYPE_CHECKING:
-    from megatron_retool.serving.source import Source
+    from megatron_retool.serving.source import ServedSource
 
 SERVED_SETTINGS = (
     "model.tokenizer_path", "model.families", "rollout.val", "rollout.multi_turn", "rollout.engine",
@@ -46,7 +46,9 @@ def system_message(options: argparse.Namespace, config: Config, say: Callable[[s
 
 
 @contextmanager
-def served_config(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[tuple[Source, Config, Path]]:
+def served_config(
+    options: argparse.Namespace, say: Callable[[str], None]
+) -> Iterator[tuple[ServedSource, Config, Path]]:
     """What is served, its configuration with a Hugging Face model as model.path, and the directory for logs.
 
     A checkpoint's export and all that is written meanwhile lie in a temporary directory, which goes with the block.

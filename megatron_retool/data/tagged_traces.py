@@ -34,7 +34,7 @@ class TraceError(InputError):
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A block of code."""
 
     text: str
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    calls: list[Call]
+    calls: list[TracedCall]
     answer: str
     """What follows the last block."""
 
@@ -57,7 +57,7 @@ def parse_trace(text: str) -> Trace:
     Raises:
         TraceError: a tag is not closed, stands where none can, or a block holds no code.
     """
-    calls: list[Call] = []
+    calls: list[TracedCall] = []
     position = 0
     while True:
         tag = _TAG.search(text, position)
@@ -77,7 +77,7 @@ def parse_trace(text: str) -> Trace:
             output = output.strip()
         else:
             after = end
-        calls.append(Call(text[position : tag.start()].strip(), code, output))
+        calls.append(TracedCall(text[position : tag.start()].strip(), code, output))
         position = after
 
 

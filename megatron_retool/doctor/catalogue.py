@@ -10,7 +10,7 @@ from megatron_retool.errors import InputError
 
 
 @dataclass(frozen=True)
-class Step:
+class DoctorStep:
     """
     Attributes:
         group: what of the stack it belongs to; the row of the table in docs/tested.md.
@@ -61,7 +61,7 @@ _SYNC = (
 )
 
 STEPS = (
-    Step(
+    DoctorStep(
         "host",
         HOST,
         "processor, memory, shared memory and limits of this host or container",
@@ -69,14 +69,14 @@ STEPS = (
         "raise the limit that the figure names: docker run --shm-size=16g --ulimit nofile=65536 --ulimit memlock=-1, "
         "or the node's own limits",
     ),
-    Step(
+    DoctorStep(
         "versions",
         HOST,
         "installed packages against requirements/",
         "megatron_retool.doctor.host_steps:versions",
         _INSTALL,
     ),
-    Step(
+    DoctorStep(
         "driver",
         HOST,
         "GPUs, driver, CUDA of torch, peer access",
@@ -84,14 +84,14 @@ STEPS = (
         "nvidia-smi has to work and to list the GPUs; CUDA 13 needs a driver of the 580 series or newer; in a "
         "container: docker run --gpus all",
     ),
-    Step(
+    DoctorStep(
         "kernels_torch",
         KERNELS,
         "matrix product, attention and softmax of torch on this device against float64",
         "megatron_retool.doctor.kernel_steps:torch_kernels",
         "torch itself is wrong here: its CUDA version, the driver or the GPU (nvidia-smi -q, ECC errors)",
     ),
-    Step(
+    DoctorStep(
         "kernels_transformer_engine",
         KERNELS,
         "Transformer Engine's layers, attention and Adam against torch's, and whether attention is fused",
@@ -99,28 +99,28 @@ STEPS = (
         _KERNEL + ". Attention that is not fused: cuDNN is missing or its parts are of several versions; "
         "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 megatron-retool doctor --steps kernels --keep DIR writes why into DIR",
     ),
-    Step(
+    DoctorStep(
         "kernels_flash_attn",
         KERNELS,
         "flash-attn against torch",
         "megatron_retool.doctor.kernel_steps:flash_attn",
         _KERNEL,
     ),
-    Step(
+    DoctorStep(
         "kernels_apex",
         KERNELS,
         "Apex's fused weight gradients against torch",
         "megatron_retool.doctor.kernel_steps:apex",
         _KERNEL,
     ),
-    Step(
+    DoctorStep(
         "reference",
         LEARNER,
         "tiny models, and what transformers computes of them on the CPU in float32",
         "megatron_retool.doctor.model:reference",
         _INSTALL,
     ),
-    Step(
+    DoctorStep(
         "learner_fp32",
         LEARNER,
         "log-probs, loss and gradients in float32 against the CPU's, dense and experts",
@@ -128,7 +128,7 @@ STEPS = (
         _PARITY,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "learner_bf16",
         LEARNER,
         "the same in bfloat16",
@@ -136,7 +136,7 @@ STEPS = (
         _PARITY,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "learner_fp8_tensorwise",
         LEARNER,
         "the same with learner.fp8.recipe=tensorwise",
@@ -144,7 +144,7 @@ STEPS = (
         _PARITY,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "learner_fp8_blockwise",
         LEARNER,
         "the same with learner.fp8.recipe=blockwise",
@@ -152,7 +152,7 @@ STEPS = (
         _PARITY,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "learner_fp8_mxfp8",
         LEARNER,
         "the same with learner.fp8.recipe=mxfp8",
@@ -160,14 +160,14 @@ STEPS = (
         _PARITY,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "collectives",
         LAYOUTS,
         "each collective between all ranks: right sums, and bytes a second",
         "megatron_retool.doctor.layout_steps:collectives",
         _LAYOUT,
     ),
-    Step(
+    DoctorStep(
         "collectives_between_nodes",
         LAYOUTS,
         "all-reduce and all-gather between nodes: right sums, and bytes a second of a GPU's link",
@@ -176,7 +176,7 @@ STEPS = (
         timeout_seconds=600,
     ),
     *(
-        Step(
+        DoctorStep(
             f"layout_{key}",
             LAYOUTS,
             f"{name}: the same log-probs, loss and gradients on several ranks",
@@ -193,7 +193,7 @@ STEPS = (
             ("ep", "expert parallel, experts replayed"),
         )
     ),
-    Step(
+    DoctorStep(
         "preload",
         ENGINE,
         "what is loaded into a colocated engine before Python finds its libraries",
@@ -201,7 +201,7 @@ STEPS = (
         "the library that is named comes with NVIDIA's packages or the driver: " + _INSTALL,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "kernels_sglang",
         ENGINE,
         "SGLang compiles and links kernels for this GPU with the packages' nvcc",
@@ -211,7 +211,7 @@ STEPS = (
         timeout_seconds=600,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "engine",
         ENGINE,
         "SGLang starts, with a mixture of experts, and generates",
@@ -221,7 +221,7 @@ STEPS = (
         needs=("reference",),
         stays=True,
     ),
-    Step(
+    DoctorStep(
         "engine_log_probs",
         ENGINE,
         "log-probs of a fixed text, engine against learner",
@@ -229,7 +229,7 @@ STEPS = (
         "docs/mismatch.md, The first sync",
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "engine_replay",
         ENGINE,
         "log-probs of sampled responses against the learner's, with the engine's experts replayed",
@@ -237,7 +237,7 @@ STEPS = (
         "docs/mismatch.md and docs/algorithms.md; learner.routing_replay=none goes on without replay",
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "sync_disk",
         SYNC,
         "new weights by files, every checksum",
@@ -245,7 +245,7 @@ STEPS = (
         _SYNC,
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "sync_tensor",
         SYNC,
         "new weights by shared memory or CUDA IPC, every checksum",
@@ -253,7 +253,7 @@ STEPS = (
         _SYNC,
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "sync_distributed",
         SYNC,
         "new weights by broadcast, every checksum",
@@ -261,7 +261,7 @@ STEPS = (
         _SYNC,
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "sleep_wake",
         MEMORY,
         "engine and learner give their GPU memory back, and take it again",
@@ -269,7 +269,7 @@ STEPS = (
         "PYTORCH_CUDA_ALLOC_CONF must not set expandable_segments; torch_memory_saver has to match torch",
         needs=("engine",),
     ),
-    Step(
+    DoctorStep(
         "engine_dense",
         ENGINE,
         "log-probs of a fixed text by a dense model's engine against the learner",
@@ -278,7 +278,7 @@ STEPS = (
         timeout_seconds=600,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "engine_fp8",
         ENGINE,
         "an engine that serves FP8 and starts empty: synced weights, log-probs of a fixed text against the learner",
@@ -287,7 +287,7 @@ STEPS = (
         timeout_seconds=600,
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "checkpoint",
         CHECKPOINT,
         "saved, loaded, in another layout too: loss and learning rate go on",
@@ -295,14 +295,14 @@ STEPS = (
         "a disk that is full or slow shows in the log; megatron-retool check DIR holds files against checksums",
         needs=("reference",),
     ),
-    Step(
+    DoctorStep(
         "bandwidth",
         SPEED,
         "copies between host and device, and within each",
         "megatron_retool.doctor.speed_steps:bandwidth",
         "nvidia-smi -q -d PERFORMANCE,PCIE: a narrow link, a throttled GPU, or somebody else on it",
     ),
-    Step(
+    DoctorStep(
         "step_time",
         SPEED,
         "an optimizer step in bfloat16 and FP8: seconds, memory, share of the peak (MFU), attention kernel",
@@ -310,7 +310,7 @@ STEPS = (
         "kernels_* tell which fused kernels are there; without Transformer Engine layers and attention are torch's",
         timeout_seconds=300,
     ),
-    Step(
+    DoctorStep(
         "demo",
         DEMO,
         "some steps of the demo, learner and engines taking turns on the same GPUs",
@@ -326,7 +326,7 @@ class UnknownStep(InputError):
     """--steps names none of the steps. The message has the nearest."""
 
 
-def select(names: Sequence[str] | None) -> list[Step]:
+def select(names: Sequence[str] | None) -> list[DoctorStep]:
     """The steps of these groups or names, with all that they need, in the doctor's order; None: all.
 
     A name that is both is the group.

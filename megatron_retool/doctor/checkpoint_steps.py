@@ -8,9 +8,9 @@ from typing import Any
 from megatron_retool.config import Config
 from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import finest_dtype, learner_config, make_learner
-from megatron_retool.doctor.outcome import Figure
+from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.ranks import run_ranks
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import DoctorSession
 
 _STEPS_BEFORE, _STEPS_AFTER = 2, 2
 _SAME_LAYOUT = {"float32": 1e-5, "bfloat16": 2e-3}
@@ -19,17 +19,17 @@ _ANOTHER_LAYOUT = {"float32": 1e-3, "bfloat16": 2e-2}
 _SCHEDULE = ("learner.optimizer.schedule=linear", "learner.optimizer.warmup_steps=1")
 
 
-def checkpoint(session: Session) -> list[Figure]:
+def checkpoint(session: DoctorSession) -> list[StepFigure]:
     """Train, save, train on; against a learner that loads what was saved, on one rank and on two."""
     directory = session.directory / "checkpoint"
     dtype = finest_dtype()[0]
     config = learner_config(session, model.DENSE, f"learner.dtype={dtype}", *_SCHEDULE)
     expected = run_ranks(session, _train_and_save, 1, config, directory)
-    figures = [Figure("learning before the checkpoint: loss falls by", expected["fell"], at_least=0.01)]
+    figures = [StepFigure("learning before the checkpoint: loss falls by", expected["fell"], at_least=0.01)]
     resumed = run_ranks(session, _resume, 1, config, directory)
     figures += _compared("resumed", resumed, expected["after"], _SAME_LAYOUT[dtype])
     if session.gpus == 1:
-        return [*figures, Figure("another layout", "not tried: NCCL takes no two ranks on one GPU")]
+        return [*figures, StepFigure("another layout", "not tried: NCCL takes no two ranks on one GPU")]
     layouts = {"two ranks, tensor parallel": "tensor", "two ranks, pipeline parallel": "pipeline"}
     for label, kind in layouts.items():
         overrides = ["learner.world_size=2", f"learner.{kind}_model_parallel_size=2"]
@@ -59,9 +59,9 @@ def _resume(config: Config, directory: Path) -> list[dict[str, float]]:
 
 def _compared(
     label: str, found: list[dict[str, float]], expected: list[dict[str, float]], bound: float
-) -> list[Figure]:
+) -> list[StepFigure]:
     figures = []
     for name, limit in (("loss", bound), ("grad_norm", 10 * bound), ("lr", 1e-9)):
         difference = max(abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(found, expected, strict=True))
-        figures.append(Figure(f"{label}: {name}, relative difference", difference, at_most=limit))
+        figures.append(StepFigure(f"{label}: {name}, relative difference", difference, at_most=limit))
     return figures

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from megatron_retool.doctor.outcome import Figure, StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import StepFailed, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.installation import shipped
 from megatron_retool.runs.metrics_file import read_metrics
 
@@ -15,7 +15,7 @@ CONFIG = shipped("configs/demo_cpu.yaml")
 STEPS = 3
 
 
-def overrides(session: Session) -> list[str]:
+def overrides(session: DoctorSession) -> list[str]:
     """Of the demo's settings, for ``session.ranks`` GPUs of one node that learner and engines share."""
     return [
         "trainer.experiment_name=doctor",
@@ -36,7 +36,7 @@ def overrides(session: Session) -> list[str]:
     ]
 
 
-def colocated_demo(session: Session) -> list[Figure]:
+def colocated_demo(session: DoctorSession) -> list[StepFigure]:
     """
     Raises:
         StepFailed: the run ended with an error; the end of its output.
@@ -51,12 +51,12 @@ def colocated_demo(session: Session) -> list[Figure]:
     rows = [row for row in read_metrics(session.directory / "runs" / "doctor" / "metrics.jsonl") if row["step"]]
     last = rows[-1] if rows else {}
     print(json.dumps(last))
-    figures = [Figure("steps", len(rows), at_least=STEPS)]
+    figures = [StepFigure("steps", len(rows), at_least=STEPS)]
     for name, unit, at_most in (
         ("perf/time_per_step", "s", None),
         ("rollout_corr/k3_kl", "nats", 0.01),
         ("rollout_corr/log_prob_abs_diff", "nats", None),
     ):
         if name in last:
-            figures.append(Figure(name, float(last[name]), unit, at_most=at_most))
+            figures.append(StepFigure(name, float(last[name]), unit, at_most=at_most))
     return figures

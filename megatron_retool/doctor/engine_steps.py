@@ -23,8 +23,8 @@ from megatron_retool.cluster.log_prob_check import as_batch, default_bound, fixe
 from megatron_retool.config import Config, SamplingConfig
 from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import learner_config, make_learner
-from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.trajectory import FinishReason, Trajectory, TrajectoryBatch
 from sglang_rollout.engine.base import EngineStartError, GenerateRequest, make_engine
 from sglang_rollout.engine.client import SGLangClient
@@ -45,7 +45,7 @@ _PRELOADED = "torch_memory_saver_hook_mode_preload_cu{cuda}.abi3.so"
 _PROMPTS, _PROMPT_TOKENS, _SAMPLED_TOKENS = 4, 24, 48
 
 
-def preload(session: Session) -> list[Figure]:
+def preload(session: DoctorSession) -> list[StepFigure]:
     """The library that is loaded into a colocated engine's processes before Python: all that it needs has to be found.
 
     Raises:
@@ -58,7 +58,7 @@ def preload(session: Session) -> list[Figure]:
         raise StepFailed("torch_memory_saver is not installed")
     name = _PRELOADED.format(cuda=str(torch.version.cuda).partition(".")[0])
     libraries = preloaded(engine_environment(session), Path(spec.origin).parents[1] / name)
-    return [Figure("preloaded libraries", ", ".join(sorted({Path(path).name for path in libraries})))]
+    return [StepFigure("preloaded libraries", ", ".join(sorted({Path(path).name for path in libraries})))]
 
 
 def preloaded(environment: Mapping[str, str], library: Path) -> list[str]:
@@ -80,7 +80,7 @@ def preloaded(environment: Mapping[str, str], library: Path) -> list[str]:
     return paths
 
 
-def kernels(session: Session) -> list[Figure]:
+def kernels(session: DoctorSession) -> list[StepFigure]:
     """Kernels that SGLang compiles at its first forward pass, with an engine's environment.
 
     Raises:
@@ -92,7 +92,7 @@ def kernels(session: Session) -> list[Figure]:
     compiled = compiled_kernels(environment)
     # By its name: reports hold no paths.
     home = Path(environment.get("CUDA_HOME", "none")).name
-    return [Figure("CUDA_HOME", home), Figure("kernels compiled", ", ".join(compiled))]
+    return [StepFigure("CUDA_HOME", home), StepFigure("kernels compiled", ", ".join(compiled))]
 
 
 def compiled_kernels(environment: Mapping[str, str], prepare: str = "") -> list[str]:
@@ -114,7 +114,7 @@ def compiled_kernels(environment: Mapping[str, str], prepare: str = "") -> list[
     return done.stdout.split()
 
 
-def engine_environment(session: Session) -> dict[str, str]:
+def engine_environment(session: DoctorSession) -> dict[str, str]:
     """That of a colocated engine of the tiny dense model."""
     config = engine_config(session, "dense")
     return SGLangServer(
@@ -122,7 +122,7 @@ def engine_environment(session: Session) -> dict[str, str]:
     ).environment()
 
 
-def engine_config(session: Session, kind: str, *overrides: str) -> Config:
+def engine_config(session: DoctorSession, kind: str, *overrides: str) -> Config:
     """Learner and engine of the same precision. With GPUs they may share one, so neither takes all of its memory."""
     cache = _KV_CACHE_TOKENS_ON_GPU if session.gpus else _KV_CACHE_TOKENS_ON_CPU
     return learner_config(
@@ -141,7 +141,7 @@ def engine_config(session: Session, kind: str, *overrides: str) -> Config:
 
 
 def start_server(
-    session: Session, config: Config, name: str, *, routed_experts: bool = False, weights_from_sync: bool = False
+    session: DoctorSession, config: Config, name: str, *, routed_experts: bool = False, weights_from_sync: bool = False
 ) -> SGLangServer:
     """A server for ``config.model.path`` on the last GPU: where there are two, weights have to cross.
 
@@ -166,7 +166,7 @@ def start_server(
     return server
 
 
-def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
+def engine(session: DoctorSession) -> tuple[list[StepFigure], SGLangServer]:
     """Start the engine that other steps use; the caller stops it."""
     config = engine_config(session, model.EXPERTS)
     began = time.monotonic()
@@ -183,19 +183,19 @@ def engine(session: Session) -> tuple[list[Figure], SGLangServer]:
     path.touch(mode=0o600)
     path.write_text(json.dumps([server.base_url, engine_key()]), encoding="utf-8")
     return [
-        Figure("start", started, "s"),
-        Figure("sampled tokens", len(found.output_ids), at_least=16),
+        StepFigure("start", started, "s"),
+        StepFigure("sampled tokens", len(found.output_ids), at_least=16),
     ], server
 
 
-def engine_url(session: Session) -> str:
+def engine_url(session: DoctorSession) -> str:
     """The address of the engine that the step ``engine`` started in another process; takes over that engine's key."""
     url, key = json.loads(_address_file(session).read_text(encoding="utf-8"))
     use_engine_key(key)
     return str(url)
 
 
-def _address_file(session: Session) -> Path:
+def _address_file(session: DoctorSession) -> Path:
     return session.directory / "engine_url.json"
 
 
@@ -217,7 +217,7 @@ class ByteTokenizer:
         return list(text.encode())
 
 
-def score_figures(config: Config, learner: Any, url: str) -> list[Figure]:
+def score_figures(config: Config, learner: Any, url: str) -> list[StepFigure]:
     """Log-probs of the fixed text by the engine at ``url`` against those of ``learner``.
 
     Raises:
@@ -234,19 +234,19 @@ def score_figures(config: Config, learner: Any, url: str) -> list[Figure]:
     if comparison.differs(bound):
         raise StepFailed(comparison.diagnosis(bound))
     return [
-        Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
-        Figure("log-probs, largest difference", comparison.max, "nats"),
+        StepFigure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
+        StepFigure("log-probs, largest difference", comparison.max, "nats"),
     ]
 
 
-def log_probs(session: Session) -> list[Figure]:
+def log_probs(session: DoctorSession) -> list[StepFigure]:
     """The model as both have loaded it from its files; each chooses its experts."""
     config = engine_config(session, model.EXPERTS)
     learner = make_learner(config)
     return score_figures(config, learner, engine_url(session))
 
 
-def replay(session: Session) -> list[Figure]:
+def replay(session: DoctorSession) -> list[StepFigure]:
     """Responses that the engine samples, read by the learner with the engine's experts."""
     config = engine_config(session, model.EXPERTS)
     batch = asyncio.run(_sample(config, engine_url(session)))
@@ -256,15 +256,15 @@ def replay(session: Session) -> list[Figure]:
     comparison = LogProbComparison(ids, batch.rollout_log_probs[mask], found["log_probs"][mask])
     bound = default_bound(config)
     return [
-        Figure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
-        Figure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
-        Figure("log-probs, largest difference", comparison.max, "nats"),
+        StepFigure("sampled tokens", int(mask.sum()), at_least=_PROMPTS * _SAMPLED_TOKENS),
+        StepFigure("log-probs, mean difference", comparison.relative, "spreads", at_most=bound),
+        StepFigure("log-probs, largest difference", comparison.max, "nats"),
         # Each response's last token was no input of the engine.
-        Figure("tokens without experts", found["metrics"]["routing_replay/missing_rows"], at_most=0.05),
+        StepFigure("tokens without experts", found["metrics"]["routing_replay/missing_rows"], at_most=0.05),
     ]
 
 
-def dense(session: Session) -> list[Figure]:
+def dense(session: DoctorSession) -> list[StepFigure]:
     """An engine of its own, for what a mixture of experts has not: a dense MLP."""
     session.need_gpus(1, "a second engine")
     config = engine_config(session, model.DENSE)
@@ -275,7 +275,7 @@ def dense(session: Session) -> list[Figure]:
         server.stop()
 
 
-def fp8(session: Session) -> list[Figure]:
+def fp8(session: DoctorSession) -> list[StepFigure]:
     """An engine that starts without weights and gets them in FP8 blocks, as a run with FP8 engines does."""
     session.need_gpus(1, "an FP8 engine")
     if torch.cuda.get_device_capability(session.gpus - 1) < LEAST_FP8_CAPABILITY:
@@ -298,7 +298,7 @@ def fp8(session: Session) -> list[Figure]:
         finally:
             sync.close()
         return [
-            Figure("tensors sent", report.tensors, at_least=1),
+            StepFigure("tensors sent", report.tensors, at_least=1),
             *score_figures(config, learner, server.base_url),
         ]
     finally:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron_retool.cuda_toolkit import has_driver
-from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.gpu_host import missing_for_building, missing_for_running
 from megatron_retool.machine import cores, installed, machine, memory_bytes, nvidia_smi
 
@@ -26,7 +26,7 @@ _UNLIMITED = 1e6
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;#]+)")
 
 
-def host(session: Session) -> list[Figure]:
+def host(session: DoctorSession) -> list[StepFigure]:
     """Limits that are too low show late otherwise: as a bus error, a hang of NCCL, or a process that is killed.
 
     Raises:
@@ -40,22 +40,24 @@ def host(session: Session) -> list[Figure]:
     shared_memory = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     temporary = Path(tempfile.gettempdir())
     figures = [
-        Figure("processor", machine()["processor"]),
-        Figure("cores", cores(), at_least=4 * session.gpus if gpus else 1),
-        Figure("memory", memory_bytes() / _GIB, "GiB", at_least=12 * session.gpus if gpus else 4),
+        StepFigure("processor", machine()["processor"]),
+        StepFigure("cores", cores(), at_least=4 * session.gpus if gpus else 1),
+        StepFigure("memory", memory_bytes() / _GIB, "GiB", at_least=12 * session.gpus if gpus else 4),
         # Ray's object store, NCCL's buffers between processes; Docker gives 64 MB unless it is told otherwise.
-        Figure("shared memory", shared_memory / _GIB, "GiB", at_least=4 if gpus else None),
-        Figure("room for temporary files", shutil.disk_usage(temporary).free / _GIB, "GiB", at_least=20 if gpus else 1),
-        Figure("open files", _limit(resource.RLIMIT_NOFILE), at_least=4096 if gpus else 1024),
-        Figure("processes", _limit(resource.RLIMIT_NPROC), at_least=4096 if gpus else 512),
+        StepFigure("shared memory", shared_memory / _GIB, "GiB", at_least=4 if gpus else None),
+        StepFigure(
+            "room for temporary files", shutil.disk_usage(temporary).free / _GIB, "GiB", at_least=20 if gpus else 1
+        ),
+        StepFigure("open files", _limit(resource.RLIMIT_NOFILE), at_least=4096 if gpus else 1024),
+        StepFigure("processes", _limit(resource.RLIMIT_NPROC), at_least=4096 if gpus else 512),
     ]
     # InfiniBand pins what it sends.
     has_rails = any(Path("/sys/class/infiniband").glob("*"))
     locked = min(_limit(resource.RLIMIT_MEMLOCK) / _GIB, _UNLIMITED)
-    return [*figures, Figure("memory that may be locked", locked, "GiB", at_least=8 if has_rails else None)]
+    return [*figures, StepFigure("memory that may be locked", locked, "GiB", at_least=8 if has_rails else None)]
 
 
-def versions(session: Session) -> list[Figure]:
+def versions(session: DoctorSession) -> list[StepFigure]:
     """
     Raises:
         StepFailed: naming packages that are missing or of another version than the pinned one.
@@ -71,7 +73,7 @@ def versions(session: Session) -> list[Figure]:
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise StepFailed(f"{len(wrong)} of {len(pins)} packages are not as pinned: {', '.join(wrong[:8])}{more}")
-    return [Figure("packages as pinned", len(pins)), Figure("torch", torch.__version__)]
+    return [StepFigure("packages as pinned", len(pins)), StepFigure("torch", torch.__version__)]
 
 
 def read_pins(text: str) -> Iterator[tuple[str, str]]:
@@ -91,7 +93,7 @@ def differing(pins: dict[str, str]) -> list[str]:
     ]
 
 
-def driver(session: Session) -> list[Figure]:
+def driver(session: DoctorSession) -> list[StepFigure]:
     """
     Raises:
         Skipped: a host without GPUs, of which none was asked for.
@@ -105,21 +107,21 @@ def driver(session: Session) -> list[Figure]:
                 "finds none: it is a build without CUDA, or one for a newer driver"
             )
         raise Skipped("this host has no NVIDIA driver")
-    figures = [Figure("GPUs of torch", torch.cuda.device_count(), at_least=session.asked or 1)]
-    figures += [Figure("torch's CUDA", str(torch.version.cuda))]
+    figures = [StepFigure("GPUs of torch", torch.cuda.device_count(), at_least=session.asked or 1)]
+    figures += [StepFigure("torch's CUDA", str(torch.version.cuda))]
     for index in range(session.gpus):
         properties = torch.cuda.get_device_properties(index)
         free = torch.cuda.mem_get_info(index)[0]
         figures += [
-            Figure(f"GPU {index}", f"{properties.name}, compute capability {properties.major}.{properties.minor}"),
-            Figure(f"GPU {index}, memory", properties.total_memory / _GIB, "GiB"),
+            StepFigure(f"GPU {index}", f"{properties.name}, compute capability {properties.major}.{properties.minor}"),
+            StepFigure(f"GPU {index}, memory", properties.total_memory / _GIB, "GiB"),
             # Somebody else on it would disturb every figure below.
-            Figure(f"GPU {index}, free of it", free / properties.total_memory, at_least=0.9),
+            StepFigure(f"GPU {index}, free of it", free / properties.total_memory, at_least=0.9),
         ]
         peers = [other for other in range(session.gpus) if other != index]
         if peers:
             reached = sum(torch.cuda.can_device_access_peer(index, other) for other in peers)
-            figures.append(Figure(f"GPU {index}, peers that it reaches", f"{reached} of {len(peers)}"))
+            figures.append(StepFigure(f"GPU {index}, peers that it reaches", f"{reached} of {len(peers)}"))
     return figures
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_retool.doctor.outcome import Figure, Skipped
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.learner.transformer_engine import UNFUSED, attention_kernel
 from megatron_retool.machine import installed
 
@@ -28,7 +28,7 @@ class Comparison:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.figures: list[Figure] = []
+        self.figures: list[StepFigure] = []
         self._generator = torch.Generator().manual_seed(0)
 
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -42,7 +42,7 @@ class Comparison:
         except Exception as error:
             traceback.print_exc()
             difference = f"{type(error).__name__}: {error}"
-        self.figures.append(Figure(name, difference, at_most=bound))
+        self.figures.append(StepFigure(name, difference, at_most=bound))
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
@@ -68,7 +68,7 @@ def boundaries() -> list[int]:
     return [sum(LENGTHS[:count]) for count in range(len(LENGTHS) + 1)]
 
 
-def torch_kernels(session: Session) -> list[Figure]:
+def torch_kernels(session: DoctorSession) -> list[StepFigure]:
     found = Comparison(session.device)
     for dtype, bound in ((torch.float32, FP32), (torch.bfloat16, BF16)):
         name = str(dtype).removeprefix("torch.")
@@ -93,7 +93,7 @@ def torch_kernels(session: Session) -> list[Figure]:
     return found.figures
 
 
-def transformer_engine(session: Session) -> list[Figure]:
+def transformer_engine(session: DoctorSession) -> list[StepFigure]:
     """The layers that Megatron-Core builds a model of."""
     session.need_gpus(1, "Transformer Engine")
     _need("transformer_engine", "transformer-engine")
@@ -135,17 +135,17 @@ def transformer_engine(session: Session) -> list[Figure]:
 
     _check_packed_attention(found, "DotProductAttention, packed", attend)
     kernel = attention_kernel()
-    fused = Figure(f"fused attention ({kernel})", float(kernel != UNFUSED), at_least=1.0)
+    fused = StepFigure(f"fused attention ({kernel})", float(kernel != UNFUSED), at_least=1.0)
     found.check(
         "FusedAdam",
         lambda: _after_adam(te.optimizers.FusedAdam, hidden),
         lambda: _after_adam(torch.optim.AdamW, hidden),
         FP32,
     )
-    return [Figure("transformer-engine", str(installed("transformer-engine"))), *found.figures, fused]
+    return [StepFigure("transformer-engine", str(installed("transformer-engine"))), *found.figures, fused]
 
 
-def flash_attn(session: Session) -> list[Figure]:
+def flash_attn(session: DoctorSession) -> list[StepFigure]:
     session.need_gpus(1, "flash-attn")
     _need("flash_attn", "flash-attn")
     from flash_attn import flash_attn_varlen_func
@@ -156,10 +156,10 @@ def flash_attn(session: Session) -> list[Figure]:
 
     found = Comparison(session.device)
     _check_packed_attention(found, "packed causal attention", attend)
-    return [Figure("flash-attn", str(installed("flash-attn"))), *found.figures]
+    return [StepFigure("flash-attn", str(installed("flash-attn"))), *found.figures]
 
 
-def apex(session: Session) -> list[Figure]:
+def apex(session: DoctorSession) -> list[StepFigure]:
     session.need_gpus(1, "Apex")
     _need("fused_weight_gradient_mlp_cuda", "Apex's fused_weight_gradient_mlp_cuda")
     import fused_weight_gradient_mlp_cuda

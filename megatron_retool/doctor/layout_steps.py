@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron_retool.doctor import model
 from megatron_retool.doctor.learner_steps import compare, finest_dtype, learner_config, measure, read_reference
-from megatron_retool.doctor.outcome import Figure
+from megatron_retool.doctor.outcome import StepFigure
 from megatron_retool.doctor.ranks import run_ranks
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.doctor.speed_steps import fastest_seconds
 
 MOST_IN_A_GROUP = 4
@@ -24,33 +24,33 @@ BYTES_ON_GPU, BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
 REPEATS = 5
 
 
-def dp(session: Session) -> list[Figure]:
+def dp(session: DoctorSession) -> list[StepFigure]:
     return _layout(session, model.DENSE, lambda ranks: [])
 
 
-def tp(session: Session) -> list[Figure]:
+def tp(session: DoctorSession) -> list[StepFigure]:
     return _layout(session, model.DENSE, lambda ranks: [f"tensor_model_parallel_size={ranks}"])
 
 
-def sp(session: Session) -> list[Figure]:
+def sp(session: DoctorSession) -> list[StepFigure]:
     return _layout(
         session, model.DENSE, lambda ranks: [f"tensor_model_parallel_size={ranks}", "sequence_parallel=true"]
     )
 
 
-def pp(session: Session) -> list[Figure]:
+def pp(session: DoctorSession) -> list[StepFigure]:
     return _layout(session, model.DENSE, lambda ranks: [f"pipeline_model_parallel_size={ranks}"])
 
 
-def cp(session: Session) -> list[Figure]:
+def cp(session: DoctorSession) -> list[StepFigure]:
     return _layout(session, model.DENSE, lambda ranks: [f"context_parallel_size={ranks}"])
 
 
-def ep(session: Session) -> list[Figure]:
+def ep(session: DoctorSession) -> list[StepFigure]:
     return _layout(session, model.EXPERTS, lambda ranks: [f"expert_model_parallel_size={ranks}"])
 
 
-def _layout(session: Session, kind: str, sizes: Callable[[int], list[str]]) -> list[Figure]:
+def _layout(session: DoctorSession, kind: str, sizes: Callable[[int], list[str]]) -> list[StepFigure]:
     ranks = _ranks(session)
     names = [f"learner.{each}" for each in sizes(min(ranks, MOST_IN_A_GROUP))]
     dtype, bounds = finest_dtype()
@@ -58,23 +58,23 @@ def _layout(session: Session, kind: str, sizes: Callable[[int], list[str]]) -> l
     reference = read_reference(session, kind)
     config = learner_config(session, kind, *overrides)
     found = run_ranks(session, measure, ranks, config, model.mini_batch(), reference)
-    return [Figure("ranks", ranks), Figure("dtype", dtype), *compare(kind, found, reference, bounds)]
+    return [StepFigure("ranks", ranks), StepFigure("dtype", dtype), *compare(kind, found, reference, bounds)]
 
 
-def _ranks(session: Session) -> int:
+def _ranks(session: DoctorSession) -> int:
     if session.gpus:
         session.need_gpus(2, "NCCL takes no two ranks on one GPU: this")
     return session.ranks
 
 
-def collectives(session: Session) -> list[Figure]:
+def collectives(session: DoctorSession) -> list[StepFigure]:
     """Sums and copies between all ranks, on values that tell who sent what."""
     ranks = _ranks(session)
-    figures: list[Figure] = run_ranks(session, _collectives, ranks, BYTES_ON_GPU if session.gpus else BYTES_ON_CPU)
-    return [Figure("ranks", ranks), *figures]
+    figures: list[StepFigure] = run_ranks(session, _collectives, ranks, BYTES_ON_GPU if session.gpus else BYTES_ON_CPU)
+    return [StepFigure("ranks", ranks), *figures]
 
 
-def _collectives(size: int) -> list[Figure]:
+def _collectives(size: int) -> list[StepFigure]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = join()
     cuda = device.type == "cuda"
@@ -134,8 +134,8 @@ def _collectives(size: int) -> list[Figure]:
         dist.all_reduce(right)
         seconds = fastest_seconds(operation, REPEATS if cuda else 2, device if cuda else None, before=dist.barrier)
         figures += [
-            Figure(f"{name}: ranks with the right values", float(right), at_least=ranks),
-            Figure(f"{name}: a link carries", carried * count * 4 / seconds / 1e9, "GB/s", at_least=least),
+            StepFigure(f"{name}: ranks with the right values", float(right), at_least=ranks),
+            StepFigure(f"{name}: a link carries", carried * count * 4 / seconds / 1e9, "GB/s", at_least=least),
         ]
     dist.barrier()
     dist.destroy_process_group()

@@ -12,8 +12,8 @@ from conversion.files.dist_metadata import load_arrays
 from megatron_retool.algorithms.log_prob_comparison import LogProbComparison
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.doctor import model
-from megatron_retool.doctor.outcome import Figure, Skipped
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.learner.learner import Learner
 from megatron_retool.learner.precision import FP8_RECIPES, Acceleration, check_precision
 from megatron_retool.learner.weights import gradients_by_hf_name
@@ -53,7 +53,7 @@ class MeasuredLearner(Learner):
         return super()._step()
 
 
-def learner_config(session: Session, kind: str, *overrides: str) -> Config:
+def learner_config(session: DoctorSession, kind: str, *overrides: str) -> Config:
     """A configuration of one rank for the model ``kind``; its experts are replayed."""
     replay = "rollout" if kind == model.EXPERTS else "none"
     # Where the new policy is far from the old one, as it is in FP8, no gradient may be clipped away.
@@ -90,7 +90,7 @@ def measure(config: Config, batch: TrajectoryBatch, reference: dict[str, Any]) -
         learner.close()
 
 
-def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds: Bounds) -> list[Figure]:
+def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds: Bounds) -> list[StepFigure]:
     """The figures of ``found`` against ``reference``."""
     batch = model.mini_batch()
     mask = batch.loss_mask
@@ -101,13 +101,15 @@ def compare(label: str, found: dict[str, Any], reference: dict[str, Any], bounds
     # max() of a NaN is whatever came first.
     worst = max(errors, key=lambda name: errors[name] if np.isfinite(errors[name]) else np.inf)
     return [
-        Figure(f"{label}: log-probs, mean difference", log_probs.relative, "spreads", at_most=bounds.log_probs),
-        Figure(f"{label}: loss, difference", abs(found["loss"] - reference["loss"]), at_most=bounds.loss),
-        Figure(f"{label}: gradients, worst tensor ({worst})", errors[worst], "of its norm", at_most=bounds.gradients),
+        StepFigure(f"{label}: log-probs, mean difference", log_probs.relative, "spreads", at_most=bounds.log_probs),
+        StepFigure(f"{label}: loss, difference", abs(found["loss"] - reference["loss"]), at_most=bounds.loss),
+        StepFigure(
+            f"{label}: gradients, worst tensor ({worst})", errors[worst], "of its norm", at_most=bounds.gradients
+        ),
     ]
 
 
-def read_reference(session: Session, kind: str) -> dict[str, Any]:
+def read_reference(session: DoctorSession, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = load_arrays(model.reference_file(session, kind))
     return found
 
@@ -120,7 +122,7 @@ def finest_dtype() -> tuple[str, Bounds]:
     return ("bfloat16", BF16) if Acceleration.detect().transformer_engine else ("float32", FP32)
 
 
-def fp32(session: Session) -> list[Figure]:
+def fp32(session: DoctorSession) -> list[StepFigure]:
     with_engine = Acceleration.detect().transformer_engine is not None
     try:
         return _parity(session, TF32 if with_engine else FP32, "learner.dtype=float32")
@@ -130,23 +132,23 @@ def fp32(session: Session) -> list[Figure]:
         raise
 
 
-def bf16(session: Session) -> list[Figure]:
+def bf16(session: DoctorSession) -> list[StepFigure]:
     return _parity(session, BF16, "learner.dtype=bfloat16")
 
 
-def fp8_tensorwise(session: Session) -> list[Figure]:
+def fp8_tensorwise(session: DoctorSession) -> list[StepFigure]:
     return _fp8(session, "tensorwise")
 
 
-def fp8_blockwise(session: Session) -> list[Figure]:
+def fp8_blockwise(session: DoctorSession) -> list[StepFigure]:
     return _fp8(session, "blockwise")
 
 
-def fp8_mxfp8(session: Session) -> list[Figure]:
+def fp8_mxfp8(session: DoctorSession) -> list[StepFigure]:
     return _fp8(session, "mxfp8")
 
 
-def _fp8(session: Session, recipe: str) -> list[Figure]:
+def _fp8(session: DoctorSession, recipe: str) -> list[StepFigure]:
     assert recipe in FP8_RECIPES
     overrides = ("learner.dtype=bfloat16", f"learner.fp8.recipe={recipe}")
     learner = learner_config(session, model.DENSE, *overrides).learner
@@ -158,14 +160,14 @@ def _fp8(session: Session, recipe: str) -> list[Figure]:
     return _parity(session, FP8, *overrides)
 
 
-def model_architecture(session: Session, kind: str) -> Any:
+def model_architecture(session: DoctorSession, kind: str) -> Any:
     from conversion.model.architecture import Architecture
 
     return Architecture.from_pretrained(model.model_directory(session, kind))
 
 
-def _parity(session: Session, bounds: Bounds, *overrides: str) -> list[Figure]:
-    figures = [Figure("computed on", Acceleration.detect().describe())]
+def _parity(session: DoctorSession, bounds: Bounds, *overrides: str) -> list[StepFigure]:
+    figures = [StepFigure("computed on", Acceleration.detect().describe())]
     for kind in model.KINDS:
         reference = read_reference(session, kind)
         found = measure(learner_config(session, kind, *overrides), model.mini_batch(), reference)

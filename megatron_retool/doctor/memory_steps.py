@@ -8,8 +8,8 @@ import torch
 from megatron_retool.doctor import model
 from megatron_retool.doctor.engine_steps import ask, engine_config, engine_url
 from megatron_retool.doctor.learner_steps import make_learner
-from megatron_retool.doctor.outcome import Figure
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.doctor.sync_steps import send
 from sglang_rollout.engine.base import Memory
 from sglang_rollout.engine.client import SGLangClient
@@ -18,7 +18,7 @@ ALL = (Memory.KV_CACHE, Memory.WEIGHTS)
 _GIB = 2**30
 
 
-def sleep_wake(session: Session) -> list[Figure]:
+def sleep_wake(session: DoctorSession) -> list[StepFigure]:
     """Free memory of the engine's GPU around its sleep; the learner's around its offload; then both compute on."""
     session.need_gpus(1, "memory that is given back")
     url, gpu = engine_url(session), session.gpus - 1
@@ -48,11 +48,13 @@ def sleep_wake(session: Session) -> list[Figure]:
     again = learner.log_probs(batch)["log_probs"]
     learner.close()
     figures = [
-        Figure("the engine's sleep gives back", (asleep - before) / _GIB, "GiB", at_least=1.0),
-        Figure("of which it takes again", (asleep - awake) / max(asleep - before, 1), at_least=0.9),
-        Figure("the learner's offload gives back", (held - left) / expected, "of its weights", at_least=0.9),
+        StepFigure("the engine's sleep gives back", (asleep - before) / _GIB, "GiB", at_least=1.0),
+        StepFigure("of which it takes again", (asleep - awake) / max(asleep - before, 1), at_least=0.9),
+        StepFigure("the learner's offload gives back", (held - left) / expected, "of its weights", at_least=0.9),
         # Atomic sums may order themselves otherwise; empty weights differ by whole nats.
-        Figure("log-probs afterwards, mean difference", float(np.abs(again - log_probs).mean()), "nats", at_most=0.02),
+        StepFigure(
+            "log-probs afterwards, mean difference", float(np.abs(again - log_probs).mean()), "nats", at_most=0.02
+        ),
     ]
     # Weights wake empty: they are sent again, and then the engine computes as before.
     return figures + send(session, "tensor")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_retool.doctor.outcome import Figure
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.routed_experts import RoutedExperts
 from megatron_retool.trajectory import TrajectoryBatch
 
@@ -40,17 +40,17 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def model_directory(session: Session, kind: str) -> Path:
+def model_directory(session: DoctorSession, kind: str) -> Path:
     """Hugging Face directory of the model ``kind``."""
     return session.directory / "models" / kind
 
 
-def reference_file(session: Session, kind: str) -> Path:
+def reference_file(session: DoctorSession, kind: str) -> Path:
     """Of ``reference``: log_probs [T], loss, gradients by name, experts [sum (P + R), layers, k] or none."""
     return session.directory / f"reference_{kind}.pt"
 
 
-def reference(session: Session) -> list[Figure]:
+def reference(session: DoctorSession) -> list[StepFigure]:
     """Make the models, and what the learner's figures are held against."""
     figures = []
     for kind in KINDS:
@@ -60,7 +60,7 @@ def reference(session: Session) -> list[Figure]:
         torch.save(found, reference_file(session, kind))
         log_probs = found["log_probs"][mini_batch().loss_mask]
         spread = float(np.abs(log_probs - log_probs.mean()).mean())
-        figures.append(Figure(f"{kind}: spread of log-probs", spread, "nats", at_least=0.3))
+        figures.append(StepFigure(f"{kind}: spread of log-probs", spread, "nats", at_least=0.3))
     return figures
 
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_retool.doctor.layout_steps import BYTES_ON_CPU, BYTES_ON_GPU, REPEATS, join
-from megatron_retool.doctor.outcome import Figure, Skipped
+from megatron_retool.doctor.outcome import Skipped, StepFigure
 from megatron_retool.doctor.ranks import run_ranks
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.doctor.speed_steps import fastest_seconds
 
 LEAST_SHARE_OF_NETWORK = 0.2
 """Of the planner's figure for a GPU's own adapter: eight GPUs that share one, or TCP in its place, carry less."""
 
 
-def between_nodes(session: Session) -> list[Figure]:
+def between_nodes(session: DoctorSession) -> list[StepFigure]:
     """All-reduce and all-gather over the network, on values that tell who sent what.
 
     The ranks of equal number of all nodes are a group, as those of data parallelism are, and all groups work at the
@@ -30,11 +30,11 @@ def between_nodes(session: Session) -> list[Figure]:
         raise Skipped("it needs two nodes: --slurm with more than one, or --nodes, --node-rank and --rendezvous")
     ranks = session.gpus or 1
     size = BYTES_ON_GPU if session.gpus else BYTES_ON_CPU
-    found: list[Figure] = run_ranks(session, _between_nodes, ranks, size, nodes=session.nodes)
-    return [Figure("nodes", session.nodes.count), Figure("ranks on each", ranks), *found]
+    found: list[StepFigure] = run_ranks(session, _between_nodes, ranks, size, nodes=session.nodes)
+    return [StepFigure("nodes", session.nodes.count), StepFigure("ranks on each", ranks), *found]
 
 
-def _between_nodes(size: int) -> list[Figure]:
+def _between_nodes(size: int) -> list[StepFigure]:
     device = join()
     rank, ranks, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     least = least_bandwidth(torch.cuda.get_device_name() if device.type == "cuda" else None)
@@ -77,8 +77,8 @@ def _between_nodes(size: int) -> list[Figure]:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             rate = carried * count * 4 / float(slowest) / 1e9
             figures += [
-                Figure(f"{operation} {name}: ranks with the right values", float(right), at_least=ranks),
-                Figure(f"{operation} {name}: a link carries", rate, "GB/s", at_least=least),
+                StepFigure(f"{operation} {name}: ranks with the right values", float(right), at_least=ranks),
+                StepFigure(f"{operation} {name}: a link carries", rate, "GB/s", at_least=least),
             ]
     dist.barrier()
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_retool.errors import OperationError
 
 
-class Verdict(StrEnum):
+class StepVerdict(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     SKIPPED = "skipped"
@@ -30,7 +30,7 @@ class StepFailed(OperationError):
 
 
 @dataclass(frozen=True)
-class Figure:
+class StepFigure:
     """Something that was measured, and what it has to be.
 
     Attributes:
@@ -74,13 +74,13 @@ class Figure:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Figure:
+    def from_json(cls, found: Mapping[str, Any]) -> StepFigure:
         limits = {key: found.get(key) for key in ("at_most", "at_least")}
         return cls(found["name"], found["value"], found.get("unit", ""), **limits)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What became of a step.
 
     Attributes:
@@ -91,19 +91,19 @@ class Outcome:
     """
 
     step: str
-    verdict: Verdict
+    verdict: StepVerdict
     seconds: float = 0.0
     reason: str = ""
     cure: str = ""
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[StepFigure, ...] = ()
 
     @classmethod
-    def judged(cls, step: str, figures: Sequence[Figure], cure: str) -> Outcome:
+    def judged(cls, step: str, figures: Sequence[StepFigure], cure: str) -> StepOutcome:
         """Of a step that came to its end: it passed where every figure holds."""
         wrong = [str(figure) for figure in figures if not figure.holds]
         if not wrong:
-            return cls(step, Verdict.PASS, figures=tuple(figures))
-        return cls(step, Verdict.FAIL, reason="; ".join(wrong), cure=cure, figures=tuple(figures))
+            return cls(step, StepVerdict.PASS, figures=tuple(figures))
+        return cls(step, StepVerdict.FAIL, reason="; ".join(wrong), cure=cure, figures=tuple(figures))
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"step": self.step, "verdict": str(self.verdict), "seconds": round(self.seconds, 1)}
@@ -111,18 +111,18 @@ class Outcome:
         return found | {"figures": [figure.as_json() for figure in self.figures]}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, found: Mapping[str, Any]) -> StepOutcome:
         """
         Raises:
             KeyError, ValueError: it is none.
         """
         return cls(
             found["step"],
-            Verdict(found["verdict"]),
+            StepVerdict(found["verdict"]),
             found["seconds"],
             found.get("reason", ""),
             found.get("cure", ""),
-            tuple(Figure.from_json(each) for each in found["figures"]),
+            tuple(StepFigure.from_json(each) for each in found["figures"]),
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_retool.doctor.outcome import StepFailed
-from megatron_retool.doctor.session import Nodes, Session
+from megatron_retool.doctor.session import DoctorSession, Nodes
 from megatron_retool.errors import OperationError
 from megatron_retool.ports import free_port
 
@@ -37,7 +37,7 @@ class RankFailed(OperationError):
 
 
 def run_ranks(
-    session: Session, function: Callable[..., Any], world_size: int, *arguments: Any, nodes: Nodes | None = None
+    session: DoctorSession, function: Callable[..., Any], world_size: int, *arguments: Any, nodes: Nodes | None = None
 ) -> Any:
     """``answer_of_ranks`` for a step, whose process group they belong to and end with.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_retool.doctor.outcome import Outcome, Verdict
+from megatron_retool.doctor.outcome import StepOutcome, StepVerdict
 from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
 
@@ -20,7 +20,7 @@ class ReportError(InputError):
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """
     Attributes:
         date: of its beginning, in ISO 8601, UTC.
@@ -32,12 +32,12 @@ class Report:
     date: str
     machine: Mapping[str, Any]
     versions: Mapping[str, str] = field(default_factory=dict)
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[StepOutcome] = ()
 
     @property
     def failed(self) -> bool:
         """Whether any step failed."""
-        return any(outcome.verdict is Verdict.FAIL for outcome in self.outcomes)
+        return any(outcome.verdict is StepVerdict.FAIL for outcome in self.outcomes)
 
     @property
     def machine_name(self) -> str:
@@ -50,7 +50,7 @@ class Report:
         """Write the JSON file; it appears complete or not at all."""
         found = {
             "format": FORMAT,
-            "verdict": str(Verdict.FAIL if self.failed else Verdict.PASS),
+            "verdict": str(StepVerdict.FAIL if self.failed else StepVerdict.PASS),
             "date": self.date,
             "machine": dict(self.machine),
             "versions": dict(self.versions),
@@ -60,7 +60,7 @@ class Report:
         write_text(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Report:
+    def read(cls, path: Path) -> DoctorReport:
         """
         Raises:
             ReportError: the file is none, or of another format.
@@ -69,7 +69,7 @@ class Report:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise ReportError(f"{path} has format {found['format']}, not {FORMAT}: make it again with the doctor")
-            outcomes = [Outcome.from_json(each) for each in found["steps"]]
+            outcomes = [StepOutcome.from_json(each) for each in found["steps"]]
             return cls(found["date"], found["machine"], found["versions"], outcomes)
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ReportError(f"{path} is no report of the doctor: {type(error).__name__}: {error}") from error

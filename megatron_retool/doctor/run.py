@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_retool.doctor.catalogue import select
-from megatron_retool.doctor.outcome import Outcome
-from megatron_retool.doctor.report import Report
+from megatron_retool.doctor.outcome import StepOutcome
+from megatron_retool.doctor.report import DoctorReport
 from megatron_retool.doctor.runner import run_steps
-from megatron_retool.doctor.session import Nodes, Session
+from megatron_retool.doctor.session import DoctorSession, Nodes
 from megatron_retool.doctor.table import outcomes_table, steps_table, summary, verdict_text
 from megatron_retool.machine import gpu_count, machine, versions
 from megatron_retool.monitor.progress import progress_line
@@ -58,17 +58,17 @@ def examine(
     if asked == 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of every process below
     found = gpu_count()
-    session = Session(directory, found if asked is None else min(found, asked), asked, nodes)
+    session = DoctorSession(directory, found if asked is None else min(found, asked), asked, nodes)
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    report = Report(date, machine(), versions())
+    report = DoctorReport(date, machine(), versions())
     console.print(f"{report.machine_name}: {len(steps)} steps", highlight=False, markup=False)
-    outcomes: list[Outcome] = []
+    outcomes: list[StepOutcome] = []
     with progress_line(console, "doctor", len(steps)) as line:
         for outcome in run_steps(steps, session, lambda step: line.note(step.name)):
             outcomes.append(outcome)
             text = verdict_text(outcome.verdict).append(f"  {outcome.step}  {outcome.seconds:.1f} s", style="default")
             console.print(text)
-            report = Report(date, report.machine, report.versions, tuple(outcomes))
+            report = DoctorReport(date, report.machine, report.versions, tuple(outcomes))
             report.write(output)
             line.advance()
     if keep is None:

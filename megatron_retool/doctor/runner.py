@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from megatron_retool.doctor.catalogue import Step
-from megatron_retool.doctor.outcome import Outcome, Skipped, StepFailed, Verdict
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.catalogue import DoctorStep
+from megatron_retool.doctor.outcome import Skipped, StepFailed, StepOutcome, StepVerdict
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.process_tree import descendants
 from megatron_retool.runs.files import write_text
 from megatron_retool.scratch import current_scratch
@@ -36,7 +36,9 @@ _PRELOADED = ("megatron_retool.learner.learner", "megatron_retool.doctor.model")
 _GOES_ON = "; the end of its log:\n"
 
 
-def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step], object]) -> Iterator[Outcome]:
+def run_steps(
+    steps: Sequence[DoctorStep], session: DoctorSession, started: Callable[[DoctorStep], object]
+) -> Iterator[StepOutcome]:
     """Run the steps one after another, each in a process of its own, which ends with this one.
 
     Args:
@@ -45,12 +47,12 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
     # Steps end without goodbye: what their libraries leave of semaphores is removed without a word about it.
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, StepOutcome] = {}
     living: dict[str, BaseProcess] = {}
     names = {step.name for step in steps}
     try:
         for position, step in enumerate(steps):
-            missing = [name for name in step.needs if name in names and outcomes[name].verdict is not Verdict.PASS]
+            missing = [name for name in step.needs if name in names and outcomes[name].verdict is not StepVerdict.PASS]
             if missing:
                 outcome = outcomes[step.name] = _without(step, outcomes[missing[0]])
                 yield outcome
@@ -72,12 +74,12 @@ def run_steps(steps: Sequence[Step], session: Session, started: Callable[[Step],
             os.environ["PYTHONWARNINGS"] = before
 
 
-def _without(step: Step, needed: Outcome) -> Outcome:
-    how = f"was skipped: {needed.reason}" if needed.verdict is Verdict.SKIPPED else "failed"
-    return Outcome(step.name, Verdict.SKIPPED, reason=f"needs {needed.step}, which {how}")
+def _without(step: DoctorStep, needed: StepOutcome) -> StepOutcome:
+    how = f"was skipped: {needed.reason}" if needed.verdict is StepVerdict.SKIPPED else "failed"
+    return StepOutcome(step.name, StepVerdict.SKIPPED, reason=f"needs {needed.step}, which {how}")
 
 
-def run_step(step: Step, session: Session) -> tuple[Outcome, BaseProcess | None]:
+def run_step(step: DoctorStep, session: DoctorSession) -> tuple[StepOutcome, BaseProcess | None]:
     """Run one step.
 
     Returns:
@@ -96,15 +98,15 @@ def run_step(step: Step, session: Session) -> tuple[Outcome, BaseProcess | None]
             if wait([process.sentinel], timeout=_POLL_SECONDS):
                 break
         outcome = _outcome(step, answer, log, process)
-        return _timed(outcome, began), process if step.stays and outcome.verdict is Verdict.PASS else None
+        return _timed(outcome, began), process if step.stays and outcome.verdict is StepVerdict.PASS else None
     finally:
-        if outcome is None or outcome.verdict is not Verdict.PASS or not step.stays:
+        if outcome is None or outcome.verdict is not StepVerdict.PASS or not step.stays:
             _end(process)
 
 
-def _outcome(step: Step, answer: Path, log: Path, process: Any) -> Outcome:
+def _outcome(step: DoctorStep, answer: Path, log: Path, process: Any) -> StepOutcome:
     if answer.exists():
-        return Outcome.from_json(json.loads(answer.read_text(encoding="utf-8")))
+        return StepOutcome.from_json(json.loads(answer.read_text(encoding="utf-8")))
     process.join(0)
     if process.is_alive():
         reason = f"it hangs: no end within {step.timeout_seconds:.0f} s"
@@ -112,12 +114,12 @@ def _outcome(step: Step, answer: Path, log: Path, process: Any) -> Outcome:
         reason = f"its process was ended by {signal.Signals(-process.exitcode).name}"
     else:
         reason = f"its process ended with exit code {process.exitcode} and without an answer"
-    return Outcome(step.name, Verdict.FAIL, reason=reason + _tail(log), cure=step.cure)
+    return StepOutcome(step.name, StepVerdict.FAIL, reason=reason + _tail(log), cure=step.cure)
 
 
-def _timed(outcome: Outcome, began: float) -> Outcome:
+def _timed(outcome: StepOutcome, began: float) -> StepOutcome:
     seconds = time.monotonic() - began
-    return Outcome(outcome.step, outcome.verdict, seconds, outcome.reason, outcome.cure, outcome.figures)
+    return StepOutcome(outcome.step, outcome.verdict, seconds, outcome.reason, outcome.cure, outcome.figures)
 
 
 def _tail(log: Path) -> str:
@@ -176,7 +178,7 @@ def _context(gpus: int) -> Any:
 # --- in the step's process --------------------------------------------------------------------------------------------
 
 
-def _in_process(step: Step, session: Session, answer: Path, log: Path) -> None:
+def _in_process(step: DoctorStep, session: DoctorSession, answer: Path, log: Path) -> None:
     os.setsid()  # a group of its own, with the ranks that it starts
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -196,18 +198,18 @@ def _in_process(step: Step, session: Session, answer: Path, log: Path) -> None:
         module, _, name = step.check.partition(":")
         found = getattr(importlib.import_module(module), name)(session)
         figures, keep = found if step.stays else (found, None)
-        outcome = Outcome.judged(step.name, figures, step.cure)
+        outcome = StepOutcome.judged(step.name, figures, step.cure)
     except Skipped as skipped:
-        outcome = Outcome(step.name, Verdict.SKIPPED, reason=str(skipped))
+        outcome = StepOutcome(step.name, StepVerdict.SKIPPED, reason=str(skipped))
     except StepFailed as error:
-        outcome = Outcome(step.name, Verdict.FAIL, reason=str(error), cure=error.cure or step.cure)
+        outcome = StepOutcome(step.name, StepVerdict.FAIL, reason=str(error), cure=error.cure or step.cure)
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(step.name, Verdict.FAIL, reason=f"{type(error).__name__}: {error}", cure=step.cure)
+        outcome = StepOutcome(step.name, StepVerdict.FAIL, reason=f"{type(error).__name__}: {error}", cure=step.cure)
     sys.stdout.flush()
     write_text(answer, json.dumps(outcome.as_json()))
     if keep is not None:
-        if outcome.verdict is Verdict.PASS:
+        if outcome.verdict is StepVerdict.PASS:
             asked.wait()
         keep.stop()
     os._exit(0)  # threads of libraries may never end

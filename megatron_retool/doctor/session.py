@@ -28,7 +28,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Session:
+class DoctorSession:
     """
     Attributes:
         directory: of this call, where steps leave files and logs.

@@ -13,8 +13,8 @@ from conversion.model import flops
 from conversion.model.architecture import Architecture
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.doctor.model import mini_batch, random_batch
-from megatron_retool.doctor.outcome import Figure
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.learner.learner import Learner
 from megatron_retool.learner.precision import FP8_RECIPES, Acceleration, check_precision
 from megatron_retool.learner.transformer_engine import attention_kernel
@@ -29,12 +29,12 @@ _ROOMY_BYTES = 40 * 2**30
 _GPU_BYTES, _CPU_BYTES = 512 * 2**20, 64 * 2**20
 
 
-def bandwidth(session: Session) -> list[Figure]:
+def bandwidth(session: DoctorSession) -> list[StepFigure]:
     """Copies of one large block: within the host, and with a GPU to it, from it and within it."""
     size = _GPU_BYTES if session.gpus else _CPU_BYTES
     host, other = (torch.empty(size, dtype=torch.uint8).fill_(1) for _ in range(2))
     # A copy reads and writes: twice its size passes through memory.
-    figures = [Figure("host memory", 2 * _rate(lambda: other.copy_(host), size), "GB/s", at_least=1.0)]
+    figures = [StepFigure("host memory", 2 * _rate(lambda: other.copy_(host), size), "GB/s", at_least=1.0)]
     for index in range(session.gpus):
         device = torch.device("cuda", index)
         pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
@@ -46,7 +46,7 @@ def bandwidth(session: Session) -> list[Figure]:
         ]
         for name, copy, passes, least in copies:
             rate = passes * _rate(copy, size, device)
-            figures.append(Figure(f"GPU {index}, {name}", rate, "GB/s", at_least=least))
+            figures.append(StepFigure(f"GPU {index}, {name}", rate, "GB/s", at_least=least))
     return figures
 
 
@@ -76,7 +76,7 @@ def fastest_seconds(
     return min(seconds)
 
 
-def step_time(session: Session) -> list[Figure]:
+def step_time(session: DoctorSession) -> list[StepFigure]:
     """Optimizer steps on random weights, in each number format that the GPU has.
 
     On a GPU the model has about a billion parameters, on a CPU it is tiny.
@@ -109,7 +109,7 @@ def step_time(session: Session) -> list[Figure]:
         qk_norm=True,
     )
     acceleration = Acceleration.detect()
-    figures = [Figure("computed on", acceleration.describe())]
+    figures = [StepFigure("computed on", acceleration.describe())]
     for recipe in (None, *FP8_RECIPES) if session.gpus else (None,):
         overrides = [f"learner.dtype={dtype}", f"learner.max_tokens_per_micro_batch={tokens}"]
         config = load_config(None, [*overrides, *([f"learner.fp8.recipe={recipe}"] if recipe else [])])
@@ -123,7 +123,7 @@ def step_time(session: Session) -> list[Figure]:
 
 def _timed_steps(
     config: Config, architecture: Architecture, acceleration: Acceleration, batch: TrajectoryBatch, label: str
-) -> list[Figure]:
+) -> list[StepFigure]:
     """The quickest of some steps of a learner that is made for them and closed."""
     if acceleration.cuda:
         torch.cuda.empty_cache()
@@ -135,15 +135,17 @@ def _timed_steps(
     finally:
         learner.close()
     figures = [
-        Figure(f"{label}: step", seconds, "s"),
-        Figure(f"{label}: tokens", float(batch.total_lengths.sum()) / seconds, "tokens/s"),
-        Figure(f"{label}: model FLOPs", work / seconds / 1e12, "TFLOP/s"),
+        StepFigure(f"{label}: step", seconds, "s"),
+        StepFigure(f"{label}: tokens", float(batch.total_lengths.sum()) / seconds, "tokens/s"),
+        StepFigure(f"{label}: model FLOPs", work / seconds / 1e12, "TFLOP/s"),
     ]
     if (peak := flops.peak_flops(acceleration.gpu_name)) is not None:
         least = LEAST_MFU_WITH_TRANSFORMER_ENGINE if acceleration.transformer_engine else LEAST_MFU_WITHOUT
-        figures.append(Figure(f"{label}: MFU", work / seconds / peak, "of bfloat16's peak", at_least=least))
+        figures.append(StepFigure(f"{label}: MFU", work / seconds / peak, "of bfloat16's peak", at_least=least))
     if acceleration.cuda:
-        figures.append(Figure(f"{label}: memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+        figures.append(
+            StepFigure(f"{label}: memory, at most allocated", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+        )
     if kernel := attention_kernel():
-        figures.append(Figure(f"{label}: attention", kernel))
+        figures.append(StepFigure(f"{label}: attention", kernel))
     return figures

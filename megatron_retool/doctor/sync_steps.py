@@ -7,29 +7,29 @@ import torch
 from megatron_retool.doctor import model
 from megatron_retool.doctor.engine_steps import engine_config, engine_url, score_figures
 from megatron_retool.doctor.learner_steps import MeasuredLearner, make_learner
-from megatron_retool.doctor.outcome import Figure
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import StepFigure
+from megatron_retool.doctor.session import DoctorSession
 from sglang_rollout.engine.base import make_engine
 
 VERSIONS = {"disk": 11, "tensor": 12, "distributed": 13}
 """Each method's own weights, so that none passes with those of another."""
 
 
-def disk(session: Session) -> list[Figure]:
+def disk(session: DoctorSession) -> list[StepFigure]:
     return send(session, "disk")
 
 
-def tensor(session: Session) -> list[Figure]:
+def tensor(session: DoctorSession) -> list[StepFigure]:
     return send(session, "tensor")
 
 
-def distributed(session: Session) -> list[Figure]:
+def distributed(session: DoctorSession) -> list[StepFigure]:
     if session.gpus:
         session.need_gpus(2, "NCCL takes no two processes on one GPU: a broadcast from learner to engine")
     return send(session, "distributed")
 
 
-def send(session: Session, method: str) -> list[Figure]:
+def send(session: DoctorSession, method: str) -> list[StepFigure]:
     """Weights that the engine has not, by ``method``; then it has to compute what the learner does."""
     config = engine_config(session, model.EXPERTS, f"weight_sync.method={method}", "weight_sync.bucket_bytes=4194304")
     learner = make_learner(config)
@@ -41,10 +41,10 @@ def send(session: Session, method: str) -> list[Figure]:
     finally:
         sync.close()
     return [
-        Figure("tensors sent", report.tensors, at_least=1),
+        StepFigure("tensors sent", report.tensors, at_least=1),
         # The engine fuses some: q, k and v, gate and up.
-        Figure("engine tensors with the right checksum", report.verified_tensors, at_least=5 * model.LAYERS),
-        Figure("seconds of the sync", report.seconds, "s"),
+        StepFigure("engine tensors with the right checksum", report.verified_tensors, at_least=5 * model.LAYERS),
+        StepFigure("seconds of the sync", report.seconds, "s"),
         *score_figures(config, learner, url),
     ]
 

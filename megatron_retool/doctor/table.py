@@ -9,15 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megatron_retool.doctor.catalogue import Step
-from megatron_retool.doctor.outcome import Figure, Outcome, Verdict
+from megatron_retool.doctor.catalogue import DoctorStep
+from megatron_retool.doctor.outcome import StepFigure, StepOutcome, StepVerdict
 
-_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.SKIPPED: "yellow"}
+_STYLES = {StepVerdict.PASS: "green", StepVerdict.FAIL: "bold red", StepVerdict.SKIPPED: "yellow"}
 FIGURES_SHOWN = 2
 """Of a step that passed, those nearest to their upper bounds; the JSON file has all."""
 
 
-def steps_table(steps: Sequence[Step]) -> Table:
+def steps_table(steps: Sequence[DoctorStep]) -> Table:
     """What ``--list`` prints."""
     table = Table("step", "group", "proves", "needs", box=box.SIMPLE)
     for step in steps:
@@ -25,7 +25,7 @@ def steps_table(steps: Sequence[Step]) -> Table:
     return table
 
 
-def outcomes_table(outcomes: Sequence[Outcome]) -> Table:
+def outcomes_table(outcomes: Sequence[StepOutcome]) -> Table:
     """A row for each step: verdict, seconds, and figures, reason or cure."""
     table = Table("step", "verdict", "seconds", "what was found", box=box.SIMPLE)
     for outcome in outcomes:
@@ -33,26 +33,26 @@ def outcomes_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def verdict_text(verdict: Verdict) -> Text:
+def verdict_text(verdict: StepVerdict) -> Text:
     return Text(str(verdict), style=_STYLES[verdict])
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[StepOutcome]) -> str:
     """How many passed, failed and were skipped."""
-    counts = [(verdict, sum(outcome.verdict is verdict for outcome in outcomes)) for verdict in Verdict]
-    words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.SKIPPED: "skipped"}
+    counts = [(verdict, sum(outcome.verdict is verdict for outcome in outcomes)) for verdict in StepVerdict]
+    words = {StepVerdict.PASS: "passed", StepVerdict.FAIL: "failed", StepVerdict.SKIPPED: "skipped"}
     return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts)
 
 
-def _found(outcome: Outcome) -> str:
-    if outcome.verdict is Verdict.SKIPPED:
+def _found(outcome: StepOutcome) -> str:
+    if outcome.verdict is StepVerdict.SKIPPED:
         return outcome.reason
-    if outcome.verdict is Verdict.FAIL:
+    if outcome.verdict is StepVerdict.FAIL:
         return f"{outcome.reason}\ncure: {outcome.cure}"
     return "\n".join(str(figure) for figure in sorted(outcome.figures, key=_room)[:FIGURES_SHOWN])
 
 
-def _room(figure: Figure) -> float:
+def _room(figure: StepFigure) -> float:
     """How far a figure is below its upper bound, as a share of it; those without one come last."""
     if figure.at_most is None or isinstance(figure.value, str):
         return 2.0 if figure.at_least is None else 1.5

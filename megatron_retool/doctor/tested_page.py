@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_retool.doctor.catalogue import STEPS
-from megatron_retool.doctor.outcome import Outcome, Verdict
-from megatron_retool.doctor.report import Report
+from megatron_retool.doctor.outcome import StepOutcome, StepVerdict
+from megatron_retool.doctor.report import DoctorReport
 
 ROOT = Path(__file__).parents[2]
 PAGE, REPORTS = ROOT / "docs" / "tested.md", ROOT / "docs" / "doctor"
 BEGIN, END = "<!-- doctor -->", "<!-- end of doctor -->"
 
 
-def table(reports: Sequence[tuple[str, Report]]) -> str:
+def table(reports: Sequence[tuple[str, DoctorReport]]) -> str:
     """Markdown: a column for each report (path from the page, report), the newest first; a row for each group."""
     newest = sorted(reports, key=lambda each: each[1].date, reverse=True)
     heads = [f"[{report.machine_name}, {report.date[:10]}]({path})" for path, report in newest]
@@ -31,15 +31,15 @@ def table(reports: Sequence[tuple[str, Report]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cell(outcomes: Sequence[Outcome]) -> str:
+def cell(outcomes: Sequence[StepOutcome]) -> str:
     """How a group went: counts, and which steps failed or were skipped."""
     if not outcomes:
         return "not run"
     parts = []
-    passed = sum(outcome.verdict is Verdict.PASS for outcome in outcomes)
+    passed = sum(outcome.verdict is StepVerdict.PASS for outcome in outcomes)
     if passed:
         parts.append(f"{passed} pass")
-    for verdict in (Verdict.FAIL, Verdict.SKIPPED):
+    for verdict in (StepVerdict.FAIL, StepVerdict.SKIPPED):
         names = [outcome.step for outcome in outcomes if outcome.verdict is verdict]
         if names:
             parts.append(f"{verdict}: {', '.join(names)}")
@@ -48,7 +48,7 @@ def cell(outcomes: Sequence[Outcome]) -> str:
 
 def page(text: str) -> str:
     """``text`` with the table between its marks."""
-    reports = [(str(path.relative_to(PAGE.parent)), Report.read(path)) for path in sorted(REPORTS.glob("*.json"))]
+    reports = [(str(path.relative_to(PAGE.parent)), DoctorReport.read(path)) for path in sorted(REPORTS.glob("*.json"))]
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(reports)}\n{END}{rest.partition(END)[2]}"
 

@@ -27,7 +27,7 @@ _MAY_BE_NULL = ("algorithm.rollout_correction.veto_threshold",)
 
 
 @dataclass(frozen=True)
-class Source:
+class VerlSource:
     """A verl file as it was read.
 
     Attributes:
@@ -70,7 +70,7 @@ class Translation:
         return {name: section for name, section in nested.items() if section}
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path) -> VerlSource:
     """A verl YAML, or a shell script that starts verl.
 
     Raises:
@@ -93,7 +93,7 @@ def read_source(path: Path) -> Source:
     return source
 
 
-def _read_shell(path: Path, text: str) -> Source:
+def _read_shell(path: Path, text: str) -> VerlSource:
     try:
         script = read_script(text)
     except ConfigError as error:
@@ -109,10 +109,10 @@ def _read_shell(path: Path, text: str) -> Source:
         except Exception:  # a text that YAML takes for something else, such as a time with colons
             values[key] = value
     names = [word for word in script.options if "config-name" in word or word.endswith("_trainer.yaml")]
-    return Source(values, any("megatron" in name for name in names) if names else None, unknown)
+    return VerlSource(values, any("megatron" in name for name in names) if names else None, unknown)
 
 
-def _read_yaml(path: Path, text: str) -> Source:
+def _read_yaml(path: Path, text: str) -> VerlSource:
     try:
         tree = OmegaConf.create(text)
     except Exception as error:
@@ -126,7 +126,7 @@ def _read_yaml(path: Path, text: str) -> Source:
     for key, value in _leaves(tree):
         (unknown if isinstance(value, _Unresolved) else values)[key] = value
     megatron = True if "megatron" in defaults else (False if "ppo_trainer" in defaults else None)
-    return Source(values, megatron, unknown)
+    return VerlSource(values, megatron, unknown)
 
 
 class _Unresolved(str):
@@ -160,7 +160,7 @@ def _container(tree: Any) -> dict[Any, Any]:
     return found
 
 
-def translate(source: Source, directory: Path | None = None) -> Translation:
+def translate(source: VerlSource, directory: Path | None = None) -> Translation:
     """Our settings for a verl file; what verl does where the file is silent is written too, where ours is another.
 
     Args:

@@ -40,7 +40,7 @@ from torch.nn import Parameter, ParameterList
 from conversion.model.adapter_map import factor_mappings, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.rules import Arrangement
-from conversion.model.weight_map import Mapping, Segment, shard, shard_shape
+from conversion.model.weight_map import Mapping, RowSegment, shard, shard_shape
 from megatron_retool.config import ConfigError, LoraConfig
 from megatron_retool.learner.attention import rms_norm
 from megatron_retool.learner.latent_attention import ReplicatedLinear
@@ -148,7 +148,7 @@ class Adapter(torch.nn.Module):
         return self._fused(products).t() * self.scale
 
 
-def _source(block: Segment) -> int:
+def _source(block: RowSegment) -> int:
     assert block.source is not None
     return block.source
 

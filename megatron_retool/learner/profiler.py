@@ -40,7 +40,7 @@ def is_recorded(settings: ProfilerConfig, phase: str) -> bool:
     return place(settings.first_phase) <= place(phase) <= place(settings.last_phase)
 
 
-class Tool(Protocol):
+class ProfilerTool(Protocol):
     """What records from ``start`` to ``stop``."""
 
     def start(self) -> None: ...
@@ -139,7 +139,7 @@ class StepRecorder:
         self._directory = directory
         self._rank = f"{role} rank {rank}"
         self._suffix = f"rank{rank}" if role == "learner" else f"{role}_rank{rank}"
-        self._tool: Tool | None = None
+        self._tool: ProfilerTool | None = None
         self._step = 0
         self._state = "off"  # then waiting, recording, over
         self._phases: dict[str, float] = {}

@@ -34,7 +34,7 @@ from megatron_retool.runs.weights_checkpoints import (
 _COMPLETE, _WEIGHTS = "complete", "weights"
 
 
-class Model(Protocol):
+class CheckpointedModel(Protocol):
     """A learner group, as far as its checkpoints are concerned."""
 
     async def save(self, directory: Path, *, asynchronous: bool, weights_only: bool = False) -> None:
@@ -96,7 +96,7 @@ class Checkpointer:
         self,
         config: Config,
         console: Console,
-        models: Callable[[], Mapping[str, Model]],
+        models: Callable[[], Mapping[str, CheckpointedModel]],
         resume: Checkpoint | None = None,
         saving: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:

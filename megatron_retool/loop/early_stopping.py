@@ -16,7 +16,7 @@ from megatron_retool.loop.validation_metrics import is_validation_metric, unknow
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StoppingVerdict:
     """What a row of values comes to.
 
     Attributes:
@@ -29,7 +29,7 @@ class Verdict:
     waited: int
 
 
-def judge(values: Sequence[tuple[int, float]], mode: str, min_delta: float) -> Verdict:
+def judge(values: Sequence[tuple[int, float]], mode: str, min_delta: float) -> StoppingVerdict:
     """
     Args:
         values: (step, value) in the order of the steps; at least one.
@@ -43,7 +43,7 @@ def judge(values: Sequence[tuple[int, float]], mode: str, min_delta: float) -> V
             best_step, best, waited = step, value, 0
         else:
             waited += 1
-    return Verdict(best, best_step, waited)
+    return StoppingVerdict(best, best_step, waited)
 
 
 class EarlyStopping:
@@ -111,5 +111,5 @@ class EarlyStopping:
             self._values = [(int(step), float(value)) for step, value in state["values"]]
 
     @property
-    def _verdict(self) -> Verdict:
+    def _verdict(self) -> StoppingVerdict:
         return judge(self._values, self._settings.mode, self._settings.min_delta)

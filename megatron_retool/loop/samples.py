@@ -17,7 +17,7 @@ _MARGIN = 2
 
 
 @dataclass(frozen=True)
-class Sample:
+class LoggedSample:
     """
     Attributes:
         prediction: what the reward function read out of the response; None where it does not say.
@@ -56,7 +56,7 @@ class Sample:
         }
 
 
-def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
+def sample_of(trajectory: Trajectory, question: str, response: str) -> LoggedSample:
     """
     Args:
         trajectory: scored.
@@ -66,7 +66,7 @@ def sample_of(trajectory: Trajectory, question: str, response: str) -> Sample:
     prediction = info.get("pred")
     ended_by_itself = trajectory.finish_reason is FinishReason.STOP
     calls = ", ".join(f"{call.name} {call.status}" for call in trajectory.tool_calls)
-    return Sample(
+    return LoggedSample(
         question=question,
         truth=str(trajectory.extra_info.get("ground_truth", "not in the data")),
         prediction=None if prediction is None else str(prediction),
@@ -87,7 +87,7 @@ def question_of(messages: Sequence[Mapping[str, Any]], prompt: str) -> str:
     return prompt
 
 
-def print_sample(console: Console, title: str, sample: Sample) -> None:
+def print_sample(console: Console, title: str, sample: LoggedSample) -> None:
     """A panel on a terminal, indented lines elsewhere; long lines are wrapped, and nothing is left out."""
     rows = [
         ("question", sample.question),

@@ -15,7 +15,7 @@ from megatron_retool.config import Config
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
 from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count
-from megatron_retool.planning.strategies import Outcome, Scenario
+from megatron_retool.planning.strategies import Scenario, StrategyOutcome
 from megatron_retool.planning.suggest import Candidate, MemoryPlan, overrides_of
 from megatron_retool.planning.timing import RunTime, StepTime
 from megatron_retool.planning.workload import Workload
@@ -229,7 +229,7 @@ def suggestion_table(candidates: Sequence[Candidate], is_moe: bool) -> Table:
     return table
 
 
-def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
+def outcome_table(scenario: Scenario, outcomes: Sequence[StrategyOutcome]) -> Table:
     """The strategies on one cluster; ``outcomes[0]`` is what the others are compared with."""
     table = Table(
         title=f"{scenario.gpus} GPUs: {scenario.engines} engines of TP {scenario.engine_gpus}, "
@@ -242,7 +242,7 @@ def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
         heading = outcome.strategy.name.replace("asynchronous", "asyn- chronous").replace("over-sample", "over- sample")
         table.add_column("\n".join(textwrap.wrap(heading, _HEADING_WIDTH)), justify="right", no_wrap=True)
     base = outcomes[0].step_seconds
-    rows: dict[str, Callable[[Outcome], str]] = {
+    rows: dict[str, Callable[[StrategyOutcome], str]] = {
         "GPUs": lambda o: str(o.gpus),
         "generation s": lambda o: f"{o.generation_seconds:.0f}",
         "of it tail s": lambda o: f"{o.tail_seconds:.0f}",
@@ -261,7 +261,7 @@ def outcome_table(scenario: Scenario, outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def straggler_sentence(scenario: Scenario, waiting: Outcome) -> str:
+def straggler_sentence(scenario: Scenario, waiting: StrategyOutcome) -> str:
     """What the longest response does to a step that waits for it."""
     limit = scenario.workload.lengths.limit
     return (

@@ -10,7 +10,7 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import Machines
-from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy, standard_strategies
+from megatron_retool.planning.strategies import Scenario, Strategy, StrategyOutcome, run_strategy, standard_strategies
 from megatron_retool.planning.timing import (
     Assumptions,
     learner_time,
@@ -84,7 +84,7 @@ def scenario_of(
     )
 
 
-def compare(scenario: Scenario, strategies: tuple[Strategy, ...] | None = None, seed: int = 0) -> list[Outcome]:
+def compare(scenario: Scenario, strategies: tuple[Strategy, ...] | None = None, seed: int = 0) -> list[StrategyOutcome]:
     """Every strategy on the same scenario; small batches for more steps, since their tails differ from step to step."""
     steps = min(32, max(4, math.ceil(SIMULATED_RESPONSES / scenario.workload.responses)))
     return [run_strategy(scenario, strategy, steps, seed=seed) for strategy in strategies or standard_strategies()]

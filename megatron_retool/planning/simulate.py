@@ -28,7 +28,7 @@ import numpy as np
 
 from megatron_retool.algorithms.refill import KeepRate, Refill
 from megatron_retool.planning.engine_model import EngineModel
-from megatron_retool.planning.simulated_engine import Engine, Group, Response
+from megatron_retool.planning.simulated_engine import Response, SimulatedEngine, SimulatedGroup
 from megatron_retool.planning.workload import Workload
 
 TAIL_SHARE = 0.1
@@ -98,17 +98,17 @@ class RolloutSimulation:
         self.now = 0.0
         self._rng = np.random.default_rng(seed)
         slots = model.concurrency(workload.expected_context)
-        self._engines = [Engine(model, slots) for _ in range(engines)]
+        self._engines = [SimulatedEngine(model, slots) for _ in range(engines)]
         self._queue: deque[Response] = deque()
-        self._events: list[tuple[float, int, int, Engine | Response, int]] = []
+        self._events: list[tuple[float, int, int, SimulatedEngine | Response, int]] = []
         self._counter = 0
         self._workers = workload.sandbox_workers
         self._waiting_calls: deque[tuple[Response, float]] = deque()
         self._latencies: Iterator[float] = iter(())
-        self._open: dict[int, Group] = {}
-        self._complete: deque[Group] = deque()
+        self._open: dict[int, SimulatedGroup] = {}
+        self._complete: deque[SimulatedGroup] = deque()
         """Groups with a signal that no step has taken, as they were completed."""
-        self._decided: list[Group] = []
+        self._decided: list[SimulatedGroup] = []
         """Groups that were completed since somebody looked."""
         self._started = 0
         self._finish_times: list[float] = []
@@ -129,7 +129,7 @@ class RolloutSimulation:
         calls = np.minimum(self._rng.poisson(workload.tool_calls, (count, size)), room).astype(int)
         for row, numbers in zip(lengths.tolist(), calls.tolist(), strict=True):
             kept = workload.kept_groups
-            group = Group(size, self._started, kept >= 1.0 or self._rng.random() < kept)
+            group = SimulatedGroup(size, self._started, kept >= 1.0 or self._rng.random() < kept)
             self._started += 1
             self._open[id(group)] = group
             for length, number in zip(row, numbers, strict=True):
@@ -172,7 +172,7 @@ class RolloutSimulation:
             group.stale_tokens = sum(member.sampled + member.progress() for member in group.members)
         return replace(result, dropped_tokens=dropped, paused=paused)
 
-    def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[Group]:
+    def _refilled(self, needed: int, unfinished: str, over_sampling: float) -> list[SimulatedGroup]:
         """The batch, as the training loop would have it; without its aborts before the batch is certain."""
         kept = self.workload.kept_groups
         known = None if kept >= 1.0 else KeepRate(kept * KNOWN_GROUPS, KNOWN_GROUPS)
@@ -199,7 +199,7 @@ class RolloutSimulation:
         self._complete = deque(group for group in self._complete if group.number not in batch)
         return chosen
 
-    def _rounds(self, needed: int) -> list[Group]:
+    def _rounds(self, needed: int) -> list[SimulatedGroup]:
         """The batch where a round ends with its last response, and asks for what is missing then, at most a batch."""
         asked = needed
         while asked:
@@ -215,14 +215,14 @@ class RolloutSimulation:
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def _push(self, time: float, kind: int, subject: Engine | Response, version: int = 0) -> None:
+    def _push(self, time: float, kind: int, subject: SimulatedEngine | Response, version: int = 0) -> None:
         self._counter += 1
         heapq.heappush(self._events, (time, self._counter, kind, subject, version))
 
     def _next_event(self) -> None:
         time, _, kind, subject, version = heapq.heappop(self._events)
         if kind == _ENGINE:
-            assert isinstance(subject, Engine)
+            assert isinstance(subject, SimulatedEngine)
             if subject.version != version:
                 return
             self.now = max(self.now, time)
@@ -232,7 +232,7 @@ class RolloutSimulation:
             self.now = max(self.now, time)
             self._finish_call(subject)
 
-    def _reschedule(self, engine: Engine) -> None:
+    def _reschedule(self, engine: SimulatedEngine) -> None:
         engine.version += 1
         if engine.batch:
             self._push(engine.next_finish(self.now), _ENGINE, engine, engine.version)
@@ -256,7 +256,7 @@ class RolloutSimulation:
         for index in sorted(touched):
             self._reschedule(self._engines[index])
 
-    def _join(self, engine: Engine, trajectory: Response) -> None:
+    def _join(self, engine: SimulatedEngine, trajectory: Response) -> None:
         engine.prefill(self.now, trajectory)
         engine.batch += 1
         engine.context += trajectory.context
@@ -266,7 +266,7 @@ class RolloutSimulation:
         self._counter += 1
         heapq.heappush(engine.heap, (trajectory.target, self._counter, trajectory))
 
-    def _finish_segments(self, engine: Engine) -> None:
+    def _finish_segments(self, engine: SimulatedEngine) -> None:
         engine.advance(self.now)
         # The event's time is the first target's, up to rounding.
         engine.steps = max(engine.steps, engine.heap[0][0])
@@ -289,7 +289,7 @@ class RolloutSimulation:
             self._join(engine, self._queue.popleft())
         self._reschedule(engine)
 
-    def _finish(self, engine: Engine, trajectory: Response) -> None:
+    def _finish(self, engine: SimulatedEngine, trajectory: Response) -> None:
         trajectory.engine = None
         trajectory.finished = True
         engine.free_slots += 1
@@ -302,7 +302,7 @@ class RolloutSimulation:
             if group.informative:
                 self._complete.append(group)
 
-    def _leave_for_tool(self, engine: Engine, trajectory: Response) -> None:
+    def _leave_for_tool(self, engine: SimulatedEngine, trajectory: Response) -> None:
         if not self.model.profile.keeps_prefix:
             trajectory.engine = None
             trajectory.cached = 0.0
@@ -341,7 +341,7 @@ class RolloutSimulation:
 
     # --- the end of a step ----------------------------------------------------------------------------------------
 
-    def _result(self, chosen: Sequence[Group], begin: float) -> StepResult:
+    def _result(self, chosen: Sequence[SimulatedGroup], begin: float) -> StepResult:
         seconds = self.now - begin
         lengths = np.array([member.length for group in chosen for member in group.members])
         finish = sorted(self._finish_times)

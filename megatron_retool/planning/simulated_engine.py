@@ -1,7 +1,7 @@
 """What a rollout simulation moves about: groups, responses, and engines that decode all of theirs in step.
 
-Between two events the state of an engine is a closed formula (``Engine.advance``), so that a simulation costs as many
-operations as there are turns, not tokens.
+Between two events the state of an engine is a closed formula (``SimulatedEngine.advance``), so that a simulation costs
+as many operations as there are turns, not tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_retool.planning.engine_model import EngineModel
 
 
 @dataclass
-class Group:
+class SimulatedGroup:
     """Responses to one prompt."""
 
     size: int
@@ -46,7 +46,7 @@ class Response:
         "target",
     )
 
-    def __init__(self, group: Group, length: float, calls: int, prompt: float, result: float) -> None:
+    def __init__(self, group: SimulatedGroup, length: float, calls: int, prompt: float, result: float) -> None:
         self.group = group
         self.length = length
         self.calls = calls
@@ -62,7 +62,7 @@ class Response:
         """Tokens of the context whose keys and values the engine has."""
         self.sampled = 0.0
         """Tokens of finished stretches."""
-        self.engine: Engine | None = None
+        self.engine: SimulatedEngine | None = None
         """Where it has a place."""
         self.decoding = self.calling = False
         self.target = 0.0
@@ -94,7 +94,7 @@ class Response:
         self.cached = 0.0
 
 
-class Engine:
+class SimulatedEngine:
     """Decodes its batch in lockstep: ``steps`` counts since the start and is the same for all its trajectories."""
 
     __slots__ = (

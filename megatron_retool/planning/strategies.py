@@ -78,7 +78,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StrategyOutcome:
     """Means over the simulated steps after warm-up; see ``StepResult``.
 
     Attributes:
@@ -104,7 +104,9 @@ class Outcome:
     tool_wait_seconds: float
 
 
-def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup: int = 2, seed: int = 0) -> Outcome:
+def run_strategy(
+    scenario: Scenario, strategy: Strategy, steps: int = 3, warmup: int = 2, seed: int = 0
+) -> StrategyOutcome:
     """Simulate ``warmup`` + ``steps`` steps (no warm-up where nothing is carried over).
 
     Asynchronous strategies divide the scenario's GPUs so that generating (without its tail, which overlaps the next
@@ -141,7 +143,7 @@ def run_strategy(scenario: Scenario, strategy: Strategy, steps: int = 3, warmup:
         durations = [sum(pair) + fixed for pair in zip(generation, train, strict=True)]
     mean = mean_result(results)
     step_seconds = float(np.mean(durations))
-    return Outcome(
+    return StrategyOutcome(
         strategy=strategy,
         gpus=gpus,
         generation_seconds=mean.seconds,

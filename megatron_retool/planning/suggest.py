@@ -31,7 +31,7 @@ SIMULATED_RESPONSES = 1024
 
 
 @dataclass(frozen=True)
-class Problem:
+class LayoutProblem:
     """Something that will not run. ``needed`` and ``available`` are bytes; 0 where the problem is not about memory."""
 
     what: str
@@ -70,7 +70,7 @@ class MemoryPlan:
     learner_needed: float
     """The learner's peak and what the sleeping engine holds beside it."""
     capacity: float
-    problems: tuple[Problem, ...]
+    problems: tuple[LayoutProblem, ...]
 
     @property
     def fits(self) -> bool:
@@ -90,14 +90,14 @@ def plan_memory(
     )
     weights = engine.weight_bytes / engine.tensor_parallel
     cache = max(0.0, engine.cache_tokens) * engine.kv_bytes_per_token / engine.tensor_parallel
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
 
     beside = SLEEPING_ENGINE_BYTES + engine.graph_bytes if colocated and not accelerator.is_cpu else 0.0
     needed = learner.total + beside
     if needed > capacity:
         largest = max(learner.components().items(), key=lambda item: item[1])
         problems.append(
-            Problem(
+            LayoutProblem(
                 f"the learner does not fit (pipeline stage {learner.stage}; its largest part is {largest[0]})",
                 needed,
                 capacity,
@@ -107,10 +107,10 @@ def plan_memory(
     longest = config.data.max_prompt_length + config.data.max_response_length
     if not accelerator.is_cpu:
         if weights >= static:
-            problems.append(Problem("the engine's weights do not fit into mem_fraction_static", weights, static))
+            problems.append(LayoutProblem("the engine's weights do not fit into mem_fraction_static", weights, static))
         elif engine.cache_tokens < longest:
             problems.append(
-                Problem(
+                LayoutProblem(
                     f"the engine's cache holds {engine.cache_tokens:,.0f} tokens, less than one longest trajectory of "
                     f"{longest:,} tokens",
                     longest * engine.kv_bytes_per_token / engine.tensor_parallel,
@@ -124,7 +124,7 @@ def plan_memory(
             sending = learner.parameters + learner.reference + weights + beside + SLEEPING_LEARNER_BYTES + buckets
             if sending > capacity:
                 problems.append(
-                    Problem(
+                    LayoutProblem(
                         "the learner's weights and two buckets of weight_sync.bucket_bytes do not fit beside the "
                         "engine's weights",
                         sending,
@@ -134,7 +134,7 @@ def plan_memory(
         awake = static + engine.graph_bytes + SLEEPING_LEARNER_BYTES
         if colocated and awake > capacity:
             problems.append(
-                Problem(
+                LayoutProblem(
                     "rollout.engine.mem_fraction_static leaves no room for the sleeping learner on the same GPUs",
                     awake,
                     capacity,
@@ -142,7 +142,7 @@ def plan_memory(
             )
     elif engine.cache_tokens < longest:
         problems.append(
-            Problem(
+            LayoutProblem(
                 f"rollout.engine.max_total_tokens={config.rollout.engine.max_total_tokens} is less than one longest "
                 f"trajectory of {longest:,} tokens"
             )
@@ -150,7 +150,7 @@ def plan_memory(
     budget = config.learner.max_tokens_per_micro_batch
     if budget < longest:
         problems.append(
-            Problem(
+            LayoutProblem(
                 f"learner.max_tokens_per_micro_batch={budget} is less than the longest sequence of "
                 f"{longest:,} tokens (data.max_prompt_length + data.max_response_length)"
             )
@@ -158,7 +158,9 @@ def plan_memory(
     stage_layers, again = architecture.num_layers // layout.pipeline, config.learner.recompute.num_layers
     if again is not None and again > stage_layers:
         problems.append(
-            Problem(f"learner.recompute.num_layers={again} is more than the {stage_layers} layers of a pipeline stage")
+            LayoutProblem(
+                f"learner.recompute.num_layers={again} is more than the {stage_layers} layers of a pipeline stage"
+            )
         )
     problems += _placement_problems(config, machines)
     ranks_per_node = min(machines.per_node, config.learner.world_size)
@@ -179,19 +181,19 @@ def plan_memory(
     )
 
 
-def _placement_problems(config: Config, machines: Machines) -> Iterator[Problem]:
+def _placement_problems(config: Config, machines: Machines) -> Iterator[LayoutProblem]:
     engine = config.rollout.engine
     engines = engine.count * engine.tensor_parallel_size
     learner = config.learner.world_size
     if machines.accelerator.is_cpu:
         return
     if engine.tensor_parallel_size > machines.per_node:
-        yield Problem(f"an engine of TP {engine.tensor_parallel_size} spans nodes of {machines.per_node} GPUs")
+        yield LayoutProblem(f"an engine of TP {engine.tensor_parallel_size} spans nodes of {machines.per_node} GPUs")
     if config.cluster.placement == "colocated":
         if max(engines, learner) > machines.count:
-            yield Problem(f"{max(engines, learner)} GPUs are needed (colocated), {machines.count} are there")
+            yield LayoutProblem(f"{max(engines, learner)} GPUs are needed (colocated), {machines.count} are there")
     elif engines + learner > machines.count:
-        yield Problem(
+        yield LayoutProblem(
             f"{learner} learner + {engines} engine GPUs = {engines + learner} are needed, {machines.count} are there"
         )
 

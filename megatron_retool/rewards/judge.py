@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_retool.chat_endpoint import ChatEndpoint, EndpointError, EndpointRefusal, EndpointSilence, Reply
+from megatron_retool.chat_endpoint import ChatEndpoint, ChatReply, EndpointError, EndpointRefusal, EndpointSilence
 from megatron_retool.config import ConfigError, JudgeConfig
 from megatron_retool.untrusted import clipped, quoted, without_surrogates
 
@@ -52,7 +52,7 @@ class Judge:
         self._cache = ReplyCache(settings.cache)
         self._totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()
-        self._asked: dict[bytes, asyncio.Task[Reply]] = {}
+        self._asked: dict[bytes, asyncio.Task[ChatReply]] = {}
         self._next_request = 0.0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
@@ -140,7 +140,7 @@ class Judge:
             result["judge_disagreement"] = float(shares.std())
         return {"result": result}
 
-    async def _reply(self, text: str, vote: int, purpose: str) -> Reply:
+    async def _reply(self, text: str, vote: int, purpose: str) -> ChatReply:
         settings = self._settings
         key = _key(settings, text, vote)
         reply = self._cache.find(key)
@@ -156,7 +156,7 @@ class Judge:
         self._cache.keep(key, reply)
         return reply
 
-    async def _ask(self, text: str, purpose: str) -> Reply:
+    async def _ask(self, text: str, purpose: str) -> ChatReply:
         async with self._places:
             rate = self._settings.requests_per_minute
             if rate is not None:
@@ -215,14 +215,14 @@ class ReplyCache:
         except sqlite3.Error as error:
             raise ConfigError(f"reward.judge.cache={file}: {error}: name another file, or set it to null") from error
 
-    def find(self, key: bytes) -> Reply | None:
+    def find(self, key: bytes) -> ChatReply | None:
         """The reply that was kept under ``key``."""
         with self._lock:
             query = "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE key = ?"
             row = self._database.execute(query, (key,)).fetchone()
-        return None if row is None else Reply(*row)
+        return None if row is None else ChatReply(*row)
 
-    def keep(self, key: bytes, reply: Reply) -> None:
+    def keep(self, key: bytes, reply: ChatReply) -> None:
         """Remember a reply. A full disk costs the reply only: the run goes on."""
         row = (key, reply.text, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens)
         with self._lock, contextlib.suppress(sqlite3.Error):

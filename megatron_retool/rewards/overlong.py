@@ -64,7 +64,7 @@ def piecewise_penalty(length: int, max_response_length: int, *, pieces: Sequence
     return total
 
 
-class Piece(NamedTuple):
+class PenaltyPiece(NamedTuple):
     """From ``start`` tokens on, every further 1000 tokens cost ``per_thousand``."""
 
     start: int
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def parse_pieces(texts: tuple[str, ...]) -> list[Piece]:
+def parse_pieces(texts: tuple[str, ...]) -> list[PenaltyPiece]:
     """Parse ``["8000 0.01", "12000 0.05"]``, each "<from tokens> <penalty per 1000 tokens>".
 
     Raises:
@@ -82,7 +82,7 @@ def parse_pieces(texts: tuple[str, ...]) -> list[Piece]:
     for text in texts:
         try:
             start, slope = text.split()
-            pieces.append(Piece(int(start), float(slope)))
+            pieces.append(PenaltyPiece(int(start), float(slope)))
         except ValueError:
             raise InputError(f"piece {text!r} is not of the form '<from tokens> <penalty per 1000 tokens>'") from None
     if not pieces or any(b.start <= a.start for a, b in zip(pieces, pieces[1:], strict=False)):

@@ -25,7 +25,7 @@ from megatron_retool.serving.tool_turns import Finished, until_final
 from megatron_retool.trajectory import ToolCall
 from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.engine.base import GenerateResult
-from sglang_rollout.gateway.conversation import Answer, Call, Message, SpokenCall
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, SpokenCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, TurnRequest
 from sglang_rollout.gateway.session_tree import joined
@@ -124,7 +124,7 @@ class Chat:
             self._tools = await service.tools.open(TrajectoryInfo(self._number, 0))
         self._number += 1
 
-    async def ask(self, question: str) -> Answer | None:
+    async def ask(self, question: str) -> ConversationAnswer | None:
         """Answer ``question`` on the consoles; None: it could not be answered, which is said."""
         history = [*self._history, {"role": "user", "content": question}]
         try:
@@ -168,14 +168,14 @@ class Chat:
             task.result()
 
     async def _finished(self, history: list[Message]) -> Finished:
-        async def ask(messages: list[Message]) -> Answer:
+        async def ask(messages: list[Message]) -> ConversationAnswer:
             with self._shown():
-                (answer,) = await self._session.answer(Call(messages))
+                (answer,) = await self._session.answer(ConversationCall(messages))
             return answer
 
         return await until_final(ask, self._tools, self._service.config.rollout.multi_turn, history, self)
 
-    def said(self, answer: Answer) -> None:
+    def said(self, answer: ConversationAnswer) -> None:
         """Shows a turn, and what it calls."""
         console = self._notes if answer.calls else self._answers
         if answer.content.strip():

@@ -18,7 +18,7 @@ from dataclasses import replace
 from megatron_retool.config import Config
 from megatron_retool.serving.system_prompt import with_system
 from megatron_retool.serving.tool_turns import HiddenTurns, until_final
-from sglang_rollout.gateway.conversation import Answer, Call, Message, TextAnswer, TextCall
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.interface import SessionLimits
 from sglang_rollout.gateway.server import Gateway
@@ -98,7 +98,9 @@ class OpenDoor:
             return False
         return hmac.compare_digest(key.encode(errors="replace"), self._api_key.encode())
 
-    async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
+    async def answer(
+        self, session: OpenSession, call: ConversationCall, with_tokens: bool = False
+    ) -> list[ConversationAnswer]:
         """The model's answers; where the server runs the tools, the final ones."""
         call = replace(call, messages=with_system(call.messages, self._system))
         async with self._served(session) as session:
@@ -127,12 +129,14 @@ class OpenDoor:
                 del self._running[retired]
                 await retired.close()
 
-    async def _final(self, session: OpenSession, tools: ToolRegistry, call: Call, with_tokens: bool) -> Answer:
+    async def _final(
+        self, session: OpenSession, tools: ToolRegistry, call: ConversationCall, with_tokens: bool
+    ) -> ConversationAnswer:
         schemas = tools.schemas()
         await session.check_size(call.messages, schemas)
         history = self._hidden.whole(call.messages, schemas)
 
-        async def ask(messages: list[Message]) -> Answer:
+        async def ask(messages: list[Message]) -> ConversationAnswer:
             (answer,) = await session.answer(replace(call, messages=messages, tools=schemas), with_tokens)
             return answer
 
@@ -146,7 +150,7 @@ class OpenDoor:
         return answer
 
 
-def _one_by_one(call: Call) -> list[Call]:
+def _one_by_one(call: ConversationCall) -> list[ConversationCall]:
     """``call``, which asks for several answers, as calls for one each."""
     seeds = [call.seed, *(seed_of(call.seed, choice) for choice in range(1, call.choices))]
     return [replace(call, choices=1, seed=seed) for seed in seeds]

@@ -33,7 +33,7 @@ _LEVELS_BELOW_A_RUN = 3
 
 
 @dataclass(frozen=True)
-class Source:
+class ServedSource:
     """
     Attributes:
         name: by which clients know the model.
@@ -48,7 +48,7 @@ class Source:
 
 def find_source(
     target: str, step: int | None = None, config_file: str | None = None, overrides: Sequence[str] = ()
-) -> Source:
+) -> ServedSource:
     """What ``target`` names.
 
     Args:
@@ -88,7 +88,7 @@ def find_source(
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path)))
     if (path / "config.json").is_file():
         check_model_files(config.model)
-    return Source(name, description, _for_serving(config))
+    return ServedSource(name, description, _for_serving(config))
 
 
 def with_work_directory(config: Config, directory: Path) -> Config:

@@ -17,20 +17,20 @@ from megatron_retool.config import MultiTurnConfig
 from megatron_retool.trajectory import ToolCall
 from sglang_rollout.agent.loop import run_call
 from sglang_rollout.agent.written_calls import ParsedCall
-from sglang_rollout.gateway.conversation import Answer, Message, SpokenCall, followed_by, history_digests
+from sglang_rollout.gateway.conversation import ConversationAnswer, Message, SpokenCall, followed_by, history_digests
 from tools.tool import ToolSession
 
 MOST_HIDDEN = 4096
 """Answers whose turns are kept; of older ones a client's history has the text alone."""
 
-Ask = Callable[[list[Message]], Awaitable[Answer]]
+Ask = Callable[[list[Message]], Awaitable[ConversationAnswer]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Watcher(Protocol):
     """Reads along."""
 
-    def said(self, answer: Answer) -> None:
+    def said(self, answer: ConversationAnswer) -> None:
         """A turn is complete; its calls run next, if it has some."""
 
     def ran(self, call: SpokenCall, record: ToolCall, text: str) -> None:
@@ -40,7 +40,7 @@ class Watcher(Protocol):
 class NullWatcher:
     """A ``Watcher`` that looks away."""
 
-    def said(self, answer: Answer) -> None: ...
+    def said(self, answer: ConversationAnswer) -> None: ...
 
     def ran(self, call: SpokenCall, record: ToolCall, text: str) -> None: ...
 
@@ -55,11 +55,11 @@ class Finished:
         at_limit: the last one has calls that were not run: max_assistant_turns or max_tool_calls holds.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ConversationAnswer] = field(default_factory=list)
     turns: list[Message] = field(default_factory=list)
     at_limit: bool = False
 
-    def answer(self) -> Answer:
+    def answer(self) -> ConversationAnswer:
         """The final answer; its usage is that of all turns, with what tools said among the sampled tokens."""
         first, last = self.answers[0], self.answers[-1]
         grown = last.prompt_tokens - first.prompt_tokens + last.sampled_tokens
@@ -118,7 +118,7 @@ class HiddenTurns:
         self._most = most
         self._turns: OrderedDict[bytes, list[Message]] = OrderedDict()
 
-    def keep(self, history: Sequence[Message], tools: Tools, answer: Answer, turns: list[Message]) -> None:
+    def keep(self, history: Sequence[Message], tools: Tools, answer: ConversationAnswer, turns: list[Message]) -> None:
         """``turns`` came between ``history``, as the client sent it, and ``answer``."""
         if not turns:
             return

@@ -37,7 +37,7 @@ from megatron_retool.runs.checkpoints import (
 from megatron_retool.runs.files import write_text
 from megatron_retool.runs.leave import LeaveRequest
 from megatron_retool.sft.preferences import preference_loss, preference_update
-from megatron_retool.sft.stage import Stage, Window
+from megatron_retool.sft.stage import FineTuningStage, Window
 
 if TYPE_CHECKING:
     from megatron_retool.learner.learner import Learner
@@ -105,16 +105,16 @@ class Run:
         finally:
             self.learner.close()
 
-    def _load_data(self) -> list[Stage]:
+    def _load_data(self) -> list[FineTuningStage]:
         config = self.config
         tokenizer = load_tokenizer(config.model)
-        stages: list[Stage] = []
+        stages: list[FineTuningStage] = []
         next_step = 1
         for index, settings in enumerate(config.sft.stages):
             train = self._dataset(settings, settings.train_files, tokenizer)
             steps = settings.steps or max(1, settings.epochs * len(train) // settings.batch_size)
             stages.append(
-                Stage(
+                FineTuningStage(
                     settings=settings,
                     train=train,
                     val=self._dataset(settings, settings.val_files, tokenizer) if settings.val_files else None,
@@ -208,7 +208,7 @@ class Run:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return {f"perf/{name}": value for name, value in zip(peaks, largest.tolist(), strict=True)}
 
-    def _update(self, stage: Stage, step: int, window: Window) -> dict[str, float]:
+    def _update(self, stage: FineTuningStage, step: int, window: Window) -> dict[str, float]:
         start = time.perf_counter()
         batch = stage.train.batch(stage.order.rows(step - stage.first_step))
         if stage.settings.loss == "dpo":
@@ -225,7 +225,7 @@ class Run:
         peak = flops.peak_flops(self.learner.acceleration.gpu_name)
         return None if peak is None else self.learner.model_flops(batch) / peak / self.config.learner.world_size
 
-    def _validation(self, stage: Stage) -> dict[str, float]:
+    def _validation(self, stage: FineTuningStage) -> dict[str, float]:
         """sft/val_loss: mean over all trained tokens of the validation conversations, or over its pairs, of which
         sft/val_dpo_accuracy is the share that the policy orders right."""
         assert stage.val is not None

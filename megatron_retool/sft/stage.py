@@ -14,7 +14,7 @@ from megatron_retool.data.sft_dataset import BatchOrder, SFTDataset
 
 
 @dataclass
-class Stage:
+class FineTuningStage:
     """One stage with its data. Its steps are ``first_step`` … ``last_step`` of the run, counted from 1."""
 
     settings: SFTStage

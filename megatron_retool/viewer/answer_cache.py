@@ -12,7 +12,7 @@ MOST_BYTES = 64 * 2**20
 _State = tuple[tuple[int, int] | None, ...]
 
 
-class AnswerCache:
+class PageCache:
     """Answers by name, the longest unused given up first.
 
     Args:

@@ -21,7 +21,7 @@ MOST_TOKENS = 20_000
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """
     Attributes:
         page: index.html's path.
@@ -32,7 +32,7 @@ class Report:
     problems: Sequence[str]
 
 
-def write_report(run_dir: str | Path, summary: str = "") -> Report:
+def write_report(run_dir: str | Path, summary: str = "") -> RunReport:
     """report/index.html and, beside it, plots.html with its PNG files and the table of problems.
 
     A run that cannot be exported, as one without config.yaml, has the plots in index.html too, which says why.
@@ -56,4 +56,4 @@ def write_report(run_dir: str | Path, summary: str = "") -> Report:
         problems.append(f"the page of the whole run could not be made: {error}")
         drawn.write_page(f"{summary}\n\n{problems[-1]}".strip())
         write_text(page, plots.read_text(encoding="utf-8"))
-    return Report(page, list(dict.fromkeys(problems)))
+    return RunReport(page, list(dict.fromkeys(problems)))

@@ -20,7 +20,7 @@ from aiohttp.typedefs import Middleware
 from megatron_retool.http_listener import ForeignCaller, Listener, check_caller, is_loopback, most_connections
 from megatron_retool.parquet_files import UnreadableFile
 from megatron_retool.untrusted import clipped
-from megatron_retool.viewer.answer_cache import AnswerCache
+from megatron_retool.viewer.answer_cache import PageCache
 from megatron_retool.viewer.compare_runs import comparison
 from megatron_retool.viewer.curves import curves_page
 from megatron_retool.viewer.run_directories import NoSuchRun, check_below, file_below, run_directory
@@ -51,7 +51,7 @@ def build_app(root: Path, *, any_name: bool = False) -> web.Application:
         any_name: answer whatever name the browser has for this machine; see ``check_caller``.
     """
     tokenizers = Tokenizers()
-    answers = AnswerCache()
+    answers = PageCache()
     # Two at once: each may hold a large file's columns.
     readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
     app = web.Application(middlewares=[_guarded, _called_from_here(any_name)])

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_retool.config import Config
 from megatron_retool.registry import ExtensionError, Registry, load_object
 from sglang_rollout.agent.loop import Agent, AgentSetup
-from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer
+from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlueError
 from sglang_rollout.engine.base import StopConditions
 from tools.tool import ToolCaller
 
@@ -75,7 +75,7 @@ def make_agent(config: Config, tokenizer: Tokenizer, tools: ToolCaller) -> Agent
     extension = agents.bind(target, kwargs)
     try:
         made = extension(setup)
-    except (ExtensionError, ChatTemplateError):
+    except (ExtensionError, TurnGlueError):
         raise
     except Exception as error:
         raise ExtensionError(f"{extension.label}: making it failed: {type(error).__name__}: {error}") from error

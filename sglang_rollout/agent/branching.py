@@ -39,7 +39,7 @@ BRANCH_KEY = "branch"
 """In Trajectory.reward_info of a fork: {"parent": index in the group, "shared_tokens": response tokens in common}."""
 
 
-class Sample(Protocol):
+class BranchSample(Protocol):
     """A request for what follows the state's ids and what was sampled ``after`` them."""
 
     def __call__(
@@ -96,7 +96,7 @@ class EntropyBranching:
         """Turn at which a fork was made: its node has been decided on already."""
 
     async def generate(
-        self, sample: Sample, start: Start, state: TrajectoryState, max_new_tokens: int, deadline: float
+        self, sample: BranchSample, start: Start, state: TrajectoryState, max_new_tokens: int, deadline: float
     ) -> GenerateResult:
         """Sample a turn for ``state``; at its beginning, measure entropy and fork where the rule says so.
 

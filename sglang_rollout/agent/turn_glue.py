@@ -28,7 +28,7 @@ _RESULTS_KEPT, _CHARACTERS_KEPT = 1024, 4096
 _CURE = "use a template with tool support (model.tokenizer_path), or rollout.multi_turn.format=retool"
 
 
-class ChatTemplateError(InputError):
+class TurnGlueError(InputError):
     """The tokenizer's chat template cannot express tool results after an assistant turn."""
 
 
@@ -98,7 +98,7 @@ class TurnGlue:
             assert identifier is not None
             self.end_of_turn_id = identifier
         elif tokenizer.eos_token_id is None:
-            raise ChatTemplateError(
+            raise TurnGlueError(
                 "the tokenizer has no eos_token, at which a response could end: set it in its tokenizer_config.json"
             )
         else:
@@ -199,7 +199,7 @@ class TurnGlue:
             for index in range(count):
                 before, found, delta = delta.partition(_RESULT.format(index))
                 if not found:
-                    raise ChatTemplateError(f"the chat template does not show the content of tool messages: {_CURE}")
+                    raise TurnGlueError(f"the chat template does not show the content of tool messages: {_CURE}")
                 parts.append(before)
             self._delta_parts[count] = [*parts, delta]
         return self._delta_parts[count]
@@ -211,15 +211,13 @@ class TurnGlue:
         end_of_turn = self.end_of_turn_text
         try:
             after_turn = self._rendered_after_turn([asked, turn, *answers])
-        except ChatTemplateError:
+        except TurnGlueError:
             # MiniMax-M2's, for one, renders results only after a turn that has calls: their text ends with the turn.
             calls = [{"type": "function", "function": {"name": "tool", "arguments": {}}}] * results
             after_turn = self._rendered_after_turn([asked, {**turn, "tool_calls": calls}, *answers])
             after_turn = after_turn[max(0, after_turn.find(end_of_turn)) :]
         if not after_turn.startswith(end_of_turn):
-            raise ChatTemplateError(
-                f"the chat template ends an assistant turn differently before a tool message: {_CURE}"
-            )
+            raise TurnGlueError(f"the chat template ends an assistant turn differently before a tool message: {_CURE}")
         return after_turn[len(end_of_turn) :]
 
     def _rendered_after_turn(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
@@ -230,10 +228,10 @@ class TurnGlue:
             )
         except Exception as error:
             # Templates raise what they like: jinja2 errors, or their own through raise_exception.
-            raise ChatTemplateError(f"the chat template cannot render a tool message ({error}): {_CURE}") from error
+            raise TurnGlueError(f"the chat template cannot render a tool message ({error}): {_CURE}") from error
         head, found, tail = text.rpartition(_ASSISTANT)
         if not found:
-            raise ChatTemplateError(f"the chat template does not show the content of assistant messages: {_CURE}")
+            raise TurnGlueError(f"the chat template does not show the content of assistant messages: {_CURE}")
         return tail
 
     def _template_end_of_turn(self) -> str:
@@ -242,7 +240,7 @@ class TurnGlue:
         for token in sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True):
             if token and after.startswith(token):
                 return token
-        raise ChatTemplateError(
+        raise TurnGlueError(
             f"the chat template ends an assistant turn with {after!r}, which does not begin with a special token that "
             f"a model could sample to stop: {_CURE}"
         )

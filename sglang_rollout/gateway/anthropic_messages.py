@@ -1,4 +1,4 @@
-"""Anthropic's Messages: a request's JSON to a ``Call``, the answer to an object or to the events of a stream."""
+"""Anthropic's Messages: a request's JSON to a ``ConversationCall``, the answer to an object or a stream's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_retool.data.chat_template import normalize_messages
 from megatron_retool.untrusted import load_json
 from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
-from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
 
 
@@ -20,7 +20,7 @@ from sglang_rollout.gateway.errors import invalid, unsupported
 class MessagesRequest:
     """A call and what its answer must look like."""
 
-    call: Call
+    call: ConversationCall
     stream: bool
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
@@ -57,7 +57,7 @@ def read(body: fields.Json, to_count: bool = False) -> MessagesRequest:
         raise invalid("max_tokens", "it is missing")
     choice, tools = body.get("tool_choice"), fields.tools(body, _schema)
     one_call = isinstance(choice, dict) and fields.flag(choice, "disable_parallel_tool_use", "tool_choice.")
-    call = Call(
+    call = ConversationCall(
         messages=in_call_order(normalize_messages(messages)),
         tools=tools,
         max_tokens=limit,
@@ -86,7 +86,7 @@ def _check_edits(management: fields.Json) -> None:
             raise unsupported(f"context_management.edits[{place}]", "the gateway does not change a history")
 
 
-def message(request: MessagesRequest, answer: Answer, model: str) -> dict[str, Any]:
+def message(request: MessagesRequest, answer: ConversationAnswer, model: str) -> dict[str, Any]:
     """The ``message`` object."""
     return {
         **_head(request, answer, model),
@@ -97,7 +97,7 @@ def message(request: MessagesRequest, answer: Answer, model: str) -> dict[str, A
     }
 
 
-def events(request: MessagesRequest, answer: Answer, model: str) -> Iterator[dict[str, Any]]:
+def events(request: MessagesRequest, answer: ConversationAnswer, model: str) -> Iterator[dict[str, Any]]:
     """The events of a stream; each is sent under the name in its ``type``."""
     head = _head(request, answer, model)
     yield {"type": "message_start", "message": head}
@@ -184,7 +184,7 @@ def _schema(tool: fields.Json, path: str) -> dict[str, Any] | None:
     return fields.function_schema(tool, path, "input_schema")
 
 
-def _head(request: MessagesRequest, answer: Answer, model: str) -> dict[str, Any]:
+def _head(request: MessagesRequest, answer: ConversationAnswer, model: str) -> dict[str, Any]:
     return {
         "id": request.id,
         "type": "message",
@@ -197,7 +197,7 @@ def _head(request: MessagesRequest, answer: Answer, model: str) -> dict[str, Any
     }
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: ConversationAnswer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.content}] * _text_blocks(answer)
     for call in answer.calls:
         given = _arguments(call.arguments)
@@ -207,7 +207,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _text_blocks(answer: Answer) -> int:
+def _text_blocks(answer: ConversationAnswer) -> int:
     return 1 if answer.content or not answer.calls else 0
 
 
@@ -218,7 +218,7 @@ def _arguments(text: str) -> Any:
         return None
 
 
-def _stop_reason(answer: Answer) -> str:
+def _stop_reason(answer: ConversationAnswer) -> str:
     if answer.matched_stop is not None:
         return "stop_sequence"
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]

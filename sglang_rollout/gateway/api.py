@@ -34,7 +34,7 @@ from megatron_retool.tracebacks import drop_tracebacks
 from megatron_retool.untrusted import load_json, without_surrogates
 from sglang_rollout.agent.long_texts import in_thread
 from sglang_rollout.gateway import anthropic_messages, chat_completions, completions, responses
-from sglang_rollout.gateway.conversation import Answer, Call, TextAnswer, TextCall
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import OVERFLOW, ApiError, invalid, unsupported
 from sglang_rollout.gateway.interface import GatewayStatistics
 from sglang_rollout.gateway.sessions import OpenSession
@@ -90,7 +90,9 @@ class Sessions(Protocol):
         """
         ...
 
-    async def answers(self, session: OpenSession, call: Call, with_tokens: bool) -> list[Answer]:
+    async def answers(
+        self, session: OpenSession, call: ConversationCall, with_tokens: bool
+    ) -> list[ConversationAnswer]:
         """As ``OpenSession.answer``."""
         ...
 

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: a request's JSON to a ``Call``, answers to an object or to the chunks of a stream."""
+"""OpenAI's Chat Completions: a request's JSON to a ``ConversationCall``, answers to an object or a stream's chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_retool.data.chat_template import normalize_messages
 from sglang_rollout.gateway import constraints, fields, request_fields
-from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, in_call_order
 from sglang_rollout.gateway.errors import invalid, unsupported
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -23,7 +23,7 @@ PIECE = 48
 class ChatRequest:
     """A call and what its answer must look like."""
 
-    call: Call
+    call: ConversationCall
     stream: bool
     include_usage: bool
     log_probs: bool
@@ -49,7 +49,7 @@ def read(body: fields.Json) -> ChatRequest:
     limit = fields.integer(body, "max_completion_tokens", 1)
     tools = fields.tools(body, _schema)
     form = constraints.of_response_format(body.get("response_format"), "response_format")
-    call = Call(
+    call = ConversationCall(
         messages=in_call_order(normalize_messages(messages)),
         tools=tools,
         max_tokens=limit if limit is not None else fields.integer(body, "max_tokens", 1),
@@ -74,7 +74,7 @@ def _thinking(body: fields.Json) -> bool | None:
     return False if fields.text(body, "reasoning_effort", default="") == "none" else None
 
 
-def completion(request: ChatRequest, answers: Sequence[Answer], model: str) -> dict[str, Any]:
+def completion(request: ChatRequest, answers: Sequence[ConversationAnswer], model: str) -> dict[str, Any]:
     """The ``chat.completion`` object."""
     choices = []
     for index, answer in enumerate(answers):
@@ -93,7 +93,7 @@ def completion(request: ChatRequest, answers: Sequence[Answer], model: str) -> d
     return {**_head(request, "chat.completion", model), "choices": choices, "usage": _usage(answers)}
 
 
-def chunks(request: ChatRequest, answers: Sequence[Answer], model: str) -> Iterator[dict[str, Any]]:
+def chunks(request: ChatRequest, answers: Sequence[ConversationAnswer], model: str) -> Iterator[dict[str, Any]]:
     """The ``chat.completion.chunk`` objects, without the closing [DONE]."""
     head = _head(request, "chat.completion.chunk", model)
 
@@ -180,7 +180,7 @@ def _head(request: ChatRequest, kind: str, model: str) -> dict[str, Any]:
     return {"id": request.id, "object": kind, "created": request.created, "model": request.call.model or model}
 
 
-def _call(answer: Answer, place: int) -> dict[str, Any]:
+def _call(answer: ConversationAnswer, place: int) -> dict[str, Any]:
     call = answer.calls[place]
     written: dict[str, Any] = {
         "id": call.id,
@@ -191,14 +191,14 @@ def _call(answer: Answer, place: int) -> dict[str, Any]:
     return written if call.error is None else {**written, "error": call.error}
 
 
-def _token_log_probs(answer: Answer) -> list[dict[str, Any]]:
+def _token_log_probs(answer: ConversationAnswer) -> list[dict[str, Any]]:
     return [
         {"token": text, "logprob": log_prob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
         for text, log_prob in answer.tokens
     ]
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def _usage(answers: Sequence[ConversationAnswer]) -> dict[str, Any]:
     prompt, sampled = answers[0].prompt_tokens, sum(answer.sampled_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,

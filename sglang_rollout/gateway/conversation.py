@@ -34,7 +34,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Call:
+class ConversationCall:
     """A request, translated.
 
     Attributes:
@@ -73,7 +73,7 @@ class TextCall:
         choices: answers to each prompt.
         echo: an answer begins with its prompt.
         log_probs: likeliest tokens to show at each place; None: no log-probs.
-        stop, seed, model, sampling, steered: as of ``Call``.
+        stop, seed, model, sampling, steered: as of ``ConversationCall``.
     """
 
     prompts: list[str | list[int]]
@@ -138,13 +138,13 @@ class SpokenCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ConversationAnswer:
     """A turn as clients see it.
 
     Attributes:
         content: its text without tool calls and end of turn.
         finish_reason: stop, length or tool_calls.
-        matched_stop: the text of ``Call.stop`` at which it ended.
+        matched_stop: the text of ``ConversationCall.stop`` at which it ended.
         tokens: (text, log-prob) of each sampled token.
     """
 

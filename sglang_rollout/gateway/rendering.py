@@ -22,10 +22,10 @@ from sglang_rollout.agent.call_positions import call_positions
 from sglang_rollout.agent.long_texts import LARGE
 from sglang_rollout.agent.loop import stop_conditions
 from sglang_rollout.agent.tool_call_formats import CallShape, HasCallShape, ToolCallFormat, make_format, parsed_calls
-from sglang_rollout.agent.turn_glue import ChatTemplateError, Tokenizer, TurnGlue
+from sglang_rollout.agent.turn_glue import Tokenizer, TurnGlue, TurnGlueError
 from sglang_rollout.agent.written_calls import ParsedCall
 from sglang_rollout.engine.base import GenerateResult
-from sglang_rollout.gateway.conversation import Answer, Constraint, Message, SpokenCall
+from sglang_rollout.gateway.conversation import Constraint, ConversationAnswer, Message, SpokenCall
 from sglang_rollout.gateway.errors import invalid
 from sglang_rollout.gateway.text_size import characters, message_sizes
 from tools.arguments import typed_arguments
@@ -174,13 +174,13 @@ class ContextRenderer:
         with_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         constraint: Constraint | None = None,
-    ) -> Answer:
+    ) -> ConversationAnswer:
         """What a client reads of a turn.
 
         Args:
             stop: the call's own stop texts.
             tools: whose schemas say what arguments written as text are.
-            with_tokens: fill ``Answer.tokens``.
+            with_tokens: fill ``ConversationAnswer.tokens``.
             constraint: of the call.
         """
         ids = result.output_ids
@@ -202,7 +202,7 @@ class ContextRenderer:
             text, matched = _until(text, stop)
         calls = tuple(_spoken(call, tools or ()) for call in parsed)
         reason = "tool_calls" if calls else "length" if result.finish_reason != "stop" else "stop"
-        return Answer(
+        return ConversationAnswer(
             content=_before_calls(text, parsed),
             calls=calls,
             finish_reason=reason,
@@ -259,7 +259,7 @@ class ContextRenderer:
         switched = self._switched(thinking)
         try:
             return render(self._tokenizer, [messages], schemas, add_generation_prompt=True, **switched)[0]
-        except (RenderError, ChatTemplateError) as error:
+        except (RenderError, TurnGlueError) as error:
             raise invalid("messages", str(error)) from error
 
     def _switched(self, thinking: bool | None) -> dict[str, bool]:

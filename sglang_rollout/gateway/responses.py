@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a request's JSON to a ``Call``, the answer to an object or to the events of a stream."""
+"""OpenAI's Responses: a request's JSON to a ``ConversationCall``, the answer to an object or a stream's events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megatron_retool.data.chat_template import normalize_messages
 from sglang_rollout.gateway import constraints, fields, request_fields
 from sglang_rollout.gateway.chat_completions import pieces
-from sglang_rollout.gateway.conversation import Answer, Call, Message, in_call_order
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, Message, in_call_order
 from sglang_rollout.gateway.errors import ApiError, invalid, unsupported
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -27,7 +27,7 @@ class ResponsesRequest:
         body: as it came.
     """
 
-    call: Call
+    call: ConversationCall
     stream: bool
     history: list[Message]
     body: fields.Json
@@ -64,7 +64,7 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     instructions = fields.text(body, "instructions", default="")
     messages = [{"role": "system", "content": instructions}, *history] if instructions else history
     fields.check_history(messages, "input")
-    call = Call(
+    call = ConversationCall(
         messages=in_call_order(normalize_messages(messages)),
         tools=tools,
         max_tokens=fields.integer(body, "max_output_tokens", 1),
@@ -77,7 +77,7 @@ def read(body: fields.Json, earlier: Mapping[str, list[Message]]) -> ResponsesRe
     return ResponsesRequest(call, fields.flag(body, "stream"), normalize_messages(history), body)
 
 
-def response(request: ResponsesRequest, answer: Answer, model: str) -> dict[str, Any]:
+def response(request: ResponsesRequest, answer: ConversationAnswer, model: str) -> dict[str, Any]:
     """The ``response`` object."""
     cut = answer.finish_reason == "length"
     return {
@@ -95,7 +95,7 @@ def response(request: ResponsesRequest, answer: Answer, model: str) -> dict[str,
     }
 
 
-def events(request: ResponsesRequest, answer: Answer, model: str) -> Iterator[dict[str, Any]]:
+def events(request: ResponsesRequest, answer: ConversationAnswer, model: str) -> Iterator[dict[str, Any]]:
     """The events of a stream; each is sent under the name in its ``type``."""
     for number, event in enumerate(_events(request, answer, model)):
         yield {**event, "sequence_number": number}
@@ -107,7 +107,9 @@ def failure_events(body: fields.Json, error: ApiError, model: str) -> Iterator[d
     Args:
         body: of the request, as far as it was read.
     """
-    request = ResponsesRequest(Call(messages=[], model=fields.text(body, "model", default="")), True, [], body)
+    request = ResponsesRequest(
+        ConversationCall(messages=[], model=fields.text(body, "model", default="")), True, [], body
+    )
     begun = {**_head(request, model), "status": "in_progress", "output": [], "usage": None}
     failed = {**begun, "status": "failed", "error": {"code": error.code, "message": str(error)}}
     steps = (("created", begun), ("in_progress", begun), ("failed", failed))
@@ -115,7 +117,7 @@ def failure_events(body: fields.Json, error: ApiError, model: str) -> Iterator[d
         yield {"type": f"response.{step}", "response": response, "sequence_number": number}
 
 
-def _events(request: ResponsesRequest, answer: Answer, model: str) -> Iterator[dict[str, Any]]:
+def _events(request: ResponsesRequest, answer: ConversationAnswer, model: str) -> Iterator[dict[str, Any]]:
     begun = {**_head(request, model), "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -202,7 +204,7 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _output(request: ResponsesRequest, answer: Answer) -> list[dict[str, Any]]:
+def _output(request: ResponsesRequest, answer: ConversationAnswer) -> list[dict[str, Any]]:
     suffix = request.id.removeprefix("resp_")
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[dict[str, Any]] = []

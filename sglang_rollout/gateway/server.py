@@ -29,7 +29,7 @@ from megatron_retool.http_listener import (
 )
 from sglang_rollout.agent.turn_glue import Tokenizer
 from sglang_rollout.gateway.api import MAX_BODY_BYTES, Api, ApiRequest, body_too_large, shown_key
-from sglang_rollout.gateway.conversation import Answer, Call, TextAnswer, TextCall
+from sglang_rollout.gateway.conversation import ConversationAnswer, ConversationCall, TextAnswer, TextCall
 from sglang_rollout.gateway.errors import ApiError, session_not_found
 from sglang_rollout.gateway.in_process import GatewayTransport
 from sglang_rollout.gateway.interface import GatewayStatistics, Sampler, SessionLimits
@@ -56,7 +56,9 @@ class Door(Protocol):
         """
         ...
 
-    async def answer(self, session: OpenSession, call: Call, with_tokens: bool = False) -> list[Answer]:
+    async def answer(
+        self, session: OpenSession, call: ConversationCall, with_tokens: bool = False
+    ) -> list[ConversationAnswer]:
         """As ``OpenSession.answer``."""
         ...
 
@@ -200,7 +202,9 @@ class Gateway:
             raise ApiError(401, "the session's key is missing or wrong: set it as the API key", code="invalid_api_key")
         return session
 
-    async def answers(self, session: OpenSession, call: Call, with_tokens: bool) -> list[Answer]:
+    async def answers(
+        self, session: OpenSession, call: ConversationCall, with_tokens: bool
+    ) -> list[ConversationAnswer]:
         """See ``api.Sessions``."""
         if self._door is not None:
             return await self._door.answer(session, call, with_tokens)

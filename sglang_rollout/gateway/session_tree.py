@@ -37,7 +37,7 @@ from sglang_rollout.agent.loop import TrajectoryState
 from sglang_rollout.agent.routing_record import whole_column
 from sglang_rollout.engine.base import GenerateResult
 from sglang_rollout.gateway.conversation import (
-    Answer,
+    ConversationAnswer,
     Message,
     SpokenCall,
     call_ids,
@@ -151,7 +151,7 @@ class SessionTree:
         """A request came to nothing: who asks again gets the answer that it would have had."""
         self._draws[context.digest].difference_update(context.draws)
 
-    def add(self, context: Context, result: GenerateResult, answer: Answer) -> Turn:
+    def add(self, context: Context, result: GenerateResult, answer: ConversationAnswer) -> Turn:
         """File what was sampled in ``context`` (at least one token) and answered as ``answer``."""
         message = answer.message()
         turn = Turn(len(self._turns), context.parent, context.glue_ids, result, answer.calls)

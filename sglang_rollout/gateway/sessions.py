@@ -18,7 +18,14 @@ from sglang_rollout.engine.base import EngineRejected, GenerateResult, Steering
 from sglang_rollout.engine.router import NoEngineAvailable
 from sglang_rollout.gateway import constraints
 from sglang_rollout.gateway.continuation import continued
-from sglang_rollout.gateway.conversation import Answer, Call, Message, TextAnswer, TextCall, history_digests
+from sglang_rollout.gateway.conversation import (
+    ConversationAnswer,
+    ConversationCall,
+    Message,
+    TextAnswer,
+    TextCall,
+    history_digests,
+)
 from sglang_rollout.gateway.errors import (
     ApiError,
     context_overflow,
@@ -164,11 +171,11 @@ class OpenSession:
         self._tree.ran(call["id"], record)
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
-    async def answer(self, call: Call, with_tokens: bool = False) -> list[Answer]:
+    async def answer(self, call: ConversationCall, with_tokens: bool = False) -> list[ConversationAnswer]:
         """Sample ``call.choices`` answers and keep them.
 
         Args:
-            with_tokens: fill ``Answer.tokens``.
+            with_tokens: fill ``ConversationAnswer.tokens``.
 
         Raises:
             ApiError: the call is wrong, or beyond a limit, or the session has ended, or no engine can answer.
@@ -263,7 +270,7 @@ class OpenSession:
                     raise self.too_long(of_tools + characters(messages))
         return of_tools + characters(messages)
 
-    async def count_tokens(self, call: Call) -> int:
+    async def count_tokens(self, call: ConversationCall) -> int:
         """Tokens of the context in which ``call`` would be answered.
 
         Raises:
@@ -275,7 +282,7 @@ class OpenSession:
         parent, ids, digest = await self._rendered(call, tools)
         return Context(parent, ids, digest, ()).state().length
 
-    async def _rendered(self, call: Call, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
+    async def _rendered(self, call: ConversationCall, tools: Tools) -> tuple[Turn | None, list[int], bytes]:
         """The turn that a history goes on from, the ids that follow it, and the history's digest."""
         messages = call.messages
         size = await self.check_size(messages, tools)
@@ -293,7 +300,7 @@ class OpenSession:
             raise session_closed()
         return parent, ids, digests[-1]
 
-    def _check_limits(self, call: Call) -> None:
+    def _check_limits(self, call: ConversationCall) -> None:
         limits = self.settings.limits
         if self._closed is not None:
             raise session_closed()
@@ -308,7 +315,7 @@ class OpenSession:
         if limits.max_sampled_tokens is not None and self._sampled_tokens >= limits.max_sampled_tokens:
             raise limit_reached("max_sampled_tokens", limits.max_sampled_tokens)
 
-    def _steering(self, call: Call, state: TrajectoryState, tools: Tools) -> Steering:
+    def _steering(self, call: ConversationCall, state: TrajectoryState, tools: Tools) -> Steering:
         grammar = None
         if call.constraint is not None:
             shape = self._renderer.call_shape
@@ -316,9 +323,9 @@ class OpenSession:
             grammar = constraints.grammar(call.constraint, tools, shape, several=call.parallel_calls, reasons=reasons)
         return Steering(grammar, _penalties(call))
 
-    def _check_steering(self, call: Call | TextCall) -> None:
+    def _check_steering(self, call: ConversationCall | TextCall) -> None:
         """Refuse what changes the distribution, where it must not or cannot be changed."""
-        constraint = call.constraint if isinstance(call, Call) else None
+        constraint = call.constraint if isinstance(call, ConversationCall) else None
         for name in (*call.steered, *([] if constraint is None else [constraint.field])):
             if not self.settings.calls_choose_sampling:
                 raise unsupported(
@@ -330,7 +337,7 @@ class OpenSession:
         if constraint is not None and not self.settings.grammars:
             raise unsupported(constraint.field, "the engines have no tokenizer, which a grammar needs")
 
-    def _request(self, call: Call, context: Context, state: TrajectoryState, tools: Tools) -> TurnRequest:
+    def _request(self, call: ConversationCall, context: Context, state: TrajectoryState, tools: Tools) -> TurnRequest:
         """How each choice is sampled."""
         limits = self.settings.limits
         rooms = []
@@ -357,7 +364,7 @@ class OpenSession:
         steering = self._steering(call, state, tools)
         return TurnRequest(room, self._sampling(call), stop, self._remaining_seconds(), steering)
 
-    def _sampling(self, call: Call | TextCall) -> SamplingConfig:
+    def _sampling(self, call: ConversationCall | TextCall) -> SamplingConfig:
         sampling = self.settings.sampling
         if not self.settings.calls_choose_sampling:
             return sampling
@@ -368,7 +375,7 @@ class OpenSession:
         return replace(sampling, **asked)  # type: ignore[arg-type]
 
     async def _sampled(
-        self, call: Call, context: Context, state: TrajectoryState, request: TurnRequest
+        self, call: ConversationCall, context: Context, state: TrajectoryState, request: TurnRequest
     ) -> list[GenerateResult]:
         """One result for each choice, or none of them."""
         settings = self.settings
@@ -420,7 +427,7 @@ class OpenSession:
         return self.settings.limits.max_wall_seconds - (time.monotonic() - self._opened - self._held_seconds)
 
 
-def _penalties(call: Call | TextCall) -> dict[str, float]:
+def _penalties(call: ConversationCall | TextCall) -> dict[str, float]:
     return {name: value for name, value in call.steered.items() if name not in _OF_SAMPLING}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_retool.admission.outcome import Verdict
+from megatron_retool.admission.outcome import AdmissionVerdict
 from megatron_retool.admission.single_checks import chat_template
 from tests.sglang_rollout.agent.markov_policy import build_tokenizer
 
@@ -64,8 +64,8 @@ def test_the_format_that_reads_a_template(tmp_path: Path, name: str) -> None:
     )
     tokenizer.save_pretrained(tmp_path)
     template, calls = chat_template(tmp_path)
-    assert template.verdict is Verdict.PASS
+    assert template.verdict is AdmissionVerdict.PASS
     if name == "unknown":
-        assert calls.verdict is Verdict.FAIL and "[CALL run WITH" in calls.reason
+        assert calls.verdict is AdmissionVerdict.FAIL and "[CALL run WITH" in calls.reason
     else:
-        assert (calls.verdict, calls.reason) == (Verdict.PASS, f"rollout.multi_turn.format={name}")
+        assert (calls.verdict, calls.reason) == (AdmissionVerdict.PASS, f"rollout.multi_turn.format={name}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from conversion.model.architecture import Architecture
 from megatron_retool.admission import parity
 from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS, engine_checks
-from megatron_retool.admission.outcome import Verdict
+from megatron_retool.admission.outcome import AdmissionVerdict
 from megatron_retool.admission.shrink import WINDOW, shrunk
 from megatron_retool.admission.tiny_model import random_model, save_model
 from megatron_retool.planning.models import MODELS
@@ -44,8 +44,8 @@ def test_other_numbers_are_found(tmp_path: Path) -> None:
     taken, computed = zip(*found, strict=True)
     assert {check.name for check in taken} == {PARAMETERS} and {check.name for check in computed} == {LOG_PROBS}
     assert [check.reason for check in (*taken[:3], computed[0])] == [""] * 4
-    assert [check.verdict for check in taken] == [Verdict.PASS] * 3 + [Verdict.FAIL]
-    assert [check.verdict for check in computed] == [Verdict.PASS] + [Verdict.FAIL] * 3
+    assert [check.verdict for check in taken] == [AdmissionVerdict.PASS] * 3 + [AdmissionVerdict.FAIL]
+    assert [check.verdict for check in computed] == [AdmissionVerdict.PASS] + [AdmissionVerdict.FAIL] * 3
     off = [check.figures[parity.ENGINE] for check in computed[:3]]
     assert 0 < off[0] < 2e-5 and min(off[1:]) > 1e-3
     assert "engine's log_probs" in computed[1].reason and "No such file" in taken[3].reason and computed[3].reason
@@ -57,7 +57,7 @@ def test_what_a_run_is_refused_for_is_not_computed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**tied, "architectures": ["Qwen3MoeForCausalLM"]}))
     models = [(tmp_path, Architecture.from_hf_config(tied))]
     (found,) = engine_checks(models, tmp_path / "engine", wanted=True)
-    assert [check.verdict for check in found] == [Verdict.NOT_APPLICABLE] * 2
+    assert [check.verdict for check in found] == [AdmissionVerdict.NOT_APPLICABLE] * 2
     assert all("tie_word_embeddings=true" in check.reason for check in found)
     (found,) = engine_checks(models, tmp_path / "unwanted", wanted=False)
     assert [check.reason for check in found] == ["not asked for"] * 2

@@ -10,7 +10,7 @@ import pytest
 from conversion.model.family import built_in_families
 from megatron_retool.admission.admit import examine
 from megatron_retool.admission.engine_checks import LOG_PROBS, PARAMETERS
-from megatron_retool.admission.outcome import Admission, Verdict
+from megatron_retool.admission.outcome import Admission, AdmissionVerdict
 from megatron_retool.admission.requests import Request, one_of_each_family
 from megatron_retool.planning.models import model_of_each_family
 from tests.admission.variants import VARIANTS
@@ -39,7 +39,7 @@ def test_every_family_has_a_published_model() -> None:
 def test_admitted(admissions: dict[str, Admission], name: str) -> None:
     admission = admissions[name]
     assert [(check.name, check.reason) for check in admission.failures] == []
-    passed = {check.name for check in admission.checks if check.verdict is Verdict.PASS}
+    passed = {check.name for check in admission.checks if check.verdict is AdmissionVerdict.PASS}
     assert {"round trip", "one process", "tp2 sp", "pp2", "cp2"} <= passed
     assert "unpacked, recompute" in passed or {"unpacked", "recompute"} <= passed
     assert {"parameters", "FLOPs", "names and shapes"} <= passed

@@ -11,7 +11,7 @@ import torch
 from conversion.model.family import built_in_families
 from megatron_retool.admission.engine_checks import KIND, LOG_PROBS, PARAMETERS
 from megatron_retool.admission.forced_routing import distance
-from megatron_retool.admission.outcome import Admission, Check, Verdict, judged
+from megatron_retool.admission.outcome import Admission, AdmissionVerdict, Check, judged
 from megatron_retool.admission.page import FOUND, page
 from megatron_retool.admission.parity import ENGINE, too_far
 from megatron_retool.admission.report import table, write_json
@@ -26,8 +26,10 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_checks_of_sglang_are_rows_with_an_explanation() -> None:
-    passed = Admission("llama", "mine", {}, tuple(Check(KIND, name, Verdict.PASS) for name in (PARAMETERS, LOG_PROBS)))
-    refused = Admission("gpt_oss", "theirs", {}, (Check(KIND, LOG_PROBS, Verdict.NOT_APPLICABLE, "no sinks"),))
+    passed = Admission(
+        "llama", "mine", {}, tuple(Check(KIND, name, AdmissionVerdict.PASS) for name in (PARAMETERS, LOG_PROBS))
+    )
+    refused = Admission("gpt_oss", "theirs", {}, (Check(KIND, LOG_PROBS, AdmissionVerdict.NOT_APPLICABLE, "no sinks"),))
     said = page({"models": [passed.as_json(), refused.as_json()], "packages": {}})
     assert f"| {PARAMETERS} | ✓ |  |" in said and f"| {LOG_PROBS} | ✓ | – |" in said
     assert "**SGLang's class** loads the weights" in said and "SGLang's log-probs: 2e-5" in said
@@ -47,7 +49,7 @@ def test_one_failure_refuses(tmp_path: Path) -> None:
     assert too_far(near) == {} and set(too_far(far)) == {"gradient", "metric loss"}
     assert too_far({ENGINE: 2e-5}) == {} and all(too_far({ENGINE: value}) for value in (2.1e-5, float("nan")))
     passed, failed = judged("layout", "tp2", near, too_far(near)), judged("layout", "pp2", far, too_far(far))
-    skipped = Check("layout", "ep2", Verdict.NOT_APPLICABLE, "no experts")
+    skipped = Check("layout", "ep2", AdmissionVerdict.NOT_APPLICABLE, "no experts")
     assert Admission("llama", "mine", {}, (passed, skipped)).admitted
     refused = Admission("llama", "mine", {}, (passed, skipped, failed))
     assert refused.failures == (failed,) and "metric loss 2.0e-05" in failed.reason

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from megatron_retool.__main__ import main
-from megatron_retool.chat_endpoint import ChatEndpoint, EndpointError, EndpointRefusal, EndpointSilence, Reply
+from megatron_retool.chat_endpoint import ChatEndpoint, ChatReply, EndpointError, EndpointRefusal, EndpointSilence
 from megatron_retool.commands.data_construct import PROMPT
 from megatron_retool.config import CodeInterpreterConfig
-from megatron_retool.data.construct.judge import Output, judge
+from megatron_retool.data.construct.judge import CodeOutput, judge
 from megatron_retool.data.construct.ledger import Ledger
 from megatron_retool.data.construct.run import PlainTrace, PromptTemplate
 from megatron_retool.data.files import DataError
@@ -67,11 +67,11 @@ def test_broken_traces(text: str, reason: str):
 ASKED = [{"role": "user", "content": "How much?"}]
 
 
-def decide(text: str, finish_reason: str = "stop", answer: str = "42", outputs: dict[str, Output] | None = None):
-    async def run(code: str) -> Output:
-        return (outputs or {}).get(code, Output("42", True))
+def decide(text: str, finish_reason: str = "stop", answer: str = "42", outputs: dict[str, CodeOutput] | None = None):
+    async def run(code: str) -> CodeOutput:
+        return (outputs or {}).get(code, CodeOutput("42", True))
 
-    return asyncio.run(judge(Reply(text, finish_reason), ASKED, answer, run))
+    return asyncio.run(judge(ChatReply(text, finish_reason), ASKED, answer, run))
 
 
 def test_the_real_output_takes_the_place_of_the_made_up_one():
@@ -86,7 +86,7 @@ def test_the_real_output_takes_the_place_of_the_made_up_one():
 
 CODE = "<code>a</code><interpreter>42</interpreter>"
 KNOWN_ERROR = "<code>a</code><interpreter>NameError: a</interpreter>"
-FAILED = {"a": Output("NameError: name 'a' is not defined", False)}
+FAILED = {"a": CodeOutput("NameError: name 'a' is not defined", False)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ FAILED = {"a": Output("NameError: name 'a' is not defined", False)}
         (f"{CODE} Answer: 42", {}, "no boxed answer"),
         (f"{CODE} \\boxed{{43}}", {}, "wrong answer"),
         (f"{CODE} \\boxed{{42}}", {"outputs": FAILED}, "code failed"),
-        (f"{CODE} \\boxed{{42}}", {"outputs": {"a": Output("", True)}}, "code printed nothing"),
+        (f"{CODE} \\boxed{{42}}", {"outputs": {"a": CodeOutput("", True)}}, "code printed nothing"),
         (f"{KNOWN_ERROR} \\boxed{{42}}", {"outputs": FAILED}, None),
         (f"{CODE} \\boxed{{\\frac{{84}}{{2}}}}", {}, None),
     ],
@@ -167,8 +167,8 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def ask(server: Server, **options: Any) -> Reply:
-    async def asked() -> Reply:
+def ask(server: Server, **options: Any) -> ChatReply:
+    async def asked() -> ChatReply:
         async with ChatEndpoint(server.url, "m", first_delay_seconds=0.01, **options) as endpoint:
             return await endpoint.ask("hello")
 
@@ -178,7 +178,7 @@ def ask(server: Server, **options: Any) -> Reply:
 def test_what_may_pass_is_tried_again(server):
     failures = [(503, "busy", {}), (429, "slow down", {"Retry-After": "0"}), (200, "no JSON", {}), (200, {}, {})]
     server.answer = lambda body, number: failures[number] if number < 4 else (200, completion("hi", "length"), {})
-    assert ask(server, key="secret", sampling={"temperature": 0.5}) == Reply("hi", "length")
+    assert ask(server, key="secret", sampling={"temperature": 0.5}) == ChatReply("hi", "length")
     assert len(server.requests) == 5 and server.keys[0] == "Bearer secret"
     expected = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "temperature": 0.5}
     assert server.requests[0] == expected

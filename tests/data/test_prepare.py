@@ -286,7 +286,7 @@ def test_an_interrupted_one_leaves_nothing_half_written(tmp_path, monkeypatch, c
         write(copy / f"main/{split}.parquet", GSM8K)
     (out / "sub").mkdir(parents=True)
     (out / ".test.parquet.partial").write_bytes(b"of a killed command")
-    original, written = prepare_run.Counts.keep, []
+    original, written = prepare_run.RowCounts.keep, []
 
     def keep(self, row):
         written.append(row)
@@ -294,7 +294,7 @@ def test_an_interrupted_one_leaves_nothing_half_written(tmp_path, monkeypatch, c
             raise KeyboardInterrupt
         original(self, row)
 
-    monkeypatch.setattr(prepare_run.Counts, "keep", keep)
+    monkeypatch.setattr(prepare_run.RowCounts, "keep", keep)
     command = ["data", "prepare", "gsm8k", "--from", str(copy), "--output", str(out)]
     assert main(command) != 0
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "sub", "train.parquet"]

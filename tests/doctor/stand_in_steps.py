@@ -8,31 +8,31 @@ import subprocess
 import time
 from pathlib import Path
 
-from megatron_retool.doctor.outcome import Figure, Skipped, StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFailed, StepFigure
+from megatron_retool.doctor.session import DoctorSession
 
 
-def passes(session: Session) -> list[Figure]:
-    return [Figure("speed", 3.0, "GB/s", at_least=1.0)]
+def passes(session: DoctorSession) -> list[StepFigure]:
+    return [StepFigure("speed", 3.0, "GB/s", at_least=1.0)]
 
 
-def is_too_slow(session: Session) -> list[Figure]:
-    return [Figure("speed", 0.5, "GB/s", at_least=1.0)]
+def is_too_slow(session: DoctorSession) -> list[StepFigure]:
+    return [StepFigure("speed", 0.5, "GB/s", at_least=1.0)]
 
 
-def raises(session: Session) -> list[Figure]:
+def raises(session: DoctorSession) -> list[StepFigure]:
     raise ValueError("no such kernel")
 
 
-def knows_why(session: Session) -> list[Figure]:
+def knows_why(session: DoctorSession) -> list[StepFigure]:
     raise StepFailed("the link is down", cure="plug it in")
 
 
-def is_skipped(session: Session) -> list[Figure]:
+def is_skipped(session: DoctorSession) -> list[StepFigure]:
     raise Skipped("there is no GPU")
 
 
-def hangs(session: Session) -> list[Figure]:
+def hangs(session: DoctorSession) -> list[StepFigure]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     (session.directory / "child.pid").write_text(str(child.pid))
@@ -41,12 +41,12 @@ def hangs(session: Session) -> list[Figure]:
     return []
 
 
-def crashes(session: Session) -> list[Figure]:
+def crashes(session: DoctorSession) -> list[StepFigure]:
     os.kill(os.getpid(), signal.SIGSEGV)
     return []
 
 
-def leaves(session: Session) -> list[Figure]:
+def leaves(session: DoctorSession) -> list[StepFigure]:
     os._exit(3)
 
 
@@ -59,13 +59,13 @@ class Service:
         (self.directory / "serving").unlink()
 
 
-def serves(session: Session) -> tuple[list[Figure], Service]:
+def serves(session: DoctorSession) -> tuple[list[StepFigure], Service]:
     return [], Service(session.directory)
 
 
-def is_served(session: Session) -> list[Figure]:
-    return [Figure("serving", float((session.directory / "serving").exists()), at_least=1)]
+def is_served(session: DoctorSession) -> list[StepFigure]:
+    return [StepFigure("serving", float((session.directory / "serving").exists()), at_least=1)]
 
 
-def is_alone(session: Session) -> list[Figure]:
-    return [Figure("serving", float((session.directory / "serving").exists()), at_most=0)]
+def is_alone(session: DoctorSession) -> list[StepFigure]:
+    return [StepFigure("serving", float((session.directory / "serving").exists()), at_most=0)]

@@ -12,7 +12,7 @@ from megatron_retool.cluster.log_prob_check import as_batch, fixed_text
 from megatron_retool.doctor import engine_steps, kernel_steps, model
 from megatron_retool.doctor.learner_steps import BF16, FP8, FP32, TF32, compare
 from megatron_retool.doctor.outcome import StepFailed
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.session import DoctorSession
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_plain_attention_sees_its_own_sequence_alone():
 
 def test_an_engine_of_other_weights_fails_with_the_diagnosis(reference, monkeypatch, tmp_path):
     """Of the whole text, scored by the learner's model and by one with another tensor."""
-    session = Session(tmp_path, gpus=0)
+    session = DoctorSession(tmp_path, gpus=0)
     right, wrong = model.build(model.DENSE), model.build(model.DENSE)
     with torch.no_grad():
         wrong.model.layers[1].self_attn.o_proj.weight.mul_(0.5)

@@ -16,9 +16,9 @@ from megatron_retool.config import load_config
 from megatron_retool.doctor import demo_steps, run, tested_page
 from megatron_retool.doctor.catalogue import STEPS, UnknownStep, select
 from megatron_retool.doctor.host_steps import PINS, REQUIREMENTS, differing, read_pins
-from megatron_retool.doctor.outcome import Figure, Outcome, Skipped, Verdict
-from megatron_retool.doctor.report import Report, ReportError
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.outcome import Skipped, StepFigure, StepOutcome, StepVerdict
+from megatron_retool.doctor.report import DoctorReport, ReportError
+from megatron_retool.doctor.session import DoctorSession
 from megatron_retool.doctor.table import outcomes_table, summary
 
 ROOT = Path(__file__).parents[2]
@@ -28,15 +28,15 @@ MACHINE = {"processor": "Some CPU", "cores": 4, "memory_gib": 15.6, "gpus": []}
 @pytest.mark.parametrize(
     ("figure", "holds"),
     [
-        (Figure("a", 1.0, at_most=1.0), True),
-        (Figure("a", 1.01, at_most=1.0), False),
-        (Figure("a", 0.9, at_least=1.0), False),
-        (Figure("a", 5.0, at_least=1.0, at_most=4.0), False),
-        (Figure("a", math.nan, at_most=1.0), False),
-        (Figure("a", -math.inf, at_most=1.0), False),
-        (Figure("a", "RuntimeError", at_most=1.0), False),
-        (Figure("a", "words"), True),
-        (Figure("a", math.nan), True),
+        (StepFigure("a", 1.0, at_most=1.0), True),
+        (StepFigure("a", 1.01, at_most=1.0), False),
+        (StepFigure("a", 0.9, at_least=1.0), False),
+        (StepFigure("a", 5.0, at_least=1.0, at_most=4.0), False),
+        (StepFigure("a", math.nan, at_most=1.0), False),
+        (StepFigure("a", -math.inf, at_most=1.0), False),
+        (StepFigure("a", "RuntimeError", at_most=1.0), False),
+        (StepFigure("a", "words"), True),
+        (StepFigure("a", math.nan), True),
     ],
 )
 def test_a_figure_holds_within_its_bounds_alone(figure, holds):
@@ -44,10 +44,10 @@ def test_a_figure_holds_within_its_bounds_alone(figure, holds):
 
 
 def test_a_step_passes_where_every_figure_holds():
-    good, bad = Figure("good", 1.0, at_most=2.0), Figure("bad", 3.0, "nats", at_most=2.0)
-    assert Outcome.judged("step", [good, Figure("free", 9.0)], "cure").verdict is Verdict.PASS
-    failed = Outcome.judged("step", [good, bad], "cure")
-    assert (failed.verdict, failed.reason, failed.cure) == (Verdict.FAIL, "bad: 3 nats (at most 2)", "cure")
+    good, bad = StepFigure("good", 1.0, at_most=2.0), StepFigure("bad", 3.0, "nats", at_most=2.0)
+    assert StepOutcome.judged("step", [good, StepFigure("free", 9.0)], "cure").verdict is StepVerdict.PASS
+    failed = StepOutcome.judged("step", [good, bad], "cure")
+    assert (failed.verdict, failed.reason, failed.cure) == (StepVerdict.FAIL, "bad: 3 nats (at most 2)", "cure")
 
 
 def test_steps_by_name_and_group_come_with_what_they_need_in_order():
@@ -79,15 +79,15 @@ def test_the_page_has_every_step_in_its_group():
         assert rows[group] == [step.name for step in STEPS if step.group == group]
 
 
-def report(*outcomes: Outcome, **machine) -> Report:
-    return Report("2026-01-02T03:04:05Z", MACHINE | machine, {"torch": "2"}, outcomes)
+def report(*outcomes: StepOutcome, **machine) -> DoctorReport:
+    return DoctorReport("2026-01-02T03:04:05Z", MACHINE | machine, {"torch": "2"}, outcomes)
 
 
 def test_the_file_has_every_figure_and_comes_back(tmp_path):
     outcomes = (
-        Outcome("host", Verdict.PASS, 1.25, figures=(Figure("cores", 4, at_least=1), Figure("n", "x"))),
-        Outcome("driver", Verdict.SKIPPED, 0.1, "none"),
-        Outcome("engine", Verdict.FAIL, 3.0, "ended", "look", (Figure("bad", math.nan, at_most=1.0),)),
+        StepOutcome("host", StepVerdict.PASS, 1.25, figures=(StepFigure("cores", 4, at_least=1), StepFigure("n", "x"))),
+        StepOutcome("driver", StepVerdict.SKIPPED, 0.1, "none"),
+        StepOutcome("engine", StepVerdict.FAIL, 3.0, "ended", "look", (StepFigure("bad", math.nan, at_most=1.0),)),
     )
     path = tmp_path / "new" / "doctor.json"
     report(*outcomes).write(path)
@@ -95,7 +95,7 @@ def test_the_file_has_every_figure_and_comes_back(tmp_path):
     assert found["verdict"] == "fail" and found["machine"] == MACHINE
     assert found["steps"][0]["figures"][0] == {"name": "cores", "value": 4, "holds": True, "at_least": 1}
     assert found["steps"][2]["figures"][0] == {"name": "bad", "value": "nan", "holds": False, "at_most": 1.0}
-    again = Report.read(path)
+    again = DoctorReport.read(path)
     assert again.failed and [each.as_json() for each in again.outcomes] == found["steps"]
     assert [each.name for each in path.parent.iterdir()] == ["doctor.json"]
 
@@ -104,14 +104,19 @@ def test_the_file_has_every_figure_and_comes_back(tmp_path):
 def test_what_is_no_report_is_named(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ReportError, match=r"x\.json"):
-        Report.read(tmp_path / "x.json")
+        DoctorReport.read(tmp_path / "x.json")
 
 
 def test_the_table_has_figures_of_what_passed_and_the_cure_of_what_failed():
     outcomes = [
-        Outcome("host", Verdict.PASS, 1.0, figures=(Figure("free", "x"), Figure("near [its] bound", 0.9, at_most=1.0))),
-        Outcome("engine", Verdict.FAIL, 2.0, "ended [/x]", "look there"),
-        Outcome("demo", Verdict.SKIPPED, 0.0, "no GPU"),
+        StepOutcome(
+            "host",
+            StepVerdict.PASS,
+            1.0,
+            figures=(StepFigure("free", "x"), StepFigure("near [its] bound", 0.9, at_most=1.0)),
+        ),
+        StepOutcome("engine", StepVerdict.FAIL, 2.0, "ended [/x]", "look there"),
+        StepOutcome("demo", StepVerdict.SKIPPED, 0.0, "no GPU"),
     ]
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(outcomes_table(outcomes))
@@ -127,8 +132,10 @@ def test_the_page_has_the_table_of_the_reports_that_are_committed():
 
 
 def test_a_column_for_each_report_the_newest_first():
-    old = report(Outcome("host", Verdict.PASS), Outcome("driver", Verdict.SKIPPED, reason="none"))
-    new = Report("2026-02-02T00:00:00Z", MACHINE | {"gpus": ["NVIDIA X"] * 2}, {}, (Outcome("host", Verdict.FAIL),))
+    old = report(StepOutcome("host", StepVerdict.PASS), StepOutcome("driver", StepVerdict.SKIPPED, reason="none"))
+    new = DoctorReport(
+        "2026-02-02T00:00:00Z", MACHINE | {"gpus": ["NVIDIA X"] * 2}, {}, (StepOutcome("host", StepVerdict.FAIL),)
+    )
     lines = tested_page.table([("docs/doctor/old.json", old), ("docs/doctor/new.json", new)]).splitlines()
     assert "[2 x NVIDIA X, Some CPU, 4 cores, 16 GiB, 2026-02-02](docs/doctor/new.json) | [Some CPU" in lines[0]
     assert lines[2] == "| host | fail: host | 1 pass; skipped: driver |"
@@ -139,8 +146,8 @@ def test_committed_reports_have_no_paths_and_what_failed_is_explained():
     page = (tested_page.ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
     for path in tested_page.REPORTS.glob("*.json"):
         assert not re.search(r'"/|[ =:]/\w', path.read_text(encoding="utf-8")), path
-        for outcome in Report.read(path).outcomes:
-            if outcome.verdict is Verdict.FAIL:
+        for outcome in DoctorReport.read(path).outcomes:
+            if outcome.verdict is StepVerdict.FAIL:
                 assert f"(doctor/{path.name})" in page and f"`{outcome.step}` fails" in page
 
 
@@ -158,16 +165,16 @@ def test_packages_of_another_version_are_named(monkeypatch):
 
 
 def test_ranks_are_a_power_of_two_and_what_is_missing_is_said(tmp_path):
-    assert [Session(tmp_path, gpus).ranks for gpus in (0, 1, 2, 3, 6, 8, 16)] == [2, 1, 2, 2, 4, 8, 8]
+    assert [DoctorSession(tmp_path, gpus).ranks for gpus in (0, 1, 2, 3, 6, 8, 16)] == [2, 1, 2, 2, 4, 8, 8]
     with pytest.raises(Skipped, match="a broadcast needs 2 GPUs, and 1 may be used here"):
-        Session(tmp_path, 1).need_gpus(2, "a broadcast")
+        DoctorSession(tmp_path, 1).need_gpus(2, "a broadcast")
     with pytest.raises(Skipped, match="sleep needs a GPU, and this host has none"):
-        Session(tmp_path, 0).need_gpus(1, "sleep")
+        DoctorSession(tmp_path, 0).need_gpus(1, "sleep")
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_the_demo_s_settings_fit_together(tmp_path, gpus):
-    config = load_config(demo_steps.CONFIG, demo_steps.overrides(Session(tmp_path, gpus)))
+    config = load_config(demo_steps.CONFIG, demo_steps.overrides(DoctorSession(tmp_path, gpus)))
     assert config.cluster.placement == "colocated" and config.learner.world_size == gpus == config.rollout.engine.count
 
 

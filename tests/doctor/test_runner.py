@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from megatron_retool.doctor import runner
-from megatron_retool.doctor.catalogue import Step
-from megatron_retool.doctor.outcome import Outcome, Verdict
-from megatron_retool.doctor.session import Session
+from megatron_retool.doctor.catalogue import DoctorStep
+from megatron_retool.doctor.outcome import StepOutcome, StepVerdict
+from megatron_retool.doctor.session import DoctorSession
 
 
-def step(name: str, *needs: str, **options) -> Step:
+def step(name: str, *needs: str, **options) -> DoctorStep:
     check = f"tests.doctor.stand_in_steps:{name}"
-    return Step(
+    return DoctorStep(
         name, "group", "summary", check, f"cure of {name}", **{"needs": needs, "timeout_seconds": 60, **options}
     )
 
 
-def run(directory: Path, *steps: Step) -> dict[str, Outcome]:
-    return {each.step: each for each in runner.run_steps(steps, Session(directory, gpus=0), lambda _: None)}
+def run(directory: Path, *steps: DoctorStep) -> dict[str, StepOutcome]:
+    return {each.step: each for each in runner.run_steps(steps, DoctorSession(directory, gpus=0), lambda _: None)}
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def test_each_end_is_reported_and_the_others_run(tmp_path):
         step("passes"),
     )
     assert {name: outcome.verdict for name, outcome in found.items()} == {
-        **dict.fromkeys(["raises", "hangs", "crashes", "leaves", "is_too_slow", "knows_why"], Verdict.FAIL),
-        "is_skipped": Verdict.SKIPPED,
-        "passes": Verdict.PASS,
+        **dict.fromkeys(["raises", "hangs", "crashes", "leaves", "is_too_slow", "knows_why"], StepVerdict.FAIL),
+        "is_skipped": StepVerdict.SKIPPED,
+        "passes": StepVerdict.PASS,
     }
     assert found["raises"].reason == "ValueError: no such kernel"
     assert "hangs: no end within 2 s" in found["hangs"].reason and "waiting for the others" in found["hangs"].reason
@@ -62,7 +62,7 @@ def test_each_end_is_reported_and_the_others_run(tmp_path):
 
 def test_what_a_step_starts_lives_until_the_last_that_needs_it(tmp_path):
     found = run(tmp_path, step("serves", stays=True), step("is_served", "serves"), step("is_alone"))
-    assert {outcome.verdict for outcome in found.values()} == {Verdict.PASS}
+    assert {outcome.verdict for outcome in found.values()} == {StepVerdict.PASS}
 
 
 def test_steps_whose_needs_did_not_pass_are_skipped(tmp_path):

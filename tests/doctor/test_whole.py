@@ -17,8 +17,8 @@ from megatron_retool.commands import doctor as command
 from megatron_retool.config import ConfigError
 from megatron_retool.doctor.catalogue import STEPS
 from megatron_retool.doctor.node_steps import least_bandwidth
-from megatron_retool.doctor.outcome import Verdict
-from megatron_retool.doctor.report import Report
+from megatron_retool.doctor.outcome import StepVerdict
+from megatron_retool.doctor.report import DoctorReport
 from megatron_retool.doctor.run import examine
 from megatron_retool.ports import free_port
 
@@ -35,9 +35,9 @@ def test_every_step_that_a_cpu_host_allows_passes(tmp_path):
     command = [sys.executable, "-m", "megatron_retool", "doctor", "--gpus", "0", "--output", str(tmp_path / "d.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = Report.read(tmp_path / "d.json")
+    report = DoctorReport.read(tmp_path / "d.json")
     assert [outcome.step for outcome in report.outcomes] == [step.name for step in STEPS]
-    skipped = {outcome.step for outcome in report.outcomes if outcome.verdict is Verdict.SKIPPED}
+    skipped = {outcome.step for outcome in report.outcomes if outcome.verdict is StepVerdict.SKIPPED}
     assert skipped == NEED_GPUS and not report.failed
     assert all(outcome.reason for outcome in report.outcomes if outcome.step in skipped)
     figures = {outcome.step: len(outcome.figures) for outcome in report.outcomes if outcome.step not in skipped}
@@ -110,7 +110,7 @@ def test_the_network_is_measured_by_doctors_on_each_node(tmp_path, monkeypatch):
     ]
     assert [doctor.wait(120) for doctor in doctors] == [0, 0]
     for rank in range(2):
-        (outcome,) = Report.read(tmp_path / f"{rank}.json").outcomes
+        (outcome,) = DoctorReport.read(tmp_path / f"{rank}.json").outcomes
         found = {figure.name: figure.value for figure in outcome.figures}
         assert (found["nodes"], found["ranks on each"]) == (2, 1)
         for operation in ("all_reduce", "all_gather"):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_retool.config import Config, ConfigError, load_config
 from megatron_retool.from_verl.command import translate_file
-from megatron_retool.from_verl.convert import Source, translate
+from megatron_retool.from_verl.convert import VerlSource, translate
 
 EXAMPLES = Path(__file__).parent / "verl_examples"
 
@@ -182,7 +182,7 @@ def test_what_does_not_load_yet_is_written_and_said(tmp_path):
     ],
 )  # fmt: skip
 def test_rollout_correction_of_each_version(given, ours):
-    settings = translate(Source(given)).settings
+    settings = translate(VerlSource(given)).settings
     for name, value in ours.items():
         assert settings[f"algorithm.rollout_correction.{name}"] == value
 
@@ -193,9 +193,9 @@ def test_the_replay_of_experts_in_our_words(part):
     key = f"actor_rollout_ref.actor.{part}router_replay"
     for mode, ours in (("disabled", "none"), ("R2", "old_log_probs"), ("R3", "rollout")):
         given = {f"{key}.mode": mode, "actor_rollout_ref.rollout.enable_rollout_routing_replay": mode == "R3"}
-        translation = translate(Source(given))
+        translation = translate(VerlSource(given))
         assert translation.settings["learner.routing_replay"] == ours and not translation.missing
-    translation = translate(Source({f"{key}.mode": "R3", f"{key}.record_file": "a.pt"}))
+    translation = translate(VerlSource({f"{key}.mode": "R3", f"{key}.record_file": "a.pt"}))
     assert list(translation.missing) == [f"{key}.record_file"]
 
 
@@ -204,17 +204,17 @@ def test_the_precision_aware_optimizer_and_its_dtypes():
     ours = "learner.optimizer"
     given = {f"{options}.use_precision_aware_optimizer": True, f"{options}.exp_avg_dtype": "bf16",
              f"{options}.exp_avg_sq_dtype": "torch.float16", f"{options}.main_params_dtype": "bf16"}  # fmt: skip
-    translation = translate(Source(given, megatron=True))
+    translation = translate(VerlSource(given, megatron=True))
     assert translation.settings[f"{ours}.use_precision_aware_optimizer"] is True and not translation.missing
     assert translation.settings[f"{ours}.exp_avg_dtype"] == "bfloat16"
     assert translation.settings[f"{ours}.exp_avg_sq_dtype"] == "float16"
     assert f"{ours}.main_params_dtype" not in translation.settings
     assert any("main_params_dtype=bf16" in text for text in translation.decisions)
     # Megatron-Core asks for both together; offloaded state is precision-aware here by itself.
-    both = translate(Source(given | {f"{options}.optimizer_cpu_offload": True}, megatron=True)).settings
+    both = translate(VerlSource(given | {f"{options}.optimizer_cpu_offload": True}, megatron=True)).settings
     assert both[f"{ours}.cpu_offload"] is True and f"{ours}.use_precision_aware_optimizer" not in both
     # A dtype without the option would be refused.
-    alone = translate(Source({f"{options}.exp_avg_dtype": "bf16"}, megatron=True)).settings
+    alone = translate(VerlSource({f"{options}.exp_avg_dtype": "bf16"}, megatron=True)).settings
     assert f"{ours}.exp_avg_dtype" not in alone
 
 
@@ -224,7 +224,7 @@ def test_overlapped_exchanges_need_virtual_stages(virtual):
     given = {f"{megatron}.override_transformer_config.overlap_p2p_comm": True,
              f"{megatron}.pipeline_model_parallel_size": 4,
              f"{megatron}.virtual_pipeline_model_parallel_size": virtual}  # fmt: skip
-    translation = translate(Source(given, megatron=True))
+    translation = translate(VerlSource(given, megatron=True))
     assert translation.settings.get("learner.overlap_p2p_comm") is (True if virtual else None)
     assert any("overlap_p2p_comm" in text for text in translation.decisions) is (virtual is None)
 
@@ -232,7 +232,9 @@ def test_overlapped_exchanges_need_virtual_stages(virtual):
 @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
 def test_fp8_with_delayed_scaling_is_left_to_the_reader(recipe):
     options = "actor_rollout_ref.actor.megatron.override_transformer_config"
-    translation = translate(Source({f"{options}.fp8": "e4m3"} | ({f"{options}.fp8_recipe": recipe} if recipe else {})))
+    translation = translate(
+        VerlSource({f"{options}.fp8": "e4m3"} | ({f"{options}.fp8_recipe": recipe} if recipe else {}))
+    )
     ours = "blockwise" if recipe == "blockwise" else None
     assert translation.settings.get("learner.fp8.recipe") == ours
     assert any("delayed FP8 scaling" in text for text in translation.decisions) is (ours is None)
@@ -244,14 +246,14 @@ def test_engines_with_groups_of_experts_and_speculative_decoding():
     given = {f"{rollout}.tensor_model_parallel_size": 8, f"{rollout}.expert_parallel_size": 4,
              f"{sglang}.speculative_algorithm": "NGRAM", f"{sglang}.speculative_num_draft_tokens": 8,
              f"{sglang}.attn_dp_size": 2, f"{sglang}.page_size": 16}  # fmt: skip
-    translation = translate(Source(given, megatron=True))
+    translation = translate(VerlSource(given, megatron=True))
     settings = translation.settings
     assert settings[f"{engine}.expert_parallel_size"] == 4
     assert settings[f"{engine}.speculative.algorithm"] == "NGRAM"
     assert settings[f"{engine}.speculative.num_draft_tokens"] == 8
     assert settings[f"{engine}.extra_args"] == ["--page-size", "16"]
     assert any("attention_data_parallel_size" in text for text in translation.decisions)
-    odd = translate(Source(given | {f"{rollout}.expert_parallel_size": 3}, megatron=True))
+    odd = translate(VerlSource(given | {f"{rollout}.expert_parallel_size": 3}, megatron=True))
     assert f"{engine}.expert_parallel_size" not in odd.settings
     assert any("expert_parallel_size=3" in text for text in odd.decisions)
 
@@ -259,7 +261,7 @@ def test_engines_with_groups_of_experts_and_speculative_decoding():
 def test_a_mini_batch_that_does_not_fit_is_made_to_fit_and_said():
     given = {"data.train_batch_size": 10, "actor_rollout_ref.rollout.n": 2, "trainer.n_gpus_per_node": 2,
              "actor_rollout_ref.actor.ppo_mini_batch_size": 3}  # fmt: skip
-    translation = translate(Source(given))
+    translation = translate(VerlSource(given))
     assert translation.settings["learner.mini_batch_size"] == 4
     assert any("in place of 6" in text for text in translation.decisions)
 
@@ -373,4 +375,4 @@ def test_bounds_of_icepop_mask(tmp_path):
     ],
 )  # fmt: skip
 def test_keys_of_newer_versions_are_verls(key):
-    assert not translate(Source({key: None})).strange
+    assert not translate(VerlSource({key: None})).strange

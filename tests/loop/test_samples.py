@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megatron_retool.loop.samples import Sample, print_sample, question_of, sample_of
+from megatron_retool.loop.samples import LoggedSample, print_sample, question_of, sample_of
 from megatron_retool.trajectory import FinishReason, ToolCall, Trajectory
 
 RESPONSE = (
@@ -36,7 +36,7 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def printed(sample: Sample, *, terminal: bool) -> str:
+def printed(sample: LoggedSample, *, terminal: bool) -> str:
     # As the command line makes it: soft-wrapped where the output is no terminal.
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=not terminal, no_color=True)
     print_sample(console, "step 5, validation sample 1 of 4", sample)

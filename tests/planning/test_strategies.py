@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_retool.planning.strategies import Outcome, Scenario, Strategy, run_strategy, standard_strategies
+from megatron_retool.planning.strategies import Scenario, Strategy, StrategyOutcome, run_strategy, standard_strategies
 from tests.planning.test_simulate import ENGINE, WORKLOAD
 
 SCENARIO = Scenario(
@@ -14,11 +14,13 @@ SCENARIO = Scenario(
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
+def outcomes() -> dict[str, StrategyOutcome]:
     return {strategy.name: run_strategy(SCENARIO, strategy) for strategy in standard_strategies()}
 
 
-def test_partial_rollout_shortens_the_step_without_losing_the_long_responses(outcomes: dict[str, Outcome]) -> None:
+def test_partial_rollout_shortens_the_step_without_losing_the_long_responses(
+    outcomes: dict[str, StrategyOutcome],
+) -> None:
     wait, drop, pause = (outcomes[name] for name in ("wait for all", "over-sample, drop the rest", "partial rollout"))
     assert pause.step_seconds < 0.8 * wait.step_seconds
     assert pause.mean_length > 0.93 * wait.mean_length
@@ -32,7 +34,7 @@ def test_partial_rollout_shortens_the_step_without_losing_the_long_responses(out
 
 
 def test_twice_the_engines_cost_more_than_they_bring_and_asynchrony_hides_the_tail(
-    outcomes: dict[str, Outcome],
+    outcomes: dict[str, StrategyOutcome],
 ) -> None:
     wait, engines, off, stream = (
         outcomes[name]

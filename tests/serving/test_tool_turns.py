@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from megatron_retool.config import MultiTurnConfig
 from megatron_retool.serving.tool_turns import HiddenTurns, until_final
-from sglang_rollout.gateway.conversation import Answer, SpokenCall
+from sglang_rollout.gateway.conversation import ConversationAnswer, SpokenCall
 from tests.sglang_rollout.scripted import ScriptedTools
 
 LIMITS = MultiTurnConfig(max_assistant_turns=4, max_tool_calls=3)
 QUESTION = [{"role": "user", "content": "How many?"}]
 
 
-def answer(content: str, *calls: SpokenCall, prompt_tokens: int = 10) -> Answer:
+def answer(content: str, *calls: SpokenCall, prompt_tokens: int = 10) -> ConversationAnswer:
     reason = "tool_calls" if calls else "stop"
-    return Answer(content, calls, reason, prompt_tokens, cached_tokens=0, sampled_tokens=5)
+    return ConversationAnswer(content, calls, reason, prompt_tokens, cached_tokens=0, sampled_tokens=5)
 
 
 def call(number: int = 0, arguments: str = '{"code": "1"}', error: str | None = None) -> SpokenCall:
     return SpokenCall(f"call_{number}", "code_interpreter", arguments, raw=arguments, error=error)
 
 
-def ask(script: list[Answer], asked: list[list[dict]]):
+def ask(script: list[ConversationAnswer], asked: list[list[dict]]):
     answers = iter(script)
 
     async def next_answer(messages):

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
 from megatron_retool.loop.rollout_files import step_path
-from megatron_retool.viewer.answer_cache import AnswerCache
+from megatron_retool.viewer.answer_cache import PageCache
 from megatron_retool.viewer.server import build_app
 from megatron_retool.viewer.step_pages import files_of_step
 from megatron_retool.viewer.timeline import step_time_page
@@ -183,7 +183,7 @@ def test_half_written_metrics_and_settings_are_named_and_the_rest_is_shown(runs:
 def test_an_answer_is_kept_until_its_file_changes_and_within_its_bound(tmp_path: Path):
     path = tmp_path / "file"
     path.write_text("one")
-    cache, made = AnswerCache(most_bytes=10), []
+    cache, made = PageCache(most_bytes=10), []
 
     def answer(name: str, size: int = 4) -> bytes:
         return cache.answer(name, [path], lambda: made.append(name) or name.encode() * size)
@@ -204,7 +204,7 @@ def test_an_answer_is_kept_until_its_file_changes_and_within_its_bound(tmp_path:
 def test_a_step_is_read_again_when_one_of_its_files_has_changed(runs: Path):
     """Times are written last, when others may have looked at the step already."""
     run_dir, times = runs / "first", step_path(runs / "first" / "rollouts", 1, "times")
-    cache = AnswerCache()
+    cache = PageCache()
 
     def ranks() -> bytes:
         answer = cache.answer(

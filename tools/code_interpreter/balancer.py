@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Counts:
+class LoadCounts:
     """Since they were last taken. An attempt is one sending of a request to one server."""
 
     requests: int = 0
@@ -27,7 +27,7 @@ class Server:
     """A server and its load."""
 
     url: str
-    counts: Counts
+    counts: LoadCounts
     up: bool = True
     """False from a failure of the connection until the next answer to a ping."""
     outstanding: int = 0
@@ -41,7 +41,7 @@ class Balancer:
 
     def __init__(self, urls: Iterable[str] = ()) -> None:
         self._servers: dict[int, Server] = {}
-        self._counts: dict[int, Counts] = {}
+        self._counts: dict[int, LoadCounts] = {}
         self._turn = 0
         for index, url in enumerate(urls):
             self.put(index, url)
@@ -53,7 +53,7 @@ class Balancer:
 
     def put(self, index: int, url: str) -> Server:
         """Take a server in, in place of the one that had this index before."""
-        self._servers[index] = Server(url, self._counts.setdefault(index, Counts()))
+        self._servers[index] = Server(url, self._counts.setdefault(index, LoadCounts()))
         return self._servers[index]
 
     def drop(self, index: int) -> Server | None:

@@ -23,7 +23,7 @@ from tools.code_interpreter import snippet
 from tools.code_interpreter.fair_queue import FairQueue, QueueFull
 from tools.code_interpreter.jupyter import MOST_DISPLAY_BYTES, read_cells
 from tools.code_interpreter.protocol import CellResult, ExecutionRequest, ExecutionResult, Outcome
-from tools.code_interpreter.sessions import Session, Sessions
+from tools.code_interpreter.sessions import NotebookSession, NotebookSessions
 from tools.code_interpreter.settings import INTERPRETER_FLAGS, SandboxSettings
 from tools.code_interpreter.snippet import CELLS, INTERPRETER_ENVIRONMENT, SESSION
 from tools.code_interpreter.streams import Streams, read_all, read_text
@@ -86,7 +86,7 @@ class WorkerPool:
         self._doubt = asyncio.Event()
         """A snippet could not run."""
         self._watch: asyncio.Task[None] | None = None
-        self.sessions = Sessions(settings, self._begin_session)
+        self.sessions = NotebookSessions(settings, self._begin_session)
         self._queue: FairQueue[_Worker] = FairQueue(settings.max_queue)
         self._workers: dict[int, _Worker] = {}
         self._next_request = 0
@@ -238,7 +238,7 @@ class WorkerPool:
 
     async def _begin_session(
         self, identifier: str, memory_limit_mb: int | None, client: str
-    ) -> Session | ExecutionResult:
+    ) -> NotebookSession | ExecutionResult:
         """A worker with a process that waits for cells; a result where there is none."""
         request = ExecutionRequest(
             "", language=SESSION, run_timeout=self.settings.session_seconds, memory_limit_mb=memory_limit_mb
@@ -263,7 +263,9 @@ class WorkerPool:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
         life = asyncio.ensure_future(self._run_on(worker, request, streams))
         await asyncio.sleep(0)  # it has its request now, and an id to be cancelled by
-        return Session(identifier, streams, channel, life, functools.partial(_cancel, worker, worker.request_id))
+        return NotebookSession(
+            identifier, streams, channel, life, functools.partial(_cancel, worker, worker.request_id)
+        )
 
     async def _acquire(self, client: str) -> _Worker:
         if self._closing:

@@ -29,7 +29,7 @@ ENDED = "the session ended, and its variables are gone"
 
 
 @dataclasses.dataclass(eq=False)
-class Session:
+class NotebookSession:
     """A process that waits for cells.
 
     Attributes:
@@ -46,7 +46,7 @@ class Session:
     lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
 
-class Sessions:
+class NotebookSessions:
     """The sessions of one server, which are at most ``settings.max_sessions``.
 
     Args:
@@ -60,7 +60,7 @@ class Sessions:
     ) -> None:
         self.settings = settings
         self._begin = begin
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, NotebookSession] = {}
         self._beginning = 0
         self._reaper: asyncio.Task[None] | None = None
         self.reaped = 0
@@ -74,7 +74,7 @@ class Sessions:
         """Whether the session is open."""
         return identifier in self._open
 
-    async def create(self, memory_limit_mb: int | None, client: str) -> Session | ExecutionResult:
+    async def create(self, memory_limit_mb: int | None, client: str) -> NotebookSession | ExecutionResult:
         """A new session; where there is no room, why."""
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap())
@@ -85,7 +85,7 @@ class Sessions:
             session = await self._begin(secrets.token_hex(16), memory_limit_mb, client)
         finally:
             self._beginning -= 1
-        if isinstance(session, Session):
+        if isinstance(session, NotebookSession):
             self._open[session.id] = session
         return session
 
@@ -119,7 +119,7 @@ class Sessions:
             self._reaper.cancel()
         await asyncio.gather(*(self._end(session) for session in list(self._open.values())))
 
-    async def _run(self, session: Session, code: str, seconds: float, last: bool) -> ExecutionResult:
+    async def _run(self, session: NotebookSession, code: str, seconds: float, last: bool) -> ExecutionResult:
         if session.life.done():
             return await self._ended(session, None, 0.0)
         body = json.dumps({"code": code, "print_last_expression": last}).encode()
@@ -153,7 +153,7 @@ class Sessions:
             os.ftruncate(descriptor, 0)
         return result
 
-    def _result(self, session: Session, end: str, seconds: float) -> ExecutionResult:
+    def _result(self, session: NotebookSession, end: str, seconds: float) -> ExecutionResult:
         limit = self.settings.max_output_bytes
         stdout, printed = read_text(session.streams.stdout, limit)
         stderr, complained = read_text(session.streams.stderr, limit)
@@ -165,7 +165,7 @@ class Sessions:
         code = 0 if end == "ok" else 1
         return ExecutionResult(outcome, stdout, stderr, code, seconds, truncated=max(printed, complained) > limit)
 
-    async def _ended(self, session: Session, outcome: Outcome | None, seconds: float) -> ExecutionResult:
+    async def _ended(self, session: NotebookSession, outcome: Outcome | None, seconds: float) -> ExecutionResult:
         """What is said of a cell in which the process ended; with an ``outcome``, in which it is to be ended."""
         result = None
         if outcome is not None:  # the streams are closed with the process
@@ -178,7 +178,7 @@ class Sessions:
                 result = dataclasses.replace(result, return_code=code)
         return dataclasses.replace(result, message="; ".join(filter(None, [result.message, ENDED])), seconds=seconds)
 
-    async def _end(self, session: Session) -> None:
+    async def _end(self, session: NotebookSession) -> None:
         self._open.pop(session.id, None)
         if not session.life.done():
             session.end()

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _SECONDS_A_DAY = 86400.0
 
 
-class AnswerCache:
+class SearchCache:
     """Keeps JSON values under a question, a mapping of JSON types.
 
     Several runs may share a directory: a file appears whole, or not at all, and a damaged one counts as none.

@@ -30,7 +30,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 @dataclass(frozen=True)
-class Answer:
+class FetchedAnswer:
     """What a server sent. ``truncated``: the body had more than the bytes that were asked for."""
 
     status: int
@@ -67,7 +67,7 @@ class HttpClient:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         public_only: bool = False,
-    ) -> Answer:
+    ) -> FetchedAnswer:
         """The first answer that is not a passing failure, or the last of these.
 
         Args:
@@ -118,7 +118,7 @@ class HttpClient:
         params: Mapping[str, str] | None,
         body: Any,
         public_only: bool,
-    ) -> Answer:
+    ) -> FetchedAnswer:
         self.counts["requests"] += 1
         content = bytearray()
         session = self._session(public_only)
@@ -129,7 +129,9 @@ class HttpClient:
                 content += chunk
                 if len(content) > max_bytes:
                     break
-            return Answer(response.status, response.headers, bytes(content[:max_bytes]), len(content) > max_bytes)
+            return FetchedAnswer(
+                response.status, response.headers, bytes(content[:max_bytes]), len(content) > max_bytes
+            )
 
     def _session(self, public_only: bool) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()

@@ -29,9 +29,9 @@ from yarl import URL
 
 from megatron_retool.config import ConfigError, ReadPageConfig, SearchConfig
 from megatron_retool.untrusted import load_json, without_surrogates
-from tools.search.answer_cache import AnswerCache, digest
+from tools.search.answer_cache import SearchCache, digest
 from tools.search.backends import Page, SearchError
-from tools.search.http_client import Answer, HttpClient, require_public_host
+from tools.search.http_client import FetchedAnswer, HttpClient, require_public_host
 from tools.search.index import Hit, Passage
 from tools.search.web_text import is_text, to_text
 from tools.tool import run_method
@@ -89,7 +89,7 @@ class WebSearch:
         self._base = base.rstrip("/")
         self._identity = {"backend": config.backend, "url": self._base, "settings": repr(dict(config.backend_kwargs))}
         self._client = HttpClient(service)
-        self._cache = AnswerCache(service.cache_dir, service.cache_days)
+        self._cache = SearchCache(service.cache_dir, service.cache_days)
         self._under_way: dict[str, asyncio.Task[Any]] = {}
 
     def question(self, query: str, k: int) -> Question:
@@ -196,7 +196,7 @@ class WebSearch:
         title, text = await run_method(to_text, answer.body, kind)
         return [title, text, answer.truncated]
 
-    async def _answer(self, asked: Question, max_bytes: int) -> Answer:
+    async def _answer(self, asked: Question, max_bytes: int) -> FetchedAnswer:
         answer = await self._client.request(
             asked.method,
             URL(self._base + asked.path),

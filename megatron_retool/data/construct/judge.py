@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_retool.chat_endpoint import Reply
+from megatron_retool.chat_endpoint import ChatReply
 from megatron_retool.config import CodeInterpreterConfig
-from megatron_retool.data.tagged_traces import Call, Message, TraceError, conversation, parse_trace
+from megatron_retool.data.tagged_traces import Message, TracedCall, TraceError, conversation, parse_trace
 from megatron_retool.rewards.math import compute_score, extract_answer
 from megatron_retool.untrusted import without_surrogates
 from tools.code_interpreter.client import CodeInterpreterClient, SandboxUnavailable
@@ -22,18 +22,18 @@ _OPENING, _CLOSING = "<rewritten>", "</rewritten>"
 
 
 @dataclass(frozen=True)
-class Output:
+class CodeOutput:
     """Of a block of code, as a model is shown it in training."""
 
     text: str
     succeeded: bool
 
 
-Run = Callable[[str], Awaitable[Output]]
+Run = Callable[[str], Awaitable[CodeOutput]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewriteVerdict:
     """What came of one reply.
 
     Attributes:
@@ -51,7 +51,7 @@ class Verdict:
     replaced: int = 0
 
 
-async def judge(reply: Reply, prompt: list[Message], answer: Any, run: Run) -> Verdict:
+async def judge(reply: ChatReply, prompt: list[Message], answer: Any, run: Run) -> RewriteVerdict:
     """Run the code of ``reply`` and decide whether it becomes a row.
 
     Rejected are, in this order: a reply that was cut off; tags that are not closed or stand alone; a trace without
@@ -67,28 +67,28 @@ async def judge(reply: Reply, prompt: list[Message], answer: Any, run: Run) -> V
         SandboxUnavailable: nothing is known about the code.
     """
     if reply.finish_reason == "length":
-        return Verdict("cut off", "the endpoint ended it at max_tokens")
+        return RewriteVerdict("cut off", "the endpoint ended it at max_tokens")
     try:
         trace = parse_trace(_rewritten(without_surrogates(reply.text)))
     except TraceError as error:
-        return Verdict(error.reason, str(error))
+        return RewriteVerdict(error.reason, str(error))
     if not trace.calls:
-        return Verdict("no code")
+        return RewriteVerdict("no code")
     predicted = extract_answer(trace.answer)
     if "\\boxed" not in trace.answer or predicted is None:
-        return Verdict("no boxed answer", trace.answer[-200:])
+        return RewriteVerdict("no boxed answer", trace.answer[-200:])
     score = await asyncio.to_thread(compute_score, "", trace.answer, answer, {"final_turn": trace.answer})
     if not score["acc"]:
-        return Verdict("wrong answer", f"{predicted} instead of {answer}")
+        return RewriteVerdict("wrong answer", f"{predicted} instead of {answer}")
     outputs: list[str] = []
     for number, call in enumerate(trace.calls, 1):
         output = await run(call.code)
         reason = _fault(call, output)
         if reason is not None:
-            return Verdict(reason, f"block {number}: {output.text[-500:]}", calls=number)
+            return RewriteVerdict(reason, f"block {number}: {output.text[-500:]}", calls=number)
         outputs.append(output.text)
     replaced = sum(call.output != output.strip() for call, output in zip(trace.calls, outputs, strict=True))
-    return Verdict(None, "", conversation(prompt, trace, outputs), len(outputs), replaced)
+    return RewriteVerdict(None, "", conversation(prompt, trace, outputs), len(outputs), replaced)
 
 
 def _rewritten(text: str) -> str:
@@ -102,7 +102,7 @@ def _rewritten(text: str) -> str:
     return text[start + len(_OPENING) : end]
 
 
-def _fault(call: Call, output: Output) -> str | None:
+def _fault(call: TracedCall, output: CodeOutput) -> str | None:
     """Why the trace cannot go on from this output."""
     if output.succeeded:
         return None if output.text.strip() else "code printed nothing"
@@ -113,7 +113,7 @@ def _fault(call: Call, output: Output) -> str | None:
 def runner(client: CodeInterpreterClient, config: CodeInterpreterConfig) -> Run:
     """Runs code on a sandbox under the limits of ``config``, and words its output as training does."""
 
-    async def run(code: str) -> Output:
+    async def run(code: str) -> CodeOutput:
         result = await client.run_code(
             code,
             run_timeout=config.run_timeout_seconds,
@@ -122,6 +122,6 @@ def runner(client: CodeInterpreterClient, config: CodeInterpreterConfig) -> Run:
         )
         if result.outcome in (Outcome.SANDBOX_ERROR, Outcome.BUSY):
             raise SandboxUnavailable(f"the sandbox failed: {result.message}")
-        return Output(describe(result, config), result.ok)
+        return CodeOutput(describe(result, config), result.ok)
 
     return run

@@ -15,7 +15,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from megatron_retool.chat_endpoint import ChatEndpoint, EndpointRefusal, EndpointSilence
-from megatron_retool.data.construct.judge import Run, Verdict, judge
+from megatron_retool.data.construct.judge import RewriteVerdict, Run, judge
 from megatron_retool.data.construct.ledger import Ledger, key_of
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prepare.batches import RowFile
@@ -200,7 +200,7 @@ class Construction:
         try:
             reply = await self._endpoint.ask(self._template.fill(trace))
         except EndpointRefusal as error:
-            verdict = Verdict("refused by the endpoint", str(error))
+            verdict = RewriteVerdict("refused by the endpoint", str(error))
         else:
             verdict = await judge(reply, prompt, trace.answer, self._run)
         record = {"row": trace.row, "reason": verdict.reason, "calls": verdict.calls, "replaced": verdict.replaced}

@@ -24,7 +24,7 @@ _HELD_OUT = 32
 
 
 @dataclass(frozen=True)
-class Output:
+class PreparedFile:
     """A file that is made.
 
     Attributes:
@@ -52,7 +52,7 @@ class DataSet:
 
     name: str
     repository: str
-    outputs: tuple[Output, ...]
+    outputs: tuple[PreparedFile, ...]
     layout: Callable[[str, pa.Schema, str], Layout]
 
 
@@ -107,23 +107,26 @@ def _math_500(file: str, found: pa.Schema, instruction: str) -> Layout:
     return Questions("math_500", "problem", "answer", others, instruction)
 
 
-_TEST = (Output("test"),)
+_TEST = (PreparedFile("test"),)
 DATA_SETS = {
     each.name: each
     for each in (
         DataSet(
             "retool-sft",
             "JoeYing/ReTool-SFT",
-            (Output("train", takes=lambda digest: not _is_held_out(digest)), Output("val", takes=_is_held_out)),
+            (
+                PreparedFile("train", takes=lambda digest: not _is_held_out(digest)),
+                PreparedFile("val", takes=_is_held_out),
+            ),
             _retool,
         ),
-        DataSet("dapo-math-17k", "BytedTsinghua-SIA/DAPO-Math-17k", (Output("train"),), _dapo),
+        DataSet("dapo-math-17k", "BytedTsinghua-SIA/DAPO-Math-17k", (PreparedFile("train"),), _dapo),
         DataSet("aime-2024", "Maxwell-Jia/AIME_2024", _TEST, _aime(2024)),
         DataSet("aime-2025", "yentinglin/aime_2025", _TEST, _aime(2025)),
         DataSet(
             "gsm8k",
             "openai/gsm8k",
-            (Output("train", r"^(?!.*socratic).*train"), Output("test", r"^(?!.*socratic).*test")),
+            (PreparedFile("train", r"^(?!.*socratic).*train"), PreparedFile("test", r"^(?!.*socratic).*test")),
             _gsm8k,
         ),
         DataSet("math-500", "HuggingFaceH4/MATH-500", _TEST, _math_500),

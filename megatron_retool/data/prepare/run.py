@@ -16,9 +16,9 @@ from rich.console import Console
 
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prepare.batches import RowFile
-from megatron_retool.data.prepare.datasets import DataSet, Output, digest_of
+from megatron_retool.data.prepare.datasets import DataSet, PreparedFile, digest_of
 from megatron_retool.data.prepare.layouts import Layout, Place, RowDropped
-from megatron_retool.data.prepare.source import Source, SourceFile, describe_files, sha256_of
+from megatron_retool.data.prepare.source import DataSetSource, SourceFile, describe_files, sha256_of
 from megatron_retool.monitor.progress import progress_line
 from megatron_retool.parquet_files import write_row_groups
 from megatron_retool.runs.files import atomic_write, write_text
@@ -35,7 +35,7 @@ _COUNTED = ("level", "subject", "contest", "tool_calls")
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """What became of the rows of one output."""
 
     read: int = 0
@@ -68,7 +68,12 @@ class Counts:
 
 
 def prepare(
-    data_set: DataSet, directory: Path, source: Callable[[], Source], wanted: str, instruction: str, console: Console
+    data_set: DataSet,
+    directory: Path,
+    source: Callable[[], DataSetSource],
+    wanted: str,
+    instruction: str,
+    console: Console,
 ) -> dict[str, Any]:
     """Write the data set's files into ``directory``, but those that are there already.
 
@@ -109,7 +114,12 @@ def _made(directory: Path) -> Iterator[None]:
 
 
 def _prepare_outputs(
-    data_set: DataSet, directory: Path, found: Source, manifest: dict[str, Any], instruction: str, console: Console
+    data_set: DataSet,
+    directory: Path,
+    found: DataSetSource,
+    manifest: dict[str, Any],
+    instruction: str,
+    console: Console,
 ) -> None:
     for output in data_set.outputs:
         files = found.files.get(output.name)
@@ -140,7 +150,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and isinstance(found.get("outputs"), dict) else {}
 
 
-def _is_there(directory: Path, output: Output, manifest: dict[str, Any]) -> bool:
+def _is_there(directory: Path, output: PreparedFile, manifest: dict[str, Any]) -> bool:
     """Whether the file is what the manifest says that was written."""
     path = directory / f"{output.name}.parquet"
     entry = manifest["outputs"].get(output.name)
@@ -148,12 +158,12 @@ def _is_there(directory: Path, output: Output, manifest: dict[str, Any]) -> bool
 
 
 def _write(
-    data_set: DataSet, output: Output, files: list[SourceFile], path: Path, instruction: str, console: Console
-) -> Counts:
+    data_set: DataSet, output: PreparedFile, files: list[SourceFile], path: Path, instruction: str, console: Console
+) -> RowCounts:
     opened = [RowFile(file.path, file.name) for file in files]
     # All columns are checked before anything is written.
     layouts = [data_set.layout(file.name, file.schema, instruction) for file in opened]
-    counts = Counts()
+    counts = RowCounts()
     with progress_line(console, f"{data_set.name}: {path.name}", sum(file.rows for file in opened)) as line:
         rows = _rows(output, list(zip(opened, layouts, strict=True)), counts, line.advance)
         schema = layouts[0].schema
@@ -169,7 +179,7 @@ def _write(
 
 
 def _rows(
-    output: Output, files: list[tuple[RowFile, Layout]], counts: Counts, advance: Callable[[int], object]
+    output: PreparedFile, files: list[tuple[RowFile, Layout]], counts: RowCounts, advance: Callable[[int], object]
 ) -> Iterator[dict[str, Any]]:
     """The rows to write, with ``counts`` kept. Of the rows that were seen, digests alone stay in memory."""
     seen: dict[bytes, bytes] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_retool.data.files import DataError
 from megatron_retool.data.prepare.batches import SUFFIXES
-from megatron_retool.data.prepare.datasets import DataSet, Output
+from megatron_retool.data.prepare.datasets import DataSet, PreparedFile
 
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "state.json", "config.json")
 """JSON files beside the data."""
@@ -25,7 +25,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSetSource:
     """Where a data set was read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
     files: dict[str, list[SourceFile]]
 
 
-def local_source(data_set: DataSet, path: Path) -> Source:
+def local_source(data_set: DataSet, path: Path) -> DataSetSource:
     """``path``: a directory with the data set's files at any depth, or a single file.
 
     Raises:
@@ -59,10 +59,10 @@ def local_source(data_set: DataSet, path: Path) -> Source:
             raise DataError(f"--from {path}: the name does not tell whether it is {either}: name a directory")
     names = _data_files(list(found), outputs, f"--from {path}")
     files = {output: [SourceFile(found[name], name) for name in chosen] for output, chosen in names.items()}
-    return Source(str(path.resolve()), None, files)
+    return DataSetSource(str(path.resolve()), None, files)
 
 
-def hub_source(data_set: DataSet, repository: str, revision: str | None = None) -> Source:
+def hub_source(data_set: DataSet, repository: str, revision: str | None = None) -> DataSetSource:
     """Download what is not in the hub's cache yet; a download that was cut off goes on where it ended.
 
     HF_ENDPOINT in the environment names another hub than the public one.
@@ -95,10 +95,10 @@ def hub_source(data_set: DataSet, repository: str, revision: str | None = None) 
             "without a way to the hub, name a local copy with --from"
         ) from error
     files = {output: [SourceFile(Path(paths[name]), name) for name in chosen] for output, chosen in names.items()}
-    return Source(repository, info.sha, files)
+    return DataSetSource(repository, info.sha, files)
 
 
-def _data_files(names: Sequence[str], outputs: Sequence[Output], where: str) -> dict[str, list[str]]:
+def _data_files(names: Sequence[str], outputs: Sequence[PreparedFile], where: str) -> dict[str, list[str]]:
     """The names of data files by output; of several kinds the preferred one."""
     chosen: dict[str, list[str]] = {}
     for output in outputs:

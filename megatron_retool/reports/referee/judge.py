@@ -53,7 +53,7 @@ class _Learner:
     reason: str = ""
 
 
-class Judge:
+class Referee:
     """One step's readings. Each model is gone before the next is loaded."""
 
     judged: Judged

@@ -82,9 +82,9 @@ def judge_step(
     if dtype == "auto":
         parameters = sum(math.prod(mapping.mcore_shape) for mapping in WeightMap(architecture).exported())
         dtype = "float64" if parameters <= SMALL_MODEL else "float32"
-    from megatron_retool.reports.referee.judge import Judge  # torch and transformers: the checks above need neither
+    from megatron_retool.reports.referee.judge import Referee  # torch and transformers: the checks above need neither
 
-    judge = Judge(stored, responses, architecture, dtype, seed, console or Console(quiet=True))
+    judge = Referee(stored, responses, architecture, dtype, seed, console or Console(quiet=True))
     result = {**judge.result(), "sample": _sample(responses, drawn_from, seed)}
     return result, judge.judged
 

@@ -11,11 +11,11 @@ from fractions import Fraction
 from megatron_retool.rewards.answers.expression_equality import ExpressionEquality
 from megatron_retool.rewards.answers.expressions import (
     PI,
-    Call,
+    Bracketed,
     Collection,
     Combination,
     Expression,
-    Group,
+    FunctionCall,
     Listing,
     Matrix,
     Number,
@@ -128,7 +128,7 @@ def canonical(text: str) -> str:
     with contextlib.suppress(ArithmeticError, RecursionError):
         answer = reading(text, units=True)
         amount = answer.amount if isinstance(answer, Quantity) else answer
-        value = exact(amount, Effort(_VOTE_STEPS)) if isinstance(amount, (Number, Symbol, Call)) else None
+        value = exact(amount, Effort(_VOTE_STEPS)) if isinstance(amount, (Number, Symbol, FunctionCall)) else None
         if value is not None and max(value.numerator.bit_length(), value.denominator.bit_length()) < _VOTED_BITS:
             return str(value)
     return without_spacing(spelled(text)).replace(" ", "")
@@ -183,9 +183,9 @@ class _Comparison:
         if isinstance(left, Collection) or isinstance(right, Collection):
             return self._same_collection(left, right)
         left, right = with_point_unnamed(left, right), with_point_unnamed(right, left)
-        if isinstance(left, Group) and isinstance(right, Group):
+        if isinstance(left, Bracketed) and isinstance(right, Bracketed):
             return self._same_group(left, right)
-        if isinstance(left, Group) or isinstance(right, Group):
+        if isinstance(left, Bracketed) or isinstance(right, Bracketed):
             return False
         return self._same_quantity(left, right)
 
@@ -275,7 +275,7 @@ class _Comparison:
                     return self._each(values, mine) if swapped else self._each(mine, values)
             if self._same_reals(left, right):
                 return True
-        if isinstance(right, Group) and len(right.items) == 2 and right.opening + right.closing != "()":
+        if isinstance(right, Bracketed) and len(right.items) == 2 and right.opening + right.closing != "()":
             # An interval is stated by its brackets.
             return False
         items = [items_of(side) for side in (left, right)]
@@ -310,21 +310,21 @@ class _Comparison:
                 return False
             return all(
                 self.equal(
-                    Call("mul", (as_expression(one), as_expression(right.terms[0]))),
-                    Call("mul", (as_expression(two), as_expression(left.terms[0]))),
+                    FunctionCall("mul", (as_expression(one), as_expression(right.terms[0]))),
+                    FunctionCall("mul", (as_expression(two), as_expression(left.terms[0]))),
                 )
                 for one, two in zip(left.terms[1:], right.terms[1:], strict=True)
             )
         ratio, other = (left, right) if isinstance(left, Ratio) else (right, left)
         if not isinstance(ratio, Ratio) or len(ratio.terms) != 2 or not is_expression(other):
             return False
-        return self.equal(Call("div", (as_expression(ratio.terms[0]), as_expression(ratio.terms[1]))), other)
+        return self.equal(FunctionCall("div", (as_expression(ratio.terms[0]), as_expression(ratio.terms[1]))), other)
 
     def _same_matrix(self, left: Structure, right: Structure) -> bool:
         rows = []
         for side, other in ((left, right), (right, left)):
             matrix = side if isinstance(side, Matrix) else as_matrix(side)
-            if matrix is None and isinstance(side, Group) and side.opening == "(" and side.closing == ")":
+            if matrix is None and isinstance(side, Bracketed) and side.opening == "(" and side.closing == ")":
                 # A point of the plane is a column of its coordinates.
                 column = isinstance(other, Matrix) and len(other.rows[0]) == 1
                 matrix = Matrix(tuple((item,) for item in side.items)) if column else None
@@ -344,7 +344,7 @@ class _Comparison:
         for side in (left, right):
             if isinstance(side, Collection):
                 items.append(self._distinct(side.items))
-            elif isinstance(side, Group) and side.opening == "[" and not any(map(is_expression, side.items)):
+            elif isinstance(side, Bracketed) and side.opening == "[" and not any(map(is_expression, side.items)):
                 # A Python list of points; [1, 2] of numbers may be an interval.
                 items.append(self._distinct(side.items))
             else:
@@ -358,7 +358,7 @@ class _Comparison:
                 distinct.append(item)
         return distinct
 
-    def _same_group(self, left: Group, right: Group) -> bool:
+    def _same_group(self, left: Bracketed, right: Bracketed) -> bool:
         same_brackets = (left.opening, left.closing) == (right.opening, right.closing)
         return (same_brackets or len(left.items) != 2) and self._each(left.items, right.items)
 
@@ -381,7 +381,7 @@ class _Comparison:
             factor = _alternative(unit)
             if factor is not None and units[1 - position] is None:
                 changed = [one, two]
-                changed[position] = Call("mul", (factor, changed[position]))
+                changed[position] = FunctionCall("mul", (factor, changed[position]))
                 return self._expressions.same(*changed)
         return False
 
@@ -423,7 +423,7 @@ def _same_words(left: Structure, right: Structure) -> bool:
 
 
 def _scaled(amount: Expression, scale: Fraction) -> Expression:
-    return amount if scale == 1 else Call("mul", (Number(Numeral(scale)), amount))
+    return amount if scale == 1 else FunctionCall("mul", (Number(Numeral(scale)), amount))
 
 
 def _pure_scale(unit: Unit | None) -> Fraction:
@@ -448,7 +448,7 @@ def _alternative(unit: Unit | None) -> Expression | None:
         return None
     if unit.dimensions[0][0] == PERCENT:
         return Number(Numeral(Fraction(1, 100)))
-    return Call("div", (PI, integer(180))) if unit.dimensions[0][0] == DEGREE else None
+    return FunctionCall("div", (PI, integer(180))) if unit.dimensions[0][0] == DEGREE else None
 
 
 def _degrees_and_radians(units: Sequence[Unit | None]) -> bool:
@@ -458,4 +458,4 @@ def _degrees_and_radians(units: Sequence[Unit | None]) -> bool:
 
 def _in_radians(amount: Expression, unit: Unit | None) -> Expression:
     factor = _alternative(unit)
-    return amount if factor is None else Call("mul", (factor, amount))
+    return amount if factor is None else FunctionCall("mul", (factor, amount))

@@ -12,8 +12,8 @@ import mpmath
 
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
-    Call,
     Expression,
+    FunctionCall,
     I,
     Number,
     Relation,
@@ -76,21 +76,23 @@ class ExpressionEquality:
         differences = []
         for relation in (left, right):
             one, two = relation.sides
-            if not (isinstance(one, (Number, Symbol, Call)) and isinstance(two, (Number, Symbol, Call))):
+            if not (
+                isinstance(one, (Number, Symbol, FunctionCall)) and isinstance(two, (Number, Symbol, FunctionCall))
+            ):
                 return False
-            differences.append(Call("sub", (one, two)))
+            differences.append(FunctionCall("sub", (one, two)))
         if not symbols_of(differences[1]) or symbols_of(differences[0]) != symbols_of(differences[1]):
             return False
         point = sample_point(symbols_of(differences[1]), 0)
         scales = [self._at(difference, point)[0] for difference in differences]
         if min(abs(scale) for scale in scales) < 1e-20:
             return False
-        ratio = Call("div", (_substituted(differences[0], point), _substituted(differences[1], point)))
+        ratio = FunctionCall("div", (_substituted(differences[0], point), _substituted(differences[1], point)))
         if positive:
             value = self._number(ratio)
             if not (mpmath.im(value) == 0 and mpmath.re(value) > 0):
                 return False
-        return self.same(differences[0], Call("mul", (ratio, differences[1])))
+        return self.same(differences[0], FunctionCall("mul", (ratio, differences[1])))
 
     def _require_value(self, expression: Expression) -> None:
         exact(expression, self._effort)
@@ -137,7 +139,7 @@ class ExpressionEquality:
         return _is_rounded(decimal, value)
 
     def _number(self, side: Structure) -> Any:
-        if not isinstance(side, (Number, Symbol, Call)):
+        if not isinstance(side, (Number, Symbol, FunctionCall)):
             raise TypeError("no expression")
         return Evaluator(40, {}, self._effort).value(side)
 
@@ -185,24 +187,24 @@ def _complex(one: Any, two: Any, left: Expression, right: Expression) -> bool:
 
 
 def _is_infinite(expression: Expression) -> bool:
-    if isinstance(expression, Call):
+    if isinstance(expression, FunctionCall):
         return any(_is_infinite(argument) for argument in expression.arguments)
     return expression == INFINITY
 
 
 def _alternates(expression: Expression) -> bool:
     """Has it a power like (-1)^n, which means something for whole n alone?"""
-    if not isinstance(expression, Call):
+    if not isinstance(expression, FunctionCall):
         return False
     if expression.function == "pow" and symbols_of(expression.arguments[1]) and not symbols_of(expression.arguments[0]):
         base = expression.arguments[0]
-        if isinstance(base, Call) and base.function == "neg":
+        if isinstance(base, FunctionCall) and base.function == "neg":
             return True
     return any(_alternates(argument) for argument in expression.arguments)
 
 
 def _has(expression: Expression, symbol: Symbol) -> bool:
-    if isinstance(expression, Call):
+    if isinstance(expression, FunctionCall):
         return any(_has(argument, symbol) for argument in expression.arguments)
     return expression == symbol
 
@@ -210,8 +212,8 @@ def _has(expression: Expression, symbol: Symbol) -> bool:
 def _substituted(expression: Expression, point: dict[str, Fraction]) -> Expression:
     if isinstance(expression, Symbol) and expression.name in point:
         return Number(Numeral(point[expression.name]))
-    if isinstance(expression, Call):
-        return Call(expression.function, tuple(_substituted(each, point) for each in expression.arguments))
+    if isinstance(expression, FunctionCall):
+        return FunctionCall(expression.function, tuple(_substituted(each, point) for each in expression.arguments))
     return expression
 
 
@@ -219,7 +221,7 @@ def _literal(expression: Expression) -> Numeral | None:
     """The decimal that the expression is (with sign, power of ten or scale), None if it is none."""
     if isinstance(expression, Number):
         return expression.numeral if expression.numeral.step is not None else None
-    if not isinstance(expression, Call):
+    if not isinstance(expression, FunctionCall):
         return None
     if expression.function == "neg":
         inner = _literal(expression.arguments[0])
@@ -236,10 +238,10 @@ def _scale(expression: Expression) -> Fraction | None:
     """An exact factor: a fraction of a unit, or a power of ten."""
     if isinstance(expression, Number):
         return expression.numeral.value if expression.numeral.step is None else None
-    if isinstance(expression, Call) and expression.function == "pow" and expression.arguments[0] == integer(10):
+    if isinstance(expression, FunctionCall) and expression.function == "pow" and expression.arguments[0] == integer(10):
         exponent = expression.arguments[1]
-        sign = -1 if isinstance(exponent, Call) and exponent.function == "neg" else 1
-        inner = exponent.arguments[0] if isinstance(exponent, Call) and sign < 0 else exponent
+        sign = -1 if isinstance(exponent, FunctionCall) and exponent.function == "neg" else 1
+        inner = exponent.arguments[0] if isinstance(exponent, FunctionCall) and sign < 0 else exponent
         if isinstance(inner, Number) and inner.numeral.value.denominator == 1 and inner.numeral.value < 400:
             return Fraction(10) ** (sign * int(inner.numeral.value))
     return None

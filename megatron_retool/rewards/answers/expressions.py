@@ -24,14 +24,14 @@ class Symbol:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """An operation (add, mul, div, neg, pow, ...) or function with its arguments."""
 
     function: str
     arguments: tuple[Expression, ...]
 
 
-Expression = Number | Symbol | Call
+Expression = Number | Symbol | FunctionCall
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Group:
+class Bracketed:
     """What stands in brackets, in order: a tuple, a point, an interval or a Python list."""
 
     opening: str
@@ -115,9 +115,9 @@ class Text:
 Structure = (
     Number
     | Symbol
-    | Call
+    | FunctionCall
     | Quantity
-    | Group
+    | Bracketed
     | Collection
     | Listing
     | Matrix
@@ -141,14 +141,14 @@ def integer(value: int) -> Number:
 
 def is_expression(structure: Structure) -> bool:
     """Is it a number, symbol or call (and nothing that is made of several)?"""
-    return isinstance(structure, (Number, Symbol, Call))
+    return isinstance(structure, (Number, Symbol, FunctionCall))
 
 
 def parts_of(structure: Structure) -> tuple[Structure, ...]:
     """What ``structure`` is directly made of."""
-    if isinstance(structure, Call):
+    if isinstance(structure, FunctionCall):
         return structure.arguments
-    if isinstance(structure, (Group, Collection, Listing)):
+    if isinstance(structure, (Bracketed, Collection, Listing)):
         return structure.items
     if isinstance(structure, Quantity):
         return (structure.amount,)
@@ -167,7 +167,7 @@ def symbols_of(expression: Expression) -> frozenset[str]:
     """The names of the variables in it."""
     if isinstance(expression, Symbol):
         return frozenset() if expression in CONSTANTS else frozenset((expression.name,))
-    if isinstance(expression, Call):
+    if isinstance(expression, FunctionCall):
         own = frozenset((expression.function,)) if expression.function.startswith("unknown ") else frozenset()
         return own.union(*(symbols_of(argument) for argument in expression.arguments))
     return frozenset()

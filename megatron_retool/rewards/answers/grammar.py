@@ -9,11 +9,11 @@ from megatron_retool.rewards.answers.expressions import (
     INFINITY,
     PI,
     REALS,
-    Call,
+    Bracketed,
     Collection,
     E,
     Expression,
-    Group,
+    FunctionCall,
     I,
     Number,
     Structure,
@@ -45,7 +45,7 @@ _MOST_BITS = 10_000
 _FUNCTION_LETTERS = frozenset("fghFGHP")
 
 
-class Grammar(TokenCursor):
+class AnswerGrammar(TokenCursor):
     """A recursive-descent reader of one slice of tokens. Depth is bounded; reading takes linear time."""
 
     # Expressions.
@@ -58,16 +58,16 @@ class Grammar(TokenCursor):
             self.position += 1
             right = _expression(self._term())
             name = {"+": "add", "-": "sub", "\\mp": "mp"}.get(sign, "pm")
-            left = Call(name, (_expression(left), right))
+            left = FunctionCall(name, (_expression(left), right))
         return left
 
     def _term(self) -> Structure:
         left = self._signed()
         while True:
             if self.take("*", "\\cdot", "\\times"):
-                left = Call("mul", (_expression(left), _expression(self._signed())))
+                left = FunctionCall("mul", (_expression(left), _expression(self._signed())))
             elif self.take("/", "\\div"):
-                left = Call("div", (_expression(left), _expression(self._signed())))
+                left = FunctionCall("div", (_expression(left), _expression(self._signed())))
             elif self._factor_follows():
                 left = self._beside(left)
             else:
@@ -82,7 +82,7 @@ class Grammar(TokenCursor):
                 if not name:
                     return inner
                 operand = _expression(inner)
-                return Call(name, (operand,) if name == "neg" else (integer(0), operand))
+                return FunctionCall(name, (operand,) if name == "neg" else (integer(0), operand))
         return self._power()
 
     def _factor_follows(self) -> bool:
@@ -113,12 +113,12 @@ class Grammar(TokenCursor):
         right = _expression(self._power())
         mixed = (
             before.kind == "number"
-            and isinstance(left, Number | Call)
+            and isinstance(left, Number | FunctionCall)
             and token.text == "\\frac"
             and _is_proper_fraction(right)
             and _ends_in_integer(left)
         )
-        return _mixed(left, right) if mixed else Call("mul", (_expression(left), right))
+        return _mixed(left, right) if mixed else FunctionCall("mul", (_expression(left), right))
 
     def _power(self) -> Structure:
         self.enter(1, shields=False)
@@ -131,24 +131,24 @@ class Grammar(TokenCursor):
 
     def _raised(self, base: Expression) -> Structure:
         if self.take("\\circ") or self._braced_circle():
-            return self._postfix(Call("mul", (base, Call("div", (PI, integer(180))))))
+            return self._postfix(FunctionCall("mul", (base, FunctionCall("div", (PI, integer(180))))))
         token = self.token
         if token is not None and token.kind == "text" and token.text in ("th", "st", "nd", "rd"):
             self.position += 1
             return base
         exponent = self._exponent()
-        return self._postfix(Call("pow", (base, exponent)))
+        return self._postfix(FunctionCall("pow", (base, exponent)))
 
     def _exponent(self) -> Expression:
         if self.take("-"):
-            return Call("neg", (self._exponent(),))
+            return FunctionCall("neg", (self._exponent(),))
         self.take("+")
         self.first_letter_alone()
         self.enter(1)
         exponent = _expression(self._postfix(self._primary()))
         if self.take("^", "**"):
             self.first_letter_alone()
-            exponent = Call("pow", (exponent, self._exponent()))
+            exponent = FunctionCall("pow", (exponent, self._exponent()))
         self.leave(1)
         return exponent
 
@@ -165,13 +165,13 @@ class Grammar(TokenCursor):
                 self.position += 1
                 if self.sees("!"):
                     raise UnreadableError("double factorial")
-                base = Call("factorial", (_expression(base),))
+                base = FunctionCall("factorial", (_expression(base),))
             elif self.sees("'") and isinstance(base, Symbol):
                 self.position += 1
                 base = Symbol(base.name + "'")
             elif self.sees("%", "\\%") and not self.unit_ahead():
                 self.position += 1
-                base = Call("div", (_expression(base), integer(100)))
+                base = FunctionCall("div", (_expression(base), integer(100)))
             elif self.sees("_") and isinstance(base, Number):
                 self.position += 1
                 base = _in_base(base.numeral, self._subscript())
@@ -203,7 +203,7 @@ class Grammar(TokenCursor):
             self.bars -= 1
             self.leave(1)
             self.expect("|")
-            return Call("abs", (inner,))
+            return FunctionCall("abs", (inner,))
         raise UnreadableError(f"unexpected {token.text}")
 
     def _mixed_number(self, numeral: Numeral) -> Structure:
@@ -258,12 +258,12 @@ class Grammar(TokenCursor):
         if name == "C" and self.sees("("):
             arguments = self._arguments()
             if len(arguments) == 2:
-                return Call("binomial", arguments)
-            return Call("unknown C", arguments)
+                return FunctionCall("binomial", arguments)
+            return FunctionCall("unknown C", arguments)
         return Symbol(name)
 
-    def _unknown(self, name: str) -> Call:
-        return Call(f"unknown {name}", self._arguments())
+    def _unknown(self, name: str) -> FunctionCall:
+        return FunctionCall(f"unknown {name}", self._arguments())
 
     def _upright(self, token: Token) -> Structure:
         if len(token.text) == 1 and token.text.isalpha():
@@ -277,10 +277,10 @@ class Grammar(TokenCursor):
             return self._function(name, natural_log=False)
         if name == "frac":
             above = self._argument(first=True)
-            return Call("div", (above, self._argument()))
+            return FunctionCall("div", (above, self._argument()))
         if name == "binom":
             above = self._argument(first=True)
-            return Call("binomial", (above, self._argument()))
+            return FunctionCall("binomial", (above, self._argument()))
         if name == "sqrt":
             return self._root()
         if name in ("lfloor", "lceil"):
@@ -288,7 +288,7 @@ class Grammar(TokenCursor):
             inner = _expression(self.sum())
             self.leave(1)
             self.expect("\\r" + name[1:])
-            return Call("floor" if name == "lfloor" else "ceil", (inner,))
+            return FunctionCall("floor" if name == "lfloor" else "ceil", (inner,))
         if name == "langle":
             return self._bracketed("\\langle")
         if name == "mathbb":
@@ -322,9 +322,11 @@ class Grammar(TokenCursor):
         else:
             raise UnreadableError(f"{name} without an argument")
         if name == "sqrt" or name == "cbrt":
-            exponent = Call("div", (integer(1), integer(2 if name == "sqrt" else 3)))
+            exponent = FunctionCall("div", (integer(1), integer(2 if name == "sqrt" else 3)))
             return (
-                Call("root", (arguments[0], integer(2 if name == "sqrt" else 3))) if len(arguments) == 1 else exponent
+                FunctionCall("root", (arguments[0], integer(2 if name == "sqrt" else 3)))
+                if len(arguments) == 1
+                else exponent
             )
         if name == "log":
             if len(arguments) == 2:
@@ -336,12 +338,12 @@ class Grammar(TokenCursor):
             name, base = "log", integer(10)
         if name == "ln":
             name = "log"
-        if name in _INVERSES and power == Call("neg", (integer(1),)):
-            return Call(_INVERSES[name], arguments)
+        if name in _INVERSES and power == FunctionCall("neg", (integer(1),)):
+            return FunctionCall(_INVERSES[name], arguments)
         if name in ("Fraction", "Rational"):
-            return Call("div", (*arguments, integer(1))[:2]) if len(arguments) <= 2 else _raise(name)
-        called = Call(name, arguments if base is None else (arguments[0], base))
-        return called if power is None else Call("pow", (called, power))
+            return FunctionCall("div", (*arguments, integer(1))[:2]) if len(arguments) <= 2 else _raise(name)
+        called = FunctionCall(name, arguments if base is None else (arguments[0], base))
+        return called if power is None else FunctionCall("pow", (called, power))
 
     def _bare_argument(self, name: str) -> Expression:
         """What \\sin x takes without brackets: the factors beside each other up to the next function or operator."""
@@ -355,9 +357,9 @@ class Grammar(TokenCursor):
                 argument = _expression(self._beside(argument))
             if self.sees("/") and self.position + 1 < len(self.tokens) and self.tokens[self.position + 1].numeral:
                 self.position += 1
-                argument = Call("div", (argument, _expression(self._power())))
+                argument = FunctionCall("div", (argument, _expression(self._power())))
         self.leave(1)
-        return Call("neg", (argument,)) if negative else argument
+        return FunctionCall("neg", (argument,)) if negative else argument
 
     def _function_follows(self) -> bool:
         token = self.token
@@ -374,7 +376,7 @@ class Grammar(TokenCursor):
         self.enter(1)
         inner = _expression(self._primary())
         self.leave(1)
-        return Call("root", (inner, degree))
+        return FunctionCall("root", (inner, degree))
 
     def _argument(self, first: bool = False) -> Expression:
         """An argument of \\frac or \\binom: braces, or a single digit, letter or command as TeX takes it."""
@@ -426,7 +428,7 @@ class Grammar(TokenCursor):
             items.append(self.sum())
             if opening == "{" and self.take("\\choose"):
                 below = _expression(self.sum())
-                items = [Call("binomial", (_expression(items[0]), below))]
+                items = [FunctionCall("binomial", (_expression(items[0]), below))]
             while self.take(",", ";"):
                 items.append(self.sum())
         closing = self.expect(*closings)
@@ -438,12 +440,12 @@ class Grammar(TokenCursor):
         if opening == "\\{":
             return Collection(tuple(items))
         if opening == "\\langle":
-            return Group("(", ")", tuple(items))
+            return Bracketed("(", ")", tuple(items))
         if len(items) == 1 and opening == "(" and closing == ")" and is_expression(items[0]):
             return items[0]
         if not items:
             raise UnreadableError("nothing in brackets")
-        return Group(opening, closing, tuple(items))
+        return Bracketed(opening, closing, tuple(items))
 
 
 def _raise(name: str) -> Expression:
@@ -451,15 +453,15 @@ def _raise(name: str) -> Expression:
 
 
 def _expression(structure: Structure) -> Expression:
-    if isinstance(structure, Group) and len(structure.items) == 1 and structure.opening + structure.closing == "[]":
+    if isinstance(structure, Bracketed) and len(structure.items) == 1 and structure.opening + structure.closing == "[]":
         structure = structure.items[0]
-    if isinstance(structure, (Number, Symbol, Call)):
+    if isinstance(structure, (Number, Symbol, FunctionCall)):
         return structure
     raise UnreadableError("a structure inside an expression")
 
 
 def _is_proper_fraction(expression: Expression) -> bool:
-    if not (isinstance(expression, Call) and expression.function == "div"):
+    if not (isinstance(expression, FunctionCall) and expression.function == "div"):
         return False
     above, below = expression.arguments
     return (
@@ -473,13 +475,13 @@ def _is_proper_fraction(expression: Expression) -> bool:
 def _ends_in_integer(left: Structure) -> bool:
     if isinstance(left, Number):
         return left.numeral.value.denominator == 1 and left.numeral.step is None
-    return isinstance(left, Call) and left.function == "neg" and _ends_in_integer(left.arguments[0])
+    return isinstance(left, FunctionCall) and left.function == "neg" and _ends_in_integer(left.arguments[0])
 
 
 def _mixed(left: Structure, fraction: Expression) -> Expression:
-    if isinstance(left, Call) and left.function == "neg":
-        return Call("neg", (_mixed(left.arguments[0], fraction),))
-    return Call("add", (_expression(left), fraction))
+    if isinstance(left, FunctionCall) and left.function == "neg":
+        return FunctionCall("neg", (_mixed(left.arguments[0], fraction),))
+    return FunctionCall("add", (_expression(left), fraction))
 
 
 def _in_base(numeral: Numeral, subscript: str) -> Number:

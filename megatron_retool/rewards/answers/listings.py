@@ -8,11 +8,11 @@ from dataclasses import replace
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
     PI,
-    Call,
+    Bracketed,
     Collection,
     E,
     Expression,
-    Group,
+    FunctionCall,
     Listing,
     Number,
     Quantity,
@@ -26,14 +26,14 @@ from megatron_retool.rewards.answers.values import UndefinedError
 
 
 def as_expression(structure: Structure) -> Expression:
-    if isinstance(structure, (Number, Symbol, Call)):
+    if isinstance(structure, (Number, Symbol, FunctionCall)):
         return structure
     raise UndefinedError("no expression")
 
 
 def simplified(structure: Structure) -> Structure:
     """With \\pm written out, and a single item in brackets as the item."""
-    if isinstance(structure, (Call, Quantity, Relation)) and _has_sign_choice(structure):
+    if isinstance(structure, (FunctionCall, Quantity, Relation)) and _has_sign_choice(structure):
         # x differs from both, or is one of the two.
         word = "and" if isinstance(structure, Relation) and "!=" in structure.operators else "or"
         return Listing((_with_sign(structure, 1), _with_sign(structure, -1)), word)
@@ -45,13 +45,13 @@ def simplified(structure: Structure) -> Structure:
             else:
                 items.append(item)
         return replace(structure, items=tuple(items))
-    if isinstance(structure, Group) and len(structure.items) == 1 and is_expression(structure.items[0]):
+    if isinstance(structure, Bracketed) and len(structure.items) == 1 and is_expression(structure.items[0]):
         return structure.items[0]
     return structure
 
 
 def _has_sign_choice(structure: Structure) -> bool:
-    if isinstance(structure, Call):
+    if isinstance(structure, FunctionCall):
         return structure.function in ("pm", "mp") or any(_has_sign_choice(each) for each in structure.arguments)
     if isinstance(structure, Quantity):
         return _has_sign_choice(structure.amount)
@@ -59,11 +59,11 @@ def _has_sign_choice(structure: Structure) -> bool:
 
 
 def _with_sign(structure: Structure, sign: int) -> Structure:
-    if isinstance(structure, Call):
+    if isinstance(structure, FunctionCall):
         function = structure.function
         if function in ("pm", "mp"):
             function = "add" if (function == "pm") == (sign > 0) else "sub"
-        return Call(function, tuple(as_expression(_with_sign(each, sign)) for each in structure.arguments))
+        return FunctionCall(function, tuple(as_expression(_with_sign(each, sign)) for each in structure.arguments))
     if isinstance(structure, Quantity):
         return Quantity(as_expression(_with_sign(structure.amount, sign)), structure.unit)
     if isinstance(structure, Relation):
@@ -74,24 +74,33 @@ def _with_sign(structure: Structure, sign: int) -> Structure:
 def is_name(side: Structure) -> bool:
     if isinstance(side, Symbol):
         return side not in (E, PI, INFINITY)
-    if isinstance(side, Call):
+    if isinstance(side, FunctionCall):
         if side.function == "abs":
             return isinstance(side.arguments[0], Symbol) and len(side.arguments[0].name) > 1
         return side.function.startswith("unknown ")
-    return isinstance(side, Group) and all(isinstance(item, Symbol) for item in side.items)
+    return isinstance(side, Bracketed) and all(isinstance(item, Symbol) for item in side.items)
 
 
 def names_of(relation: Relation) -> list[Structure]:
     """The sides that name what the others state: x in x = 5, f(x) in f(x) = x."""
     names = [side for side in relation.sides if is_name(side)]
-    return [side for side in names if isinstance(side, Call)] or names
+    return [side for side in names if isinstance(side, FunctionCall)] or names
 
 
 def with_point_unnamed(structure: Structure, other: Structure) -> Structure:
     """P(2, 3) as the point (2, 3) where ``other`` is a point."""
-    named = isinstance(structure, Call) and structure.function.startswith("unknown ") and len(structure.arguments) > 1
-    if isinstance(structure, Call) and named and structure.function[-1].isupper() and isinstance(other, Group):
-        return Group("(", ")", structure.arguments)
+    named = (
+        isinstance(structure, FunctionCall)
+        and structure.function.startswith("unknown ")
+        and len(structure.arguments) > 1
+    )
+    if (
+        isinstance(structure, FunctionCall)
+        and named
+        and structure.function[-1].isupper()
+        and isinstance(other, Bracketed)
+    ):
+        return Bracketed("(", ")", structure.arguments)
     return structure
 
 
@@ -107,7 +116,7 @@ def has_names(sides: Sequence[Structure]) -> bool:
 def same_name(one: Structure, two: Structure) -> bool:
     if one == two:
         return True
-    functions = [side for side in (one, two) if isinstance(side, Call)]
+    functions = [side for side in (one, two) if isinstance(side, FunctionCall)]
     return len(functions) == 1 and Symbol("y") in (one, two) and functions[0].function == "unknown f"
 
 
@@ -120,7 +129,9 @@ def assignment(structure: Structure) -> dict[str, Structure] | None:
     found: dict[str, Structure] = {}
     if isinstance(structure, Relation) and structure.operators == ("=",):
         names, values = structure.sides
-        if not (isinstance(names, Group) and isinstance(values, Group) and len(names.items) == len(values.items)):
+        if not (
+            isinstance(names, Bracketed) and isinstance(values, Bracketed) and len(names.items) == len(values.items)
+        ):
             return None
         for name, value in zip(names.items, values.items, strict=True):
             if not isinstance(name, Symbol):
@@ -156,13 +167,13 @@ def items_of(structure: Structure) -> list[Structure] | None:
         return items
     if isinstance(structure, Collection):
         return list(structure.items)
-    if isinstance(structure, Group) and structure.opening + structure.closing == "[]":
+    if isinstance(structure, Bracketed) and structure.opening + structure.closing == "[]":
         return list(structure.items)
     return None
 
 
 def items_in_order(structure: Structure) -> Sequence[Structure] | None:
-    if isinstance(structure, Group):
+    if isinstance(structure, Bracketed):
         return structure.items
     return structure.items if isinstance(structure, Listing) and structure.word != "or" else None
 

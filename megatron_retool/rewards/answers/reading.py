@@ -9,11 +9,11 @@ from fractions import Fraction
 
 from megatron_retool.rewards.answers.expressions import (
     REALS,
-    Call,
+    Bracketed,
     Collection,
     Combination,
     Expression,
-    Group,
+    FunctionCall,
     Listing,
     Matrix,
     Number,
@@ -28,7 +28,7 @@ from megatron_retool.rewards.answers.expressions import (
     is_expression,
     symbols_of,
 )
-from megatron_retool.rewards.answers.grammar import Grammar
+from megatron_retool.rewards.answers.grammar import AnswerGrammar
 from megatron_retool.rewards.answers.spelling import spelled, without_spacing
 from megatron_retool.rewards.answers.tokens import Numeral, Token, UnreadableError, tokens
 from megatron_retool.rewards.answers.units import is_letter_unit, parse_unit, single
@@ -117,7 +117,9 @@ def _scaled_matrix(factor: str, matrix: Matrix, commas: bool) -> Matrix:
     factor = re.sub(r"(?:\\cdot|\\times|\*)\s*\Z", "", factor.strip()).strip()
     expression = integer(-1) if factor == "-" else Reader(commas, units=False).statement(tokens(factor, commas))
     return Matrix(
-        tuple(tuple(Call("mul", (_required(expression), _required(item))) for item in row) for row in matrix.rows)
+        tuple(
+            tuple(FunctionCall("mul", (_required(expression), _required(item))) for item in row) for row in matrix.rows
+        )
     )
 
 
@@ -142,15 +144,15 @@ def _constructed(name: str, rest: str, commas: bool) -> Structure:
         kind = name.partition(".")[2]
         left = kind in ("open", "Lopen") or (len(items) == 4 and items[2] == Symbol("True"))
         right = kind in ("open", "Ropen") or (len(items) == 4 and items[3] == Symbol("True"))
-        return Group("(" if left else "[", ")" if right else "]", items[:2])
+        return Bracketed("(" if left else "[", ")" if right else "]", items[:2])
     if name in ("Matrix", "array", "tensor") and len(items) == 1:
         matrix = as_matrix(items[0])
         return matrix if matrix is not None else items[0]
     if name == "FiniteSet":
         return Collection(items)
     if name == "Tuple":
-        return Group("(", ")", items)
-    if name in ("Set", "set") and len(items) == 1 and isinstance(items[0], (Group, Collection)):
+        return Bracketed("(", ")", items)
+    if name in ("Set", "set") and len(items) == 1 and isinstance(items[0], (Bracketed, Collection)):
         return Collection(items[0].items)
     raise UnreadableError(name)
 
@@ -169,9 +171,9 @@ def _compound_quantity(words: str) -> Quantity | None:
 
 def as_matrix(structure: Structure) -> Matrix | None:
     """[[1, 2], [3, 4]] as a matrix."""
-    if not (isinstance(structure, Group) and structure.opening == "["):
+    if not (isinstance(structure, Bracketed) and structure.opening == "["):
         return None
-    rows = [row.items for row in structure.items if isinstance(row, Group) and row.opening == "["]
+    rows = [row.items for row in structure.items if isinstance(row, Bracketed) and row.opening == "["]
     if len(rows) != len(structure.items) or len({len(row) for row in rows}) != 1:
         return None
     return Matrix(tuple(rows))
@@ -287,7 +289,7 @@ class Reader:
                 return Collection((self.statement(inner),))
             if opening in ("(", "[") and inner and inner[0].text in _OPENING and _matching(inner) == len(inner) - 1:
                 structure = self.statement(inner)
-                return Group(opening, closing, (structure,)) if not is_expression(structure) else None
+                return Bracketed(opening, closing, (structure,)) if not is_expression(structure) else None
             return None
         read = self._without_units().listing(inner)
         if not isinstance(read, Listing) or read.word != ",":
@@ -295,16 +297,16 @@ class Reader:
         if opening in ("\\{", "{"):
             return Collection(read.items)
         if opening == "\\langle":
-            return Group("(", ")", read.items)
-        return Group(opening, closing, read.items)
+            return Bracketed("(", ")", read.items)
+        return Bracketed(opening, closing, read.items)
 
     def _without_units(self) -> Reader:
         return Reader(self._commas, units=False)
 
     def _plain(self, slice_: Sequence[Token]) -> Expression:
-        grammar = Grammar(slice_, units=False)
+        grammar = AnswerGrammar(slice_, units=False)
         expression = grammar.sum()
-        if grammar.token is not None or not isinstance(expression, (Number, Symbol, Call)):
+        if grammar.token is not None or not isinstance(expression, (Number, Symbol, FunctionCall)):
             raise UnreadableError("no expression")
         return expression
 
@@ -314,7 +316,7 @@ class Reader:
         if negative or (len(slice_) > 1 and _currency(slice_[0])):
             currency = _currency(slice_[1 if negative else 0])
             slice_ = [*slice_[:1], *slice_[2:]] if negative else slice_[1:]
-        grammar = Grammar(slice_, self._units)
+        grammar = AnswerGrammar(slice_, self._units)
         read = grammar.sum()
         if grammar.token is not None and grammar.sees("\\pmod", "\\bmod", "\\mod"):
             return Residue(_required(read), self._modulus(grammar.tokens[grammar.position + 1 :]))
@@ -365,7 +367,7 @@ def _is_plain_number(structure: Structure) -> bool:
     """A number, a fraction or a mixed number of numbers, or one times a power of ten."""
     if isinstance(structure, Number):
         return True
-    if not isinstance(structure, Call):
+    if not isinstance(structure, FunctionCall):
         return False
     arguments = structure.arguments
     if structure.function == "neg":
@@ -375,15 +377,18 @@ def _is_plain_number(structure: Structure) -> bool:
     if structure.function == "add":  # as a mixed number is read; 3 + 2 m is a sum
         whole, part = arguments
         return (
-            isinstance(whole, Number) and isinstance(part, Call) and part.function == "div" and _is_plain_number(part)
+            isinstance(whole, Number)
+            and isinstance(part, FunctionCall)
+            and part.function == "div"
+            and _is_plain_number(part)
         )
     power = arguments[-1]
-    is_power = isinstance(power, Call) and power.function == "pow" and power.arguments[0] == integer(10)
+    is_power = isinstance(power, FunctionCall) and power.function == "pow" and power.arguments[0] == integer(10)
     return structure.function == "mul" and isinstance(arguments[0], Number) and is_power
 
 
 def _required(structure: Structure) -> Expression:
-    if isinstance(structure, (Number, Symbol, Call)):
+    if isinstance(structure, (Number, Symbol, FunctionCall)):
         return structure
     raise UnreadableError("no expression")
 

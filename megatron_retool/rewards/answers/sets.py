@@ -10,11 +10,11 @@ from typing import Any
 from megatron_retool.rewards.answers.expressions import (
     INFINITY,
     REALS,
-    Call,
+    Bracketed,
     Collection,
     Combination,
     Expression,
-    Group,
+    FunctionCall,
     Listing,
     Number,
     Relation,
@@ -25,12 +25,12 @@ from megatron_retool.rewards.answers.expressions import (
 from megatron_retool.rewards.answers.tokens import Numeral
 from megatron_retool.rewards.answers.values import Effort, Evaluator, UndefinedError, exact
 
-_MINUS_INFINITY = Call("neg", (INFINITY,))
+_MINUS_INFINITY = FunctionCall("neg", (INFINITY,))
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!=", "=": "="}
 
 
 @dataclass(frozen=True)
-class Piece:
+class SetPiece:
     """One interval; a point has two closed ends that are equal."""
 
     low: Expression
@@ -43,7 +43,7 @@ class Piece:
 class RealSet:
     """Intervals in ascending order, none touching the next; ``variable`` where an inequality named one."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SetPiece, ...]
     variable: str | None = None
 
 
@@ -54,14 +54,14 @@ def real_set(structure: Structure, effort: Effort) -> RealSet | None:
         UndefinedError, UndecidedError: an end has no value, or none within reach.
     """
     if structure == REALS:
-        return RealSet((Piece(_MINUS_INFINITY, False, INFINITY, False),))
-    if isinstance(structure, Group):
+        return RealSet((SetPiece(_MINUS_INFINITY, False, INFINITY, False),))
+    if isinstance(structure, Bracketed):
         return _interval(structure, effort)
     if isinstance(structure, Collection):
-        points = [item for item in structure.items if isinstance(item, (Number, Symbol, Call))]
+        points = [item for item in structure.items if isinstance(item, (Number, Symbol, FunctionCall))]
         if len(points) < len(structure.items):
             return None
-        return _merged([Piece(point, True, point, True) for point in points], None, effort)
+        return _merged([SetPiece(point, True, point, True) for point in points], None, effort)
     if isinstance(structure, Relation):
         return _solved(structure, effort)
     if isinstance(structure, Listing):
@@ -83,16 +83,16 @@ def real_set(structure: Structure, effort: Effort) -> RealSet | None:
     return None
 
 
-def _interval(group: Group, effort: Effort) -> RealSet | None:
-    if len(group.items) != 2 or not all(isinstance(item, (Number, Symbol, Call)) for item in group.items):
+def _interval(group: Bracketed, effort: Effort) -> RealSet | None:
+    if len(group.items) != 2 or not all(isinstance(item, (Number, Symbol, FunctionCall)) for item in group.items):
         return None
     low, high = group.items
-    assert isinstance(low, (Number, Symbol, Call)) and isinstance(high, (Number, Symbol, Call))
+    assert isinstance(low, (Number, Symbol, FunctionCall)) and isinstance(high, (Number, Symbol, FunctionCall))
     low_closed, high_closed = group.opening == "[", group.closing == "]"
     order = _compare(low, high, effort)
     if order > 0 or (order == 0 and not (low_closed and high_closed)):
         return None
-    return RealSet((Piece(low, low_closed and low != _MINUS_INFINITY, high, high_closed and high != INFINITY),))
+    return RealSet((SetPiece(low, low_closed and low != _MINUS_INFINITY, high, high_closed and high != INFINITY),))
 
 
 def _solved(relation: Relation, effort: Effort) -> RealSet | None:
@@ -101,7 +101,7 @@ def _solved(relation: Relation, effort: Effort) -> RealSet | None:
         return None
     sets = []
     for left, operator, right in zip(relation.sides, relation.operators, relation.sides[1:], strict=False):
-        if not (isinstance(left, (Number, Symbol, Call)) and isinstance(right, (Number, Symbol, Call))):
+        if not (isinstance(left, (Number, Symbol, FunctionCall)) and isinstance(right, (Number, Symbol, FunctionCall))):
             return None
         link = _link(left, operator, right, effort)
         if link is None:
@@ -114,7 +114,7 @@ def _link(left: Expression, operator: str, right: Expression, effort: Effort) ->
     names = symbols_of(left) | symbols_of(right)
     if len(names) != 1:
         return None
-    if isinstance(left, Call) and left.function == "abs" and not symbols_of(right):
+    if isinstance(left, FunctionCall) and left.function == "abs" and not symbols_of(right):
         return _absolute(left.arguments[0], operator, right, effort)
     (name,) = names
     if left == Symbol(name) and not symbols_of(right):
@@ -122,7 +122,7 @@ def _link(left: Expression, operator: str, right: Expression, effort: Effort) ->
     elif right == Symbol(name) and not symbols_of(left):
         bound, operator = left, _FLIPPED[operator]
     else:
-        difference = Call("sub", (left, right))
+        difference = FunctionCall("sub", (left, right))
         values = [exact(difference, effort, {name: Fraction(at)}) for at in (0, 1, 3)]
         if values[0] is None or values[1] is None or values[2] is None:
             return None
@@ -131,11 +131,11 @@ def _link(left: Expression, operator: str, right: Expression, effort: Effort) ->
             return None
         bound = Number(Numeral(-values[0] / slope))
         operator = _FLIPPED[operator] if slope < 0 else operator
-    below = Piece(_MINUS_INFINITY, False, bound, operator == "<=")
-    above = Piece(bound, operator == ">=", INFINITY, False)
+    below = SetPiece(_MINUS_INFINITY, False, bound, operator == "<=")
+    above = SetPiece(bound, operator == ">=", INFINITY, False)
     pieces = {
         **{"<": (below,), "<=": (below,), ">": (above,), ">=": (above,), "!=": (below, above)},
-        "=": (Piece(bound, True, bound, True),),
+        "=": (SetPiece(bound, True, bound, True),),
     }[operator]
     return RealSet(pieces, name)
 
@@ -146,7 +146,7 @@ def _absolute(inner: Expression, operator: str, bound: Expression, effort: Effor
     if operator not in ("<", "<=", ">", ">=") or value is None or value < 0:
         return None
     upper = _link(inner, operator, bound, effort)
-    lower = _link(inner, _FLIPPED[operator], Call("neg", (bound,)), effort)
+    lower = _link(inner, _FLIPPED[operator], FunctionCall("neg", (bound,)), effort)
     if upper is None or lower is None:
         return None
     return _folded([lower, upper], operator in (">", ">="), effort)
@@ -166,7 +166,7 @@ def _folded(sets: list[RealSet], union: bool, effort: Effort) -> RealSet | None:
     return RealSet(whole.pieces, variable)
 
 
-def _common(one: Piece, two: Piece, effort: Effort) -> Piece | None:
+def _common(one: SetPiece, two: SetPiece, effort: Effort) -> SetPiece | None:
     order = _compare(one.low, two.low, effort)
     low, low_closed = (one.low, one.low_closed) if order > 0 else (two.low, two.low_closed)
     if order == 0:
@@ -178,7 +178,7 @@ def _common(one: Piece, two: Piece, effort: Effort) -> Piece | None:
     order = _compare(low, high, effort)
     if order > 0 or (order == 0 and not (low_closed and high_closed)):
         return None
-    return Piece(low, low_closed, high, high_closed)
+    return SetPiece(low, low_closed, high, high_closed)
 
 
 def _complement(whole: RealSet) -> RealSet:
@@ -186,22 +186,22 @@ def _complement(whole: RealSet) -> RealSet:
     pieces = []
     for piece in whole.pieces:
         if piece.low != _MINUS_INFINITY:
-            pieces.append(Piece(low, closed, piece.low, not piece.low_closed))
+            pieces.append(SetPiece(low, closed, piece.low, not piece.low_closed))
         low, closed = piece.high, not piece.high_closed  # type: ignore[assignment]
     if low != INFINITY:  # type: ignore[comparison-overlap]
-        pieces.append(Piece(low, closed, INFINITY, False))
+        pieces.append(SetPiece(low, closed, INFINITY, False))
     return RealSet(tuple(pieces), whole.variable)
 
 
-def _merged(pieces: list[Piece], variable: str | None, effort: Effort) -> RealSet:
+def _merged(pieces: list[SetPiece], variable: str | None, effort: Effort) -> RealSet:
     """In ascending order, with pieces joined that overlap or touch."""
-    ordered: list[Piece] = []
+    ordered: list[SetPiece] = []
     for piece in pieces:
         position = 0
         while position < len(ordered) and _starts_before(ordered[position], piece, effort):
             position += 1
         ordered.insert(position, piece)
-    joined: list[Piece] = []
+    joined: list[SetPiece] = []
     for piece in ordered:
         last = joined[-1] if joined else None
         order = -1 if last is None else _compare(last.high, piece.low, effort)
@@ -212,11 +212,11 @@ def _merged(pieces: list[Piece], variable: str | None, effort: Effort) -> RealSe
         high, closed = (piece.high, piece.high_closed) if further > 0 else (last.high, last.high_closed)
         if further == 0:
             closed = piece.high_closed or last.high_closed
-        joined[-1] = Piece(last.low, last.low_closed, high, closed)
+        joined[-1] = SetPiece(last.low, last.low_closed, high, closed)
     return RealSet(tuple(joined), variable)
 
 
-def _starts_before(one: Piece, two: Piece, effort: Effort) -> bool:
+def _starts_before(one: SetPiece, two: SetPiece, effort: Effort) -> bool:
     order = _compare(one.low, two.low, effort)
     return order < 0 or (order == 0 and one.low_closed)
 
@@ -234,7 +234,7 @@ def _compare(left: Expression, right: Expression, effort: Effort) -> int:
     if one is not None and two is not None:
         return (one > two) - (one < two)
     evaluator = Evaluator(60, {}, effort)
-    difference = evaluator.value(Call("sub", (left, right)))
+    difference = evaluator.value(FunctionCall("sub", (left, right)))
     if abs(difference.imag) > 1e-30:
         raise UndefinedError("no real number")
     return 0 if abs(difference) < 1e-40 else 1 if difference.real > 0 else -1

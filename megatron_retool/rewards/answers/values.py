@@ -15,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from megatron_retool.rewards.answers.expressions import INFINITY, PI, Call, E, Expression, I, Number, Symbol
+from megatron_retool.rewards.answers.expressions import INFINITY, PI, E, Expression, FunctionCall, I, Number, Symbol
 
 _MAX_BITS = 50_000
 _MAX_COUNT = 3000
@@ -328,7 +328,7 @@ _FUNCTIONS: Mapping[str, Any] = {
 _OF_THEIR_OWN_SIZE = frozenset(("pow", "root", "exp", "sinh", "cosh", "factorial", "binomial"))
 
 
-def _is_small(expression: Call) -> bool:
+def _is_small(expression: FunctionCall) -> bool:
     """May the expression be worth an exact look before it is evaluated numerically?"""
     return expression.function in ("pow", "factorial", "binomial", "floor", "ceil", "gcd", "lcm", "max", "min", "root")
 

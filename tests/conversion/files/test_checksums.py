@@ -12,8 +12,8 @@ from conversion.files import checksums
 from conversion.files.checksums import (
     COMPLETE_NAME,
     DamagedError,
+    FilePart,
     FileRecord,
-    Part,
     file_record,
     find_faults,
     has_checksums,
@@ -132,7 +132,7 @@ def test_markers_of_earlier_versions_are_accepted(tmp_path: Path, content: str) 
 
 
 def test_a_file_in_parts_has_a_hash_for_each(tmp_path: Path) -> None:
-    parts = tuple(Part(len(data), xxh3_128_hexdigest(data)) for data in (b"first", b"second"))
+    parts = tuple(FilePart(len(data), xxh3_128_hexdigest(data)) for data in (b"first", b"second"))
     (tmp_path / "a b").write_bytes(b"firstsecond")
     write_marker(tmp_path, {"a b": FileRecord(parts)})
     assert read_marker(tmp_path) == {"a b": FileRecord(parts)} and find_faults(tmp_path) == []

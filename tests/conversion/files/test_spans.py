@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_hexdigest
 
 from conversion.files import spans
-from conversion.files.checksums import Part
+from conversion.files.checksums import FilePart
 from conversion.files.spans import SpanWriter, read_into
 
 
@@ -27,7 +27,7 @@ def test_pieces_follow_each_other(tmp_path: Path, monkeypatch, pieces: list[byte
     for piece in pieces:
         writer.write(piece)
     os.close(descriptor)
-    assert writer.part == Part(len(whole), xxh3_128_hexdigest(whole))
+    assert writer.part == FilePart(len(whole), xxh3_128_hexdigest(whole))
     assert path.read_bytes() == b"." * position + whole + b"." * (3000 - position - len(whole))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_retool.data.demo.tokenizer import CHAT_TEMPLATE
 from sglang_rollout.agent.tool_call_formats import HermesFormat, ReToolFormat
-from sglang_rollout.agent.turn_glue import ChatTemplateError, TurnGlue
+from sglang_rollout.agent.turn_glue import TurnGlue, TurnGlueError
 from tests.sglang_rollout.agent.markov_policy import TEMPLATES, build_tokenizer
 
 HERMES = HermesFormat()
@@ -108,21 +108,21 @@ def test_a_template_without_tool_messages_is_refused():
         "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    with pytest.raises(ChatTemplateError, match="does not show the content of tool messages"):
+    with pytest.raises(TurnGlueError, match="does not show the content of tool messages"):
         TurnGlue(tokenizer, HERMES, 100).render(["1"])
 
 
 def test_a_template_without_an_end_of_turn_token_is_refused():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(ChatTemplateError, match="special token"):
+    with pytest.raises(TurnGlueError, match="special token"):
         TurnGlue(tokenizer, HERMES, 100)
 
 
 def test_a_template_that_raises_is_reported():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only users may speak') }}"
-    with pytest.raises(ChatTemplateError, match="only users may speak"):
+    with pytest.raises(TurnGlueError, match="only users may speak"):
         TurnGlue(tokenizer, HERMES, 100)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_rollout.gateway.conversation import Call
+from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.session_tree import seed_of
 from tests.sglang_rollout.gateway.scripted_sampler import RandomSampler
@@ -50,7 +50,9 @@ class RandomAgent:
 
     async def ask(self, history, choices: int = 1) -> None:
         """Go on from ``history`` with one of the answers, and what follows it."""
-        call = Call(history, tools=self.draw(st.sampled_from([None, TOOLS])), choices=choices, max_tokens=20)
+        call = ConversationCall(
+            history, tools=self.draw(st.sampled_from([None, TOOLS])), choices=choices, max_tokens=20
+        )
         answers = await self.session.answer(call)
         self.answered += choices
         shown = ["<|im_start|>assistant" if each["role"] == "assistant" else each["content"] for each in history]
@@ -93,7 +95,7 @@ class RandomAgent:
                     message["content"] = ""
         if deed == "cut":
             self.sampler.held = asyncio.Event()
-            task = asyncio.create_task(self.session.answer(Call(history, max_tokens=20)))
+            task = asyncio.create_task(self.session.answer(ConversationCall(history, max_tokens=20)))
             for _ in range(3):
                 await asyncio.sleep(0)
             task.cancel()
@@ -155,7 +157,7 @@ def test_a_conversation_that_only_grows_is_one_segment(tokenizer, open_session):
         session = open_session(sampler)
         history = STARTS[1]
         for turn in range(6):
-            (answer,) = await session.answer(Call(history, tools=TOOLS, max_tokens=50))
+            (answer,) = await session.answer(ConversationCall(history, tools=TOOLS, max_tokens=50))
             results = [{"role": "tool", "tool_call_id": call.id, "content": f"{turn}"} for call in answer.calls]
             history = [*history, answer.message(), *(results or [{"role": "user", "content": "more"}])]
         (segment,) = await session.close()
@@ -175,9 +177,9 @@ def test_a_known_turn_keeps_its_ids_in_a_new_history(tokenizer, open_session):
         sampler.random.random = lambda: 0.0
         session = open_session(sampler)
         question = {"role": "user", "content": "question"}
-        (answer,) = await session.answer(Call([question]))
+        (answer,) = await session.answer(ConversationCall([question]))
         summary = [{"role": "user", "content": "In short."}, answer.message(), {"role": "user", "content": "And?"}]
-        await session.answer(Call(summary))
+        await session.answer(ConversationCall(summary))
         first, second = await session.close()
         letters = sampler.log[0].result.output_ids
         assert len(letters) == 9
@@ -197,10 +199,10 @@ def test_stripped_thinking_begins_a_segment(tokenizer, open_session):
         sampler.random.randint = lambda low, high: 1
         sampler.random.random = lambda: 0.0
         history = [{"role": "user", "content": "question"}]
-        (answer,) = await session.answer(Call(history))
+        (answer,) = await session.answer(ConversationCall(history))
         said = answer.message()
         said["content"] = said["content"].partition("</think>\n")[2]
-        await session.answer(Call([*history, said, {"role": "user", "content": "And?"}]))
+        await session.answer(ConversationCall([*history, said, {"role": "user", "content": "And?"}]))
         _, second = await session.close()
         assert "<think>" not in tokenizer.decode(second.prompt_ids.tolist())
 
@@ -212,10 +214,10 @@ def test_answers_of_one_history_have_seeds_of_their_own(tokenizer, open_session)
         sampler = RandomSampler(tokenizer)
         session = open_session(sampler, seed=11)
         history = [{"role": "user", "content": "question"}]
-        await session.answer(Call(history, choices=3))
-        await session.answer(Call(history))
-        await session.answer(Call([{"role": "user", "content": "another"}]))
-        await session.answer(Call(history, seed=5))
+        await session.answer(ConversationCall(history, choices=3))
+        await session.answer(ConversationCall(history))
+        await session.answer(ConversationCall([{"role": "user", "content": "another"}]))
+        await session.answer(ConversationCall(history, seed=5))
         seeds = [each.seed for each in sampler.log]
         assert len(set(seeds[:4])) == 4 and seeds[0] == seeds[4] == 11 and seeds[5] == 5
 
@@ -230,18 +232,18 @@ def test_a_call_that_is_cut_leaves_its_seed_to_the_next(tokenizer, open_session)
         session = open_session(sampler, seed=11)
         history = [{"role": "user", "content": "question"}]
         sampler.held = asyncio.Event()
-        waiting = [asyncio.create_task(session.answer(Call(history))) for _ in range(3)]
+        waiting = [asyncio.create_task(session.answer(ConversationCall(history))) for _ in range(3)]
         while sampler.started < 3:
             await asyncio.sleep(0)
         for place in (0, 1):
             waiting[place].cancel()
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         with pytest.raises(ApiError):
-            await session.answer(Call(history, choices=99))
+            await session.answer(ConversationCall(history, choices=99))
         sampler.held.set()
         await waiting[2]
-        await session.answer(Call(history, choices=2))
-        await session.answer(Call(history))
+        await session.answer(ConversationCall(history, choices=2))
+        await session.answer(ConversationCall(history))
         assert [each.seed for each in sampler.log] == [seed_of(11, draw) for draw in (2, 0, 1, 3)]
 
     asyncio.run(run())

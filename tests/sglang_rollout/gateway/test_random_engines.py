@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_retool.config import RolloutConfig
 from sglang_rollout.engine.base import EngineUnavailable, GenerateResult
 from sglang_rollout.engine.pool import EnginePool
-from sglang_rollout.gateway.conversation import Call
+from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.rollout_statistics import RolloutStatistics
@@ -94,7 +94,7 @@ async def done(deed: str, session, sampler, engine, history, draw) -> list:
     """The answers of a deed."""
 
     def asked() -> asyncio.Task:
-        return asyncio.create_task(session.answer(Call(history, max_tokens=40)))
+        return asyncio.create_task(session.answer(ConversationCall(history, max_tokens=40)))
 
     if deed == "two at once":
         return [answer for (answer,) in await asyncio.gather(asked(), asked())]
@@ -135,7 +135,7 @@ def test_tokens_of_interrupted_calls_follow_from_their_contexts(tokenizer, open_
                     for call in said.get("tool_calls", ())
                 ]
                 history = [*history, said, *(results or [{"role": "user", "content": f"go on {number}"}])]
-        last = asyncio.create_task(session.answer(Call(history, max_tokens=40)))
+        last = asyncio.create_task(session.answer(ConversationCall(history, max_tokens=40)))
         await later(data.draw)
         answered += last.done() and last.exception() is None
         segments = await session.close()

@@ -12,7 +12,7 @@ from megatron_retool.config import RolloutConfig
 from megatron_retool.routed_experts import missing_rows
 from sglang_rollout.engine.base import EngineUnavailable, GenerateResult
 from sglang_rollout.engine.pool import EnginePool
-from sglang_rollout.gateway.conversation import Call
+from sglang_rollout.gateway.conversation import ConversationCall
 from sglang_rollout.gateway.errors import ApiError
 from sglang_rollout.gateway.sampler import PoolSampler
 from sglang_rollout.rollout_statistics import RolloutStatistics
@@ -79,7 +79,7 @@ def make_sampler(engine, restart=None, **settings):
     return PoolSampler(EnginePool(engine, ["one"], RolloutConfig(), statistics, restart), statistics, **settings)
 
 
-CALL = Call([{"role": "user", "content": "question"}], max_tokens=LENGTH)
+CALL = ConversationCall([{"role": "user", "content": "question"}], max_tokens=LENGTH)
 
 
 async def until_it_samples(engine) -> None:
@@ -96,7 +96,9 @@ def test_a_pause_is_not_noticed(open_session):
         call = asyncio.create_task(session.answer(CALL))
         await until_it_samples(engine)
         await sampler.pause()
-        held = asyncio.create_task(session.answer(Call([{"role": "user", "content": "later"}], max_tokens=3)))
+        held = asyncio.create_task(
+            session.answer(ConversationCall([{"role": "user", "content": "later"}], max_tokens=3))
+        )
         await asyncio.sleep(1.2)  # longer than the session may live
         assert len(engine.requests) == 1 and not call.done() and not held.done()
         engine.version = 2
