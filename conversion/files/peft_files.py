@@ -6,7 +6,6 @@ Only safetensors are read. Older files (adapter_model.bin) are pickled, and read
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,32 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from conversion.files.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesError, read_peft_config
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import Mapping as WeightMapping
-from megatron_retool.errors import InputError
 from megatron_retool.runs.files import write_text
-from megatron_retool.untrusted import load_json, quoted
+from megatron_retool.untrusted import quoted
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-_PICKLED_NAME = "adapter_model.bin"
 _PREFIX = "base_model.model."
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_rslora": (None, False),
-    "use_dora": (None, False),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "lora_bias": (None, False),
-}
-"""Settings of peft that change what an adapter is, and their values that do not."""
-
-
-class PeftFilesError(InputError):
-    """A directory's adapter cannot be read, or is not of this model. The message names the file and what to do."""
 
 
 def write_peft(directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> None:
@@ -85,21 +65,9 @@ class PeftFiles:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        config = self._config()
-        rank = self._number(config, "r")
-        if not (rank >= 1 and rank == int(rank)):
-            raise PeftFilesError(f"{self._in_config('r', config)}: give a whole number of at least 1")
-        self.rank = int(rank)
-        self.alpha = self._number(config, "lora_alpha")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise PeftFilesError(f"{self._in_config('lora_alpha', config)}: give a number above 0")
+        config = read_peft_config(self.directory)
+        self.rank, self.alpha = config.rank, config.alpha
         self._path = self.directory / WEIGHTS_NAME
-        if not self._path.is_file():
-            pickled = (self.directory / _PICKLED_NAME).is_file()
-            why = (
-                f"{_PICKLED_NAME} is pickled and not read: save the adapter with peft again" if pickled else "fetch it"
-            )
-            raise PeftFilesError(f"{self.directory} has no {WEIGHTS_NAME}: {why}")
         try:
             file: Any = safe_open(self._path, "pt")
             self._file = file
@@ -150,31 +118,6 @@ class PeftFiles:
                 raise PeftFilesError(f"{self._path}: {_PREFIX + name} holds a number that is not finite")
             found.append(tensor)
         return found
-
-    def _config(self) -> dict[str, Any]:
-        path = self.directory / CONFIG_NAME
-        if not path.is_file():
-            raise PeftFilesError(f"{self.directory} has no {CONFIG_NAME}: give a directory that peft has written")
-        try:
-            config = load_json(path.read_bytes())
-        except (ValueError, OSError) as error:
-            raise PeftFilesError(f"{path} cannot be read: {error}") from error
-        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-            kind = config.get("peft_type") if isinstance(config, dict) else config
-            raise PeftFilesError(f"{path}: peft_type={quoted(kind)}: only LORA is read")
-        for name, neutral in _NEUTRAL.items():
-            if config.get(name) not in neutral:
-                raise PeftFilesError(f"{self._in_config(name, config)}: the learner's adapters are plain LoRA")
-        return config
-
-    def _number(self, config: dict[str, Any], name: str) -> float:
-        value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise PeftFilesError(f"{self._in_config(name, config)}: give a number")
-        return value
-
-    def _in_config(self, name: str, config: dict[str, Any]) -> str:
-        return f"{self.directory / CONFIG_NAME}: {name}={quoted(config.get(name))}"
 
 
 def factor_shapes(mappings: Iterable[WeightMapping], targets: Collection[str], rank: int) -> dict[str, tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from conversion.files.peft_config import PeftFilesError, read_peft_config
 from conversion.model.adapter_map import TARGETS, why_not
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
@@ -132,6 +133,33 @@ class LoraConfig:
     left out."""
     seed: int = not_negative(0, maximum=2**31 - 1)
     """Of the adapters' first values, which are the same in every parallel layout."""
+    path: str | None = None
+    """Directory with the files of peft (adapter_config.json, adapter_model.safetensors) that the policy's adapters
+    begin with, in place of fresh ones. Their rank, alpha and targets have to be these."""
+
+    def check_files(self) -> None:
+        """Raise ConfigError where ``path`` has no adapter of this rank and alpha."""
+        if not (self.rank and self.path):
+            return
+        said = f"learner.lora.path={self.path}"
+        try:
+            found = read_peft_config(self.path)
+        except PeftFilesError as error:
+            raise ConfigError(f"{said}: {error}") from error
+        for name in ("rank", "alpha"):
+            theirs, own = getattr(found, name), getattr(self, name)
+            if theirs != own:
+                raise ConfigError(
+                    f"{said} has {name} {theirs:g}: set learner.lora.{name}={theirs:g} in place of {own:g}"
+                )
+
+    def check_reference(self) -> None:
+        """Raise ConfigError where the model without its adapters is not the policy that a run begins with."""
+        if self.rank and self.path:
+            raise ConfigError(
+                f"learner.lora.path={self.path} does not go with a reference policy, which would be the model without "
+                "that adapter: merge the adapter into the model first, or leave out what needs the reference"
+            )
 
     def check(self, key: str) -> None:
         """Raise ConfigError where ``targets`` are not some of those that there are."""
@@ -372,6 +400,7 @@ class LearnerConfig:
         """Raise ConfigError where the model has parts among learner.lora.targets that no adapter can change."""
         if not self.lora.rank:
             return
+        self.lora.check_files()
         if reason := why_not(architecture, self.lora.targets):
             raise ConfigError(
                 f"learner.lora.targets={self.lora.targets} does not fit family {architecture.family}: {reason}; leave "

@@ -93,7 +93,7 @@ READERS: tuple[_Reader, ...] = (
     ),
     _Reader(
         "learner.lora",
-        ("alpha", "targets", "seed"),
+        ("alpha", "targets", "seed", "path"),
         lambda value: bool(value("learner.lora.rank")),
         "learner.lora.rank above 0",
     ),

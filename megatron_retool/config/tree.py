@@ -86,6 +86,8 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
+    if Need.REFERENCE in algorithm.needs:
+        learner.lora.check_reference()
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:
         raise ConfigError(

@@ -383,7 +383,8 @@ TABLE: tuple[VerlKey, ...] = (
     *(VerlKey(f"{MODEL}.{name}", ("learner.lora.targets",), "kinds of matrices: attention, mlp, experts")
       for name in ("target_modules", "lora.target_modules")),
     *_rows(MODEL, "exclude_modules lora.exclude_modules", "adapters are chosen by kind: learner.lora.targets"),
-    *_rows(MODEL, "lora_adapter_path lora.adapter_path", "a run begins with fresh adapters: merge this one first"),
+    *(VerlKey(f"{MODEL}.{name}", ("learner.lora.path",), "has to have this rank and alpha")
+      for name in ("lora_adapter_path", "lora.adapter_path")),
     *_rows(MODEL, "lora.*", "adapters without dropout, as learner.lora describes them"),
     *_rows(MODEL, "use_remove_padding use_fused_kernels fused_kernel_options.* use_liger use_shm tiled_mlp.* "
            "enable_activation_offload", _FUSED),

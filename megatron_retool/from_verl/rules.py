@@ -119,11 +119,6 @@ def other_training(values: VerlValues) -> Settings:
     Raises:
         ConfigError: the file asks for one.
     """
-    if values.get(f"{MODEL}.lora_adapter_path"):
-        raise ConfigError(
-            f"{MODEL}.lora_adapter_path={values.get(f'{MODEL}.lora_adapter_path')}: a run begins with fresh "
-            "adapters: merge this one into the model, take the merged model's path and leave the key out (docs/lora.md)"
-        )
     if values.is_true("distillation.enabled"):
         raise ConfigError(
             "distillation.enabled=true: distillation from a teacher is not supported: set it to false in the file to "
@@ -160,6 +155,8 @@ def adapters(values: VerlValues) -> Settings:
     if not isinstance(rank, int) or rank < 0:
         raise ConfigError(f"{prefix}rank={rank!r} is no rank: give a whole number, or 0 to train all weights")
     found: Settings = {"learner.lora.rank": rank, "learner.lora.alpha": float(values.number(f"{prefix}alpha", alpha))}
+    if path := values.get(f"{prefix}adapter_path"):
+        found["learner.lora.path"] = str(path)
     key = f"{MODEL}.target_modules" if prefix.endswith("_") else f"{prefix}target_modules"
     named = values.get(key)
     if isinstance(named, (list, tuple)):

@@ -37,10 +37,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
+from conversion.files.peft_config import PeftFilesError
+from conversion.files.peft_files import PeftFiles
 from conversion.model.adapter_map import factor_mappings, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.rules import Arrangement
-from conversion.model.weight_map import Mapping, RowSegment, shard, shard_shape
+from conversion.model.weight_map import Mapping, RowSegment, WeightMap, shard, shard_shape
 from megatron_retool.config import ConfigError, LoraConfig
 from megatron_retool.learner.attention import rms_norm
 from megatron_retool.learner.latent_attention import ReplicatedLinear
@@ -170,6 +172,35 @@ def _initial_a(factor: Mapping, settings: LoraConfig) -> Tensor:
     shape = factor.hf_shapes[0]
     generator = torch.Generator().manual_seed(zlib.crc32(factor.hf_names[0].encode()) + (settings.seed << 32))
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+
+
+def stored_factors(adapter: Adapter, files: PeftFiles) -> list[Tensor]:
+    """This rank's parts of an adapter's factors in peft's files, of the files' rank: every A, then every B. Float32.
+
+    Raises:
+        PeftFilesError: a number is not finite.
+    """
+    named = zip(factor_mappings(adapter.mapping, files.rank), files.factors(adapter.mapping), strict=True)
+    return [shard(factor, whole, adapter.tp_size, adapter.tp_rank) for factor, whole in named]
+
+
+@torch.no_grad()
+def begin_with_files(chunks: Sequence[PackedModel], architecture: Architecture, settings: LoraConfig) -> None:
+    """Fill adapters of a model from the files of peft that ``settings.path`` names.
+
+    Raises:
+        ConfigError: they are not of this model, or of another rank, alpha or other targets.
+    """
+    said = f"learner.lora.path={settings.path}"
+    try:
+        settings.check_files()
+        files = PeftFiles(settings.path or "")
+        files.check(WeightMap(architecture), settings.targets)
+        for adapter in adapters(chunks):
+            for parameter, value in zip((*adapter.a, *adapter.b), stored_factors(adapter, files), strict=True):
+                parameter.copy_(value)
+    except PeftFilesError as error:
+        raise ConfigError(f"{said}: {error}") from error
 
 
 class _Adapted:

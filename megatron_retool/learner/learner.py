@@ -106,6 +106,8 @@ class Learner:
             raise ConfigError(f"role={role!r} is neither actor nor critic")
         if role == "critic" and with_reference:
             raise ConfigError("a critic has no reference policy: build it with with_reference=False")
+        if with_reference:
+            config.learner.lora.check_reference()
         if architecture is None:
             if hf_dir is None:
                 raise ConfigError("model.path is empty: the learner needs a Hugging Face directory")
@@ -157,6 +159,8 @@ class Learner:
         self._base_is_reference = with_reference and bool(config.learner.lora.rank)
         if config.learner.lora.rank:
             adapters.attach(chunks, architecture, config.learner.lora)
+            if config.learner.lora.path and role == "actor":
+                adapters.begin_with_files(chunks, architecture, config.learner.lora)
         self.reference_chunks: list[PackedModel] | None = None
         if with_reference and not self._base_is_reference:
             self.reference_chunks = frozen_copy(

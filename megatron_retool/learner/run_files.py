@@ -25,13 +25,14 @@ from torch.nn import Parameter
 from conversion.files.adapter_checkpoint import record_of
 from conversion.files.directory import publish
 from conversion.files.dist_checkpoint import DistCheckpointError
-from conversion.files.peft_files import PeftFiles, PeftFilesError, factor_shapes, write_peft
+from conversion.files.peft_config import PeftFilesError
+from conversion.files.peft_files import PeftFiles, factor_shapes, write_peft
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import Mapping, WeightMap, shard
 from megatron_retool.config import LoraConfig
 from megatron_retool.learner import data_parallel
 from megatron_retool.learner.adapter_slot import AdapterSlot, padded
-from megatron_retool.learner.adapters import Adapter, adapters
+from megatron_retool.learner.adapters import Adapter, adapters, stored_factors
 from megatron_retool.learner.checkpoint.state import adapter_record, optimizer_step
 from megatron_retool.learner.weights import all_gather_gradient_shards, gather_mapped, gradient_value
 from megatron_retool.runs.checkpoints import SaveError
@@ -102,7 +103,7 @@ def load_run(slot: AdapterSlot, run: str, directory: str | Path, *, with_optimiz
             )
         weight_map = WeightMap(slot.learner.architecture)
         files.check(weight_map, settings.targets)
-        factors = {id(adapter): local_factors(adapter, files) for adapter in adapters(slot.learner.model_chunks)}
+        factors = {id(adapter): stored_factors(adapter, files) for adapter in adapters(slot.learner.model_chunks)}
         held, step = _read_optimizer(slot, settings, place) if with_optimizer else ([], 0)
         return factors, held, step
 
@@ -111,12 +112,6 @@ def load_run(slot: AdapterSlot, run: str, directory: str | Path, *, with_optimiz
     for each in held:
         each.put(step)
     slot.set_steps(step)
-
-
-def local_factors(adapter: Adapter, files: PeftFiles) -> list[Tensor]:
-    """This rank's parts of an adapter's factors in peft's files, of the files' rank."""
-    named = zip(factor_mappings(adapter.mapping, files.rank), files.factors(adapter.mapping), strict=True)
-    return [shard(factor, whole, adapter.tp_size, adapter.tp_rank) for factor, whole in named]
 
 
 def _check_same(files: PeftFiles, settings: LoraConfig) -> None:

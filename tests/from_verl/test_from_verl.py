@@ -299,7 +299,6 @@ def test_a_data_source_without_a_grader_is_left_to_decide(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "merge this one into the model"),
         ("actor_rollout_ref.model.lora_rank=0.5", "no rank: give a whole number"),
         ("distillation.enabled=True", "distillation"),
     ],
@@ -328,6 +327,13 @@ def test_adapters_are_translated(overrides, expected, asked, tmp_path):
     assert status == 0 and (lora.rank, lora.alpha, lora.targets) == expected
     decisions = printed.partition("to decide")[2]
     assert asked in decisions and ("target_modules" in decisions or "exclude_modules" in decisions) == bool(asked)
+
+
+@pytest.mark.parametrize("prefix", ["lora_", "lora."])
+def test_an_adapter_to_start_from_is_translated(prefix, tmp_path):
+    given = [f"actor_rollout_ref.model.{prefix}{text}" for text in ("rank=8", "adapter_path=/adapter")]
+    status, config, _ = from_verl(script(tmp_path, *BASE, *given), tmp_path)
+    assert status == 0 and config.learner.lora.path == "/adapter"
 
 
 def test_no_lora_is_no_question(tmp_path):
