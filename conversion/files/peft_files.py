@@ -18,7 +18,7 @@ from torch import Tensor
 from conversion.files.peft_config import CONFIG_NAME, WEIGHTS_NAME, PeftFilesError, read_peft_config
 from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.weight_map import Mapping as WeightMapping
-from megatron_retool.runs.files import write_text
+from megatron_retool.runs.files import atomic_write, write_text
 from megatron_retool.untrusted import quoted
 
 _PREFIX = "base_model.model."
@@ -35,8 +35,8 @@ def write_peft(directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha:
     """
     directory.mkdir()
     named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-    # Not save_file, whose files no other user may read.
-    (directory / WEIGHTS_NAME).write_bytes(save(named, metadata={"format": "pt"}))
+    with atomic_write(directory / WEIGHTS_NAME) as file:  # not save_file, whose files no other user may read
+        file.write(save(named, metadata={"format": "pt"}))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

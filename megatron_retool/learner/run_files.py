@@ -36,6 +36,7 @@ from megatron_retool.learner.adapters import Adapter, adapters, stored_factors
 from megatron_retool.learner.checkpoint.state import adapter_record, optimizer_step
 from megatron_retool.learner.weights import all_gather_gradient_shards, gather_mapped, gradient_value
 from megatron_retool.runs.checkpoints import SaveError
+from megatron_retool.runs.files import atomic_write
 from megatron_retool.target_sequences import RequestRefused
 
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -73,7 +74,8 @@ def save_run(slot: AdapterSlot, run: str, directory: str | Path, *, with_optimiz
         _write_peft(slot, settings, tensors, place)
         replace(record, rank=settings.rank, alpha=settings.alpha).write(place)
         if with_optimizer:
-            (place / OPTIMIZER_NAME).write_bytes(save(states, metadata={"format": "pt", "step": str(step)}))
+            with atomic_write(place / OPTIMIZER_NAME) as file:
+                file.write(save(states, metadata={"format": "pt", "step": str(step)}))
 
     _write(Path(directory), write)
 
