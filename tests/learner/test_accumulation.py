@@ -42,6 +42,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts, ep2": ("qwen3_moe", 2, {EP: 2}),
     "experts, tp2 sp etp2": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 2}),
 }
+FOUR: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "pp2, dp2, overlap": ("qwen3", 4, {PP: 2, **OVERLAP}),
+    "tp2 sp, pp2": ("qwen3", 4, {TP: 2, SP: True, PP: 2}),
+    "cp2, dp2": ("qwen3", 4, {CP: 2}),
+    "experts, ep2, dp2 of experts": ("qwen3_moe", 4, {EP: 2}),
+}
 BAR, NORM_BAR = 1e-5, 1e-6
 
 
@@ -103,7 +109,8 @@ def compare_layout(world: int, settings: dict[str, Any], directory: Path) -> dic
 
 
 def _compare_all(world: int, directory: Path, names: list[str]) -> dict[str, dict[str, float]]:
-    return {name: compare_layout(world, LAYOUTS[name][2], directory / LAYOUTS[name][0]) for name in names}
+    layouts = {**LAYOUTS, **FOUR}
+    return {name: compare_layout(world, layouts[name][2], directory / layouts[name][0]) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +130,21 @@ def found(references: Path) -> dict[str, dict[str, float]]:
     return together
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_gradients_and_step_are_the_references(found: dict[str, dict[str, float]], layout: str) -> None:
-    figures = found[layout]
+def _within(figures: dict[str, float]) -> None:
     assert figures.keys() == {"cross-entropy", "gspo", "ppo", "grad_norm", "gradient", "step"}
     bars = {"grad_norm": NORM_BAR}
     assert not {name: value for name, value in figures.items() if not value <= bars.get(name, BAR)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_gradients_and_step_are_the_references(found: dict[str, dict[str, float]], layout: str) -> None:
+    _within(found[layout])
+
+
+@pytest.mark.slow
+def test_outputs_gradients_and_step_are_the_references_on_four_ranks(references: Path) -> None:
+    for figures in run_ranks(_compare_all, 4, references / "ranks4", 4, references, list(FOUR)).values():
+        _within(figures)
 
 
 AS_UPDATES: dict[str, tuple[int, int, dict[str, Any]]] = {

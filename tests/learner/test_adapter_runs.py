@@ -40,6 +40,14 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp2": ("qwen3", 2, {CP: 2}),
     "experts, tp2 sp etp1": ("qwen3_moe", 2, {TP: 2, SP: True, ETP: 1}),
 }
+FOUR: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "experts, ep2, dp2 of experts, bfloat16": ("qwen3_moe", 4, {EP: 2, "dtype": "bfloat16"}),
+    "tp2 sp, dp2, overlap": (
+        "qwen3",
+        4,
+        {TP: 2, SP: True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+}
 
 
 def _learner(world: int, layout: dict[str, Any], directory: Path, rank: int = SLOT, **lora: Any) -> Any:
@@ -121,7 +129,7 @@ def _interleaved(world: int, layout: dict[str, Any], directory: Path) -> dict[st
 def _both(world: int, directory: Path, names: list[str]) -> dict[str, Any]:
     made = {}
     for name in names:
-        family, _, layout = LAYOUTS[name]
+        family, _, layout = {**LAYOUTS, **FOUR}[name]
         made[name] = (_alone(world, layout, directory / family), _interleaved(world, layout, directory / family))
     return made
 
@@ -145,7 +153,10 @@ def taken_turns(models: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_that_take_turns_are_what_each_is_by_itself(taken_turns: dict[str, Any], layout: str) -> None:
-    alone, together = taken_turns[layout]
+    _assert_each_by_itself(layout, *taken_turns[layout])
+
+
+def _assert_each_by_itself(layout: str, alone: dict[str, Any], together: dict[str, Any]) -> None:
     assert alone.keys() == together.keys() == RUNS.keys()
     for name, (rank, _, _) in RUNS.items():
         expected, found = alone[name], together[name]
@@ -182,7 +193,7 @@ def _next(runs: Any, name: str = "small") -> dict[str, Any]:
 def _save(world: int, directory: Path, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
-        family, _, layout = LAYOUTS[name]
+        family, _, layout = {**LAYOUTS, **FOUR}[name]
         runs = _runs(_learner(world, layout, directory / family))
         _begin(runs, "one", 1)
         _begin(runs, "small", 3)
@@ -221,7 +232,7 @@ def _load(world: int, directory: Path, names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(models: Path) -> dict[str, Any]:
-    (models / "saved").mkdir()
+    (models / "saved").mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     for world in (1, 2):
         names = [name for name, (_, size, _) in LAYOUTS.items() if size == world]
@@ -238,12 +249,24 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any], bar: float) -
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_from_its_files_as_often_as_they_are_loaded(saved: dict[str, Any], layout: str) -> None:
-    found = saved[layout]
+    _assert_goes_on(saved[layout])
+
+
+def _assert_goes_on(found: dict[str, Any]) -> None:
     for again in found["again"]:
         _assert_equal(again, found["next"], 0.0)
     assert found["weights"]["losses"][0] == found["next"]["losses"][0]
     assert found["weights"]["losses"][2] != found["next"]["losses"][2], "the moments begin anew"
     assert found["pending"] > 0
+
+
+@pytest.mark.slow
+def test_runs_take_turns_and_go_on_from_files_on_four_ranks(models: Path) -> None:
+    for layout, both in run_ranks(_both, 4, models / "turns4", 4, models, list(FOUR)).items():
+        _assert_each_by_itself(layout, *both)
+    (models / "saved").mkdir(exist_ok=True)
+    for found in run_ranks(_save, 4, models / "save4", 4, models, list(FOUR)).values():
+        _assert_goes_on(found)
 
 
 def test_a_run_goes_on_in_another_layout_and_among_adapters_of_another_rank(
