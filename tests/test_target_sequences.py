@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,10 @@ def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
 def test_a_step_with_a_number_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(RequestRefused, match=f"{name}="):
         OptimizerStep(**{"learning_rate": 1e-3} | {name: value})
+
+
+def test_a_refusal_stays_short_and_whole_between_processes() -> None:
+    refusal = RequestRefused(f"run {'x' * 10**6!r}: there is none of that name")
+    again = pickle.loads(pickle.dumps(refusal))
+    assert isinstance(again, RequestRefused) and str(again) == str(refusal)
+    assert len(str(refusal)) < 5000 and str(refusal).endswith("there is none of that name")
