@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from megatron_retool.cluster.learner_failures import LearnerDied
 from megatron_retool.cluster.log_prob_check import LogProbCheck, ScoringLearner
 from megatron_retool.monitor.metrics import StepTimer
 from megatron_retool.monitor.phases import Phase
-from sglang_rollout.engine.base import EngineStartError
+from sglang_rollout.engine.base import AdapterEngine, EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 SYNC_ATTEMPTS = 3
@@ -80,8 +80,7 @@ class EngineWeights:
             async with self._gpu_phases.syncing():
                 for left in reversed(range(SYNC_ATTEMPTS)):
                     try:
-                        senders = self._engines.by_sender(self._engines.urls)
-                        metrics = await self._source().sync_weights(senders, version)
+                        metrics = await self._send(self._engines.urls, version)
                         break
                     except WeightSyncError as error:
                         if not left:
@@ -95,6 +94,14 @@ class EngineWeights:
                 # Those of earlier comparisons: the first sync of a run belongs to no step.
                 metrics = metrics | self._check.take_metrics()
                 await self._check.compare()
+        return metrics
+
+    async def _send(self, urls: Sequence[str], version: int) -> dict[str, float]:
+        assert self._source is not None
+        urls = list(urls)  # those of the engines change with a restart
+        metrics = await self._source().sync_weights(self._engines.by_sender(urls), version)
+        if isinstance(self._engines.engine, AdapterEngine):
+            await self._engines.engine.serve(version, urls)
         return metrics
 
     async def _restart_culprits(self, error: WeightSyncError) -> None:
@@ -123,7 +130,7 @@ class EngineWeights:
             try:
                 # Compared at the next sync: until then the learner may be changing its weights, or have no room.
                 async with self._sending, self._gpu_phases.sending_to_one():
-                    await self._source().sync_weights(self._engines.by_sender([new_url]), self.version)
+                    await self._send([new_url], self.version)
                 break
             except LearnerDied as error:
                 # The loop meets the same death at its next call, and what this engine samples until then is dropped.
@@ -158,6 +165,8 @@ class EngineWeights:
                 self._console.print(text, style="yellow", markup=False)
                 new_url = await self._engines.restart(place, self._model_path)
         self._gpu_phases.restarted(new_url)
+        if isinstance(self._engines.engine, AdapterEngine):
+            self._engines.engine.restarted(new_url)
         if self._check is not None:
             self._check.restarted(new_url)
         return new_url

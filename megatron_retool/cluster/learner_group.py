@@ -208,7 +208,10 @@ class LearnerWorker:
         from sglang_rollout.weight_sync.push import push_weights
 
         own = senders.get(self.rank, [])
-        buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes, sorted(senders)))
+        if self.config.learner.lora.sends_adapter:
+            buckets = _Export(self.learner.export_adapter(sorted(senders)))
+        else:
+            buckets = _Export(self.learner.export_weights(self.config.weight_sync.bucket_bytes, sorted(senders)))
         with self._phase(Phase.WEIGHT_SYNC):
             try:
                 return push_weights(buckets, own, version, self.config) if own else None

@@ -56,7 +56,9 @@ class ScoringLearner(Protocol):
 
 
 class LogProbCheck:
-    """Compares each engine with the learner once.
+    """Compares each engine with the learner once; where adapters are sent alone, at the next sync once more.
+
+    A run's first adapter adds nothing to the model, so an engine that leaves it out agrees with the learner.
 
     ``score_by`` is called while the learner has its weights, ``compare`` while the engines can generate: where they
     share GPUs, never at the same time.
@@ -75,6 +77,8 @@ class LogProbCheck:
         self._learner: ScoringLearner | None = None
         self._checked: set[str] = set()
         """Engines that agreed with the present learner, or cannot be asked."""
+        self._without_update: set[str] = set()
+        """Engines that agreed with this learner's first adapter."""
         self._pending: list[str] = []
         self._learner_log_probs: npt.NDArray[np.float32] = np.empty(0, np.float32)
         self._metrics: dict[str, float] = {}
@@ -82,11 +86,12 @@ class LogProbCheck:
     def restarted(self, url: str) -> None:
         """The engine at ``url`` is a new one."""
         self._checked.discard(url)
+        self._without_update.discard(url)
 
     async def score_by(self, learner: ScoringLearner, urls: Sequence[str]) -> None:
         """The learner's log-probs, if one of the engines at ``urls`` was not compared with this learner yet."""
         if learner is not self._learner:
-            self._learner, self._checked = learner, set()
+            self._learner, self._checked, self._without_update = learner, set(), set()
         self._pending = [url for url in urls if url not in self._checked]
         if self._pending:
             if not self._ids:
@@ -115,7 +120,10 @@ class LogProbCheck:
         wrong = {url: comparison for url, comparison in compared.items() if comparison.differs(bound)}
         if wrong:
             raise LogProbMismatch(self._message(wrong, len(compared), bound))
-        self._checked |= set(compared)
+        agreed = set(compared)
+        if self._config.learner.lora.sends_adapter:
+            agreed, self._without_update = agreed & self._without_update, self._without_update | agreed
+        self._checked |= agreed
         mean, largest = (max(getattr(each, name) for each in compared.values()) for name in ("mean", "max"))
         self._metrics = {
             "weight_sync/log_prob_difference_mean": mean,

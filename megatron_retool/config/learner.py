@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from conversion.files.peft_config import PeftFilesError, read_peft_config
-from conversion.model.adapter_map import TARGETS, why_not
+from conversion.model.adapter_map import TARGETS, why_not, why_not_in_engine
 from conversion.model.architecture import Architecture
 from conversion.model.config_reader import UnsupportedArchitecture
 from conversion.model.layout import LayoutError, ParallelLayout
@@ -136,6 +136,14 @@ class LoraConfig:
     path: str | None = None
     """Directory with the files of peft (adapter_config.json, adapter_model.safetensors) that the policy's adapters
     begin with, in place of fresh ones. Their rank, alpha and targets have to be these."""
+    sync: str = choice("merged", "adapter")
+    """What a weight sync sends. merged: all weights, adapters merged into them, which every engine takes. adapter: the
+    adapters alone, a hundredth of the bytes and less; requests under way end on the version they began with."""
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether engines get adapters beside the model that they were started with."""
+        return self.rank > 0 and self.sync == "adapter"
 
     def check_files(self) -> None:
         """Raise ConfigError where ``path`` has no adapter of this rank and alpha."""
@@ -405,6 +413,11 @@ class LearnerConfig:
             raise ConfigError(
                 f"learner.lora.targets={self.lora.targets} does not fit family {architecture.family}: {reason}; leave "
                 "it out, or set learner.lora.rank=0"
+            )
+        if self.lora.sends_adapter and (reason := why_not_in_engine(architecture, self.lora.targets)):
+            raise ConfigError(
+                f"learner.lora.sync=adapter does not fit family {architecture.family} with learner.lora.targets="
+                f"{self.lora.targets}: {reason}: change targets, or set learner.lora.sync=merged"
             )
         tensor = self.tensor_model_parallel_size
         if "attention" in self.lora.targets and architecture.num_query_groups % tensor:

@@ -93,14 +93,14 @@ READERS: tuple[_Reader, ...] = (
     ),
     _Reader(
         "learner.lora",
-        ("alpha", "targets", "seed", "path"),
+        ("alpha", "targets", "seed", "path", "sync"),
         lambda value: bool(value("learner.lora.rank")),
         "learner.lora.rank above 0",
     ),
     _Reader(
         "rollout.engine.adapters",
         ("targets", "per_batch", "backend"),
-        lambda value: bool(value("rollout.engine.adapters.max_rank")),
+        lambda value: bool(value("rollout.engine.adapters.max_rank")) or value("learner.lora.sync") == "adapter",
         "rollout.engine.adapters.max_rank above 0",
     ),
     _Reader("trainer", ("best_metric",), lambda value: bool(value("trainer.keep_best")), "trainer.keep_best above 0"),

@@ -107,7 +107,9 @@ def validate(config: Config) -> None:
             "algorithm.rollout_correction.bypass_old_log_probs leaves out: set routing_replay=rollout or none, or "
             "bypass_old_log_probs=false"
         )
-    if config.trainer.deterministic and (by_timing := _what_timing_decides(rollout, algorithm)):
+    if config.trainer.deterministic and (
+        by_timing := _what_timing_decides(rollout, algorithm, learner.lora.sends_adapter)
+    ):
         raise ConfigError(
             f"trainer.deterministic=true: with {by_timing[0]} {by_timing[1]} depends on how long things take; change "
             "one of the two"
@@ -139,6 +141,8 @@ def _check_engines(config: Config) -> None:
     """What engines' settings say of weight sync, placement and replay."""
     engine, sync = config.rollout.engine, config.weight_sync
     speculative = engine.speculative
+    if config.learner.lora.sends_adapter:
+        _check_adapter_sync(config)
     if sync.verify and (engine.expert_parallel_size or 1) * engine.attention_data_parallel_size > 1:
         raise ConfigError(
             "weight_sync.verify=true knows how engines split matrices over all their GPUs, and not how they lay them "
@@ -161,7 +165,35 @@ def _check_engines(config: Config) -> None:
         raise ConfigError(f"{said} with a draft model needs weight_sync.verify=false: its weights are hashed too")
 
 
-def _what_timing_decides(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> tuple[str, str] | None:
+def _check_adapter_sync(config: Config) -> None:
+    """Raise ConfigError where engines cannot compute adapters beside their model."""
+    engine, sync = config.rollout.engine, config.weight_sync
+    for key, value, plain, why in (
+        ("rollout.engine.backend", engine.backend, "sglang", "SGLang's servers alone load adapters"),
+        ("rollout.engine.quantization", engine.quantization, None, "syncs bring the weights that are quantised"),
+        ("weight_sync.round_to", sync.round_to, None, "syncs bring the weights that are rounded"),
+        (
+            "rollout.engine.attention_data_parallel_size",
+            engine.attention_data_parallel_size,
+            1,
+            "SGLang then lets no adapter be unloaded while it runs",
+        ),
+    ):
+        if value != plain:
+            raise ConfigError(
+                f"learner.lora.sync=adapter does not go with {key}={value}: {why}. Set it to {_as_yaml(plain)}, or "
+                "learner.lora.sync=merged"
+            )
+    if engine.speculative.algorithm == "STANDALONE":
+        raise ConfigError(
+            "learner.lora.sync=adapter does not go with rollout.engine.speculative.algorithm=STANDALONE: SGLang has "
+            "adapters beside NGRAM, EAGLE and EAGLE3 only. Use one of these, or learner.lora.sync=merged"
+        )
+
+
+def _what_timing_decides(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, sends_adapter: bool
+) -> tuple[str, str] | None:
     """A setting, and what of a run is not decided by its seed because of it."""
     if rollout.replay_dir is not None:
         return None
@@ -173,6 +205,8 @@ def _what_timing_decides(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> 
         return "algorithm.dynamic_sampling.surplus=next_step", "which weights sample a group"
     if rollout.branching.enable:
         return "rollout.branching.enable=true", "which of a group's trajectories fork first"
+    if sends_adapter:
+        return "learner.lora.sync=adapter", "which requests share a forward pass, and so their last bits,"
     if rollout.engine.backend == "transformers":
         return "rollout.engine.backend=transformers", "which requests share a forward pass, and so their last bits,"
     return None

@@ -39,7 +39,7 @@ from torch.nn import Parameter, ParameterList
 
 from conversion.files.peft_config import PeftFilesError
 from conversion.files.peft_files import PeftFiles
-from conversion.model.adapter_map import factor_mappings, target_of
+from conversion.model.adapter_map import factor_mappings, peft_tensor, target_of
 from conversion.model.architecture import Architecture
 from conversion.model.rules import Arrangement
 from conversion.model.weight_map import Mapping, RowSegment, WeightMap, shard, shard_shape
@@ -49,6 +49,7 @@ from megatron_retool.learner.latent_attention import ReplicatedLinear
 from megatron_retool.learner.model import PackedModel
 from megatron_retool.learner.weights import (
     TensorParallelPlace,
+    gather_mapped,
     global_name,
     gradient_value,
     local_weight_map,
@@ -328,6 +329,27 @@ class MergedWeights:
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """The dtype of what a call returns."""
         return parameter.dtype if id(parameter) in self._adapters else weight_value(parameter).dtype
+
+
+def export_factors(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, settings: LoraConfig, receivers: Sequence[int] = (0,)
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Whole factors by the names of PEFT's files without their prefix, in one bucket on the ranks ``receivers`` and
+    none elsewhere. Every rank must drain the iterator."""
+    adapted = [mapping for mapping in WeightMap(architecture) if target_of(mapping) in settings.targets]
+    mappings = [factor for mapping in adapted for factor in factor_mappings(mapping, settings.rank)]
+    own: dict[str, Tensor] = {}
+    for adapter in adapters(chunks):
+        named = zip(factor_mappings(adapter.mapping, adapter.rank), (*adapter.a, *adapter.b), strict=True)
+        own.update({factor.mcore_name: parameter for factor, parameter in named})
+    parts: dict[str, dict[int, Tensor]] = {}
+    for bucket in gather_mapped(own, mappings, Tensor.detach, receivers):
+        for name, tensor in bucket:
+            whole, first = peft_tensor(name)
+            parts.setdefault(whole, {})[first] = tensor
+    if parts:
+        # Sections of a matrix that is fused on disk have factors B of their own.
+        yield [(name, torch.cat([rows[first] for first in sorted(rows)])) for name, rows in parts.items()]
 
 
 @contextlib.contextmanager

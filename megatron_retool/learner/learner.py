@@ -574,6 +574,11 @@ class Learner:
         value = adapters.MergedWeights(self.model_chunks) if self.config.learner.lora.rank else None
         return export_hf_weights(self.model_chunks, policy, bucket_bytes, receivers, value)
 
+    def export_adapter(self, receivers: Sequence[int] = (0,)) -> Iterator[list[tuple[str, Tensor]]]:
+        """The policy's adapters alone: ``adapters.export_factors``."""
+        data_parallel.finish_gathering(self.model_chunks)
+        return adapters.export_factors(self.model_chunks, self.architecture, self.config.learner.lora, receivers)
+
     def offload(self, *parts: str) -> None:
         """Move "weights", "optimizer" or "gradients" to host memory, where there is a GPU that they leave."""
         if self.device.type == "cuda":

@@ -271,10 +271,14 @@ def _gather(
 
 @torch.no_grad()
 def gather_mapped(
-    own: dict[str, Tensor], mappings: Sequence[Mapping], value: Callable[[Tensor], Tensor], bucket_bytes: int = 2**28
+    own: dict[str, Tensor],
+    mappings: Sequence[Mapping],
+    value: Callable[[Tensor], Tensor],
+    receivers: Sequence[int] = (0,),
+    bucket_bytes: int = 2**28,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """What ``mappings`` name, whole and under their Hugging Face names, in buckets on global rank 0; empty lists
-    elsewhere. Every rank must drain the iterator, in step.
+    """What ``mappings`` name, whole and under their Hugging Face names, in buckets on the ranks ``receivers``; empty
+    lists elsewhere. Every rank must drain the iterator, in step.
 
     Args:
         own: this rank's parameters by ``Mapping.mcore_name``; each rank has some.
@@ -283,7 +287,7 @@ def gather_mapped(
     dtypes = {name: value(parameter).dtype for name, parameter in own.items()}
     world = _of_all_ranks(_RankContents(_node(), TensorParallelPlace.current(), dtypes, None))
     device = next(iter(own.values())).device
-    for bucket in _buckets(_plan(mappings, world, receivers=(0,)), bucket_bytes):
+    for bucket in _buckets(_plan(mappings, world, receivers), bucket_bytes):
         yield _exchange(bucket, own, value, device)
 
 

@@ -215,6 +215,13 @@ def adapters_of(learner: LearnerConfig) -> Adapters | None:
     return (learner.lora.rank, tuple(learner.lora.targets)) if learner.lora.rank else None
 
 
+def weight_sync_bytes(architecture: Architecture, learner: LearnerConfig) -> int:
+    """What a weight sync sends to one engine: all weights, or with learner.lora.sync=adapter the adapters' factors."""
+    if learner.lora.sends_adapter:
+        return checkpoint_bytes(architecture, learner.dtype, with_optimizer=False, adapters=adapters_of(learner))
+    return parameter_count(architecture) * PARAMETER_BYTES[learner.dtype]
+
+
 def trained_parameters(
     architecture: Architecture, layout: ParallelLayout, stage: int, adapters: Adapters | None = None
 ) -> int:

@@ -14,7 +14,7 @@ from conversion.model.layout import ParallelLayout
 from megatron_retool.config import Config
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.planning.hardware import GIB, Machines
-from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count
+from megatron_retool.planning.memory import adapters_of, checkpoint_bytes, parameter_count, weight_sync_bytes
 from megatron_retool.planning.strategies import Scenario, StrategyOutcome
 from megatron_retool.planning.suggest import Candidate, MemoryPlan, overrides_of
 from megatron_retool.planning.timing import RunTime, StepTime
@@ -75,6 +75,7 @@ def print_header(
             adapters=adapters_of(config.learner),
         )
     )
+    sent, sent_unit = _scale(weight_sync_bytes(architecture, config.learner))
     console.print(
         f"[bold]{name}[/]: {parameter_count(architecture) / 1e9:.3g} B parameters; {machines}; "
         f"{config.cluster.placement}",
@@ -89,7 +90,7 @@ def print_header(
         f"a step: {workload.groups} prompts x {workload.group_size} = {workload.responses} responses of "
         f"{lengths.mean:.0f} tokens on average, {lengths.clip_ratio:.2%} of them at the limit of {lengths.limit}, "
         f"{workload.tool_calls:.1f} tool calls each; "
-        f"checkpoint {checkpoint:,.1f} {unit}",
+        f"checkpoint {checkpoint:,.1f} {unit}; a weight sync sends {sent:,.2f} {sent_unit}",
         highlight=False,
     )
 

@@ -14,7 +14,7 @@ from megatron_retool.config import Config, ConfigError, validate
 from megatron_retool.planning.activations import PARAMETER_BYTES
 from megatron_retool.planning.engine_model import EngineModel
 from megatron_retool.planning.hardware import GIB, Machines
-from megatron_retool.planning.memory import LearnerMemory, learner_memory
+from megatron_retool.planning.memory import LearnerMemory, learner_memory, weight_sync_bytes
 from megatron_retool.planning.simulate import StepResult
 from megatron_retool.planning.timing import Assumptions, StepTime, predict_generation, predict_step
 from megatron_retool.planning.workload import Workload
@@ -121,6 +121,8 @@ def plan_memory(
             # Optimizer, gradients and the engine's cache are away; a bucket holds a whole tensor at least.
             largest_tensor = architecture.vocab_size * architecture.hidden_size * PARAMETER_BYTES[config.learner.dtype]
             buckets = 2.0 * max(config.weight_sync.bucket_bytes, largest_tensor)
+            if config.learner.lora.sends_adapter:
+                buckets = float(weight_sync_bytes(architecture, config.learner))
             sending = learner.parameters + learner.reference + weights + beside + SLEEPING_LEARNER_BYTES + buckets
             if sending > capacity:
                 problems.append(

@@ -33,8 +33,8 @@ from megatron_retool.planning.memory import (
     adapters_of,
     checkpoint_bytes,
     learner_memory,
-    parameter_count,
     trained_parameters,
+    weight_sync_bytes,
 )
 from megatron_retool.planning.simulate import RolloutSimulation, StepResult, mean_result
 from megatron_retool.planning.workload import Workload
@@ -323,10 +323,12 @@ def weight_sync_seconds(
     The export assembles bucket by bucket where all other shards arrive (nothing arrives where one rank has everything):
     on rank 0, or with "tensor" beside every engine at once, from the same node where that holds a whole model.  Then
     "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model once and every
-    engine reads it.
+    engine reads it.  An adapter alone is one bucket, which "distributed" sends to each engine once for each of its
+    ranks, in base64.
     """
-    size = parameter_count(architecture) * PARAMETER_BYTES[config.learner.dtype]
-    buckets = math.ceil(size / config.weight_sync.bucket_bytes)
+    size = weight_sync_bytes(architecture, config.learner)
+    alone = config.learner.lora.sends_adapter
+    buckets = 1 if alone else math.ceil(size / config.weight_sync.bucket_bytes)
     method = config.weight_sync.method
     stage_ranks = config.learner.tensor_model_parallel_size * config.learner.expert_model_parallel_size
     model_ranks = stage_ranks * config.learner.pipeline_model_parallel_size
@@ -338,7 +340,9 @@ def weight_sync_seconds(
         reads = config.rollout.engine.count / machines.nodes
         return gather + size * (1 + reads) / assumptions.storage_bandwidth
     reach = machines.count if method == "distributed" else min(machines.count, machines.per_node)
-    send = size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
+    engine = config.rollout.engine
+    copies = engine.count * engine.tensor_parallel_size * 4 / 3 if alone and method == "distributed" else 1
+    send = copies * size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     return gather + send + buckets * assumptions.bucket_seconds
 
 

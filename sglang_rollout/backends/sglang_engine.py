@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conversion.files.directory import local_directory
 from conversion.model.architecture import Architecture
-from megatron_retool.config import Config
-from sglang_rollout.engine.base import WeightSync
+from megatron_retool.config import Config, EngineConfig
+from sglang_rollout.engine.base import EngineClientError, WeightSync
 from sglang_rollout.engine.client import SGLangClient
+from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.engine.routed_experts import RoutingShape
+
+logger = logging.getLogger(__name__)
 
 
 class SGLangEngine:
@@ -23,6 +29,7 @@ class SGLangEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._policy = PolicyAdapter() if config.learner.lora.sends_adapter else None
         self._routed_experts = config.learner.routing_replay == "rollout"
 
     def server(
@@ -36,8 +43,10 @@ class SGLangEngine:
         weights_from_sync: bool,
         gpu_ids: Sequence[str] | None,
     ) -> SGLangServer:
+        # Without a learner the model has everything in it.
+        of_adapters = weights_from_sync and self._policy is not None
         return SGLangServer(
-            self.config.rollout.engine,
+            self._engine_of_adapters() if of_adapters else self.config.rollout.engine,
             model_path=model_path,
             host=host,
             log_file=log_file,
@@ -47,7 +56,20 @@ class SGLangEngine:
             gpu_ids=gpu_ids,
             families=self.config.model.families,
             routed_experts=self._routed_experts,
+            weights_stay=of_adapters,
         )
+
+    def _engine_of_adapters(self) -> EngineConfig:
+        """rollout.engine with room for the policy's adapter beside those that it has room for."""
+        engine, lora = self.config.rollout.engine, self.config.learner.lora
+        own = engine.adapters.targets if engine.adapters.max_rank else []
+        targets = [target for target in lora.targets if target != "experts"]
+        adapters = replace(
+            engine.adapters,
+            max_rank=max(engine.adapters.max_rank, lora.rank),
+            targets=list(dict.fromkeys([*targets, *own])),
+        )
+        return replace(engine, adapters=adapters)
 
     def client(self, base_url: str) -> SGLangClient:
         rollout = self.config.rollout
@@ -56,7 +78,29 @@ class SGLangEngine:
             retries=rollout.request_retries,
             timeout_seconds=rollout.request_timeout_seconds,
             routing=(lambda: self._routing_shape) if self._routed_experts else None,
+            policy=self._policy,
         )
+
+    async def serve(self, version: int, urls: Sequence[str]) -> None:
+        """``AdapterEngine.serve``"""
+        if self._policy is None:
+            return
+        self._policy.serve(version, urls)
+        await asyncio.gather(*(self._unload_unused(url, self._policy.take_unused(url)) for url in urls))
+
+    def restarted(self, url: str) -> None:
+        """``AdapterEngine.restarted``"""
+        if self._policy is not None:
+            self._policy.restarted(url)
+
+    async def _unload_unused(self, url: str, versions: Sequence[int]) -> None:
+        async with self.client(url) as client:
+            for version in versions:
+                try:
+                    await client.unload_adapter(adapter_name(version))
+                except EngineClientError as error:
+                    # What becomes of the engine is for those to say who sample from it.
+                    logger.warning("version %d of the policy's adapter stays loaded: %s", version, error)
 
     @functools.cached_property
     def _routing_shape(self) -> RoutingShape:
@@ -67,6 +111,7 @@ class SGLangEngine:
     def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
         """The way that weight_sync.method names."""
         # The driver needs none of this, and importing it takes a while.
+        from sglang_rollout.weight_sync.adapter import AdapterWeightSync
         from sglang_rollout.weight_sync.disk import DiskWeightSync
         from sglang_rollout.weight_sync.distributed import DistributedWeightSync
         from sglang_rollout.weight_sync.quantization import weight_conversion
@@ -78,8 +123,12 @@ class SGLangEngine:
             "verify": settings.verify,
             "convert": weight_conversion(config),
         }
+        directory = config.run_dir / "weight_sync"
+        if config.learner.lora.sends_adapter:
+            lora, method = config.learner.lora, settings.method
+            del common["convert"]
+            return AdapterWeightSync(base_urls, settings=lora, method=method, directory=directory, **common)
         if settings.method == "disk":
-            directory = config.run_dir / "weight_sync"
             return DiskWeightSync(base_urls, directory=directory, model_path=config.model.path, **common)
         if settings.method == "tensor":
             return TensorWeightSync(base_urls, **common)

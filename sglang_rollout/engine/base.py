@@ -159,7 +159,8 @@ class GenerateRequest:
     """The first token whose routed experts are wanted; None: of no token."""
     steering: Steering = field(default_factory=Steering)
     adapter: str | None = None
-    """Name of a loaded adapter (``AdapterClient``) to sample with; None: the engine's model."""
+    """Name of a loaded adapter (``AdapterClient``) to sample with; None: the policy, which is the engine's model, and
+    with learner.lora.sync=adapter its newest adapter."""
 
     @property
     def wants_filtered(self) -> bool:
@@ -445,6 +446,19 @@ class Engine(Protocol):
 
     def weight_sync(self, base_urls: Sequence[str]) -> WeightSync:
         """A way of new weights from the learner into the engines at ``base_urls``, not connected yet."""
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An ``Engine`` whose clients have to know which version of the policy engines have, as those of SGLang do with
+    learner.lora.sync=adapter. An engine of your own may leave it out."""
+
+    async def serve(self, version: int, urls: Sequence[str]) -> None:
+        """A push of ``version`` to the engines at ``urls`` is complete: new requests get it, and what no request uses
+        any more goes."""
+
+    def restarted(self, url: str) -> None:
+        """The engine at ``url`` is a new one."""
 
 
 ENGINES: Registry[Callable[..., Any]] = Registry(

@@ -12,8 +12,9 @@ import contextlib
 import random
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from sglang_rollout.engine.base import (
     ScoreRequest,
 )
 from sglang_rollout.engine.key import authorization
+from sglang_rollout.engine.policy_adapter import PolicyAdapter, adapter_name
 from sglang_rollout.engine.routed_experts import RoutingShape
 from sglang_rollout.engine.score_pieces import add_likeliest_and_targets, pieces
 
@@ -64,6 +66,7 @@ class SGLangClient:
         retries: further attempts after a dropped or refused connection.
         timeout_seconds: limit of one /generate call.
         routing: gives that of the served model, for requests that want routed experts; called when the first answers.
+        policy: the adapter that requests without one of their own get; None: they get the engine's model.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class SGLangClient:
         retries: int = 3,
         timeout_seconds: float = 3600.0,
         routing: Callable[[], RoutingShape] | None = None,
+        policy: PolicyAdapter | None = None,
     ) -> None:
+        self._policy = policy
         self.base_url = base_url.rstrip("/")
         self.retries = retries
         self.timeout_seconds = timeout_seconds
@@ -90,6 +95,25 @@ class SGLangClient:
         deadline_seconds: float | None = None,
     ) -> GenerateResult:
         """``EngineClient.generate``. With ``filtered_log_probs`` SGLang caps top_k at 4096."""
+        with self._adapter(request.adapter) as (adapter, version):
+            result = await self._generate(replace(request, adapter=adapter), on_start, deadline_seconds)
+        if version is not None:
+            # The engine says its newest, and a request stays with the one that it began with.
+            result = replace(result, weight_versions=[version] * len(result.output_ids))
+        return result
+
+    @contextlib.contextmanager
+    def _adapter(self, asked: str | None) -> Iterator[tuple[str | None, int | None]]:
+        """For the length of a request: the name of its adapter, and the version of the policy's."""
+        if asked is not None or self._policy is None:
+            yield asked, None
+            return
+        with self._policy.used_at(self.base_url) as version:
+            yield None if version is None else adapter_name(version), version
+
+    async def _generate(
+        self, request: GenerateRequest, on_start: Callable[[str], None] | None, deadline_seconds: float | None
+    ) -> GenerateResult:
         for attempt in range(self.retries + 1):
             rid = uuid.uuid4().hex
             if on_start is not None:
@@ -177,9 +201,10 @@ class SGLangClient:
         }
         if targets:
             body["token_ids_logprob"] = list(targets)
-        if adapter is not None:
-            body["lora_path"] = adapter
-        answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
+        with self._adapter(adapter) as (name, _):
+            if name is not None:
+                body["lora_path"] = name
+            answer = await self.request("/generate", body, self.timeout_seconds, retries=self.retries)
         try:
             meta = dict(answer["meta_info"])
             pairs = meta["input_token_logprobs"][1:]

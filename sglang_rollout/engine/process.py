@@ -116,6 +116,7 @@ class SGLangServer:
         port: 0 takes any free port (again at every start).
         families: model.families.
         routed_experts: answers can carry the experts of every token (of a mixture of experts).
+        weights_stay: no weight sync brings the weights back that ``colocated`` releases: a copy waits in host memory.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class SGLangServer:
         port: int = 0,
         families: Sequence[str] = (),
         routed_experts: bool = False,
+        weights_stay: bool = False,
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.model_path = Path(model_path)
@@ -151,6 +153,7 @@ class SGLangServer:
         self.device = resolve_device(config.device)
         self.families = tuple(families)
         self.routed_experts = routed_experts
+        self.weights_stay = weights_stay
         self.extra_environment = dict(extra_environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._key_file: Path | None = None
@@ -325,6 +328,7 @@ class SGLangServer:
             # Asleep the engine forgets its weights. No sync brings the draft model's back.
             drafted = config.speculative.draft_model_path is not None
             arguments |= {"--enable-draft-weights-cpu-backup": self.colocated and drafted}
+            arguments |= {"--enable-weights-cpu-backup": self.colocated and self.weights_stay}
         if config.quantization is not None and "quantization_config" not in self._model_config():
             if config.quantization == "fp8" and self.weights_from_sync:
                 # Synced weights come quantised in blocks; until the first sync there is nothing worth loading.

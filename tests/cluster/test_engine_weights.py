@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,22 @@ from sglang_rollout.engine.base import EngineStartError
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
 
+class FakeEngine:
+    """Remembers which versions it was told that engines have."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    async def serve(self, version: int, urls: Sequence[str]) -> None:
+        self.told.append(("serve", version, list(urls)))
+
+    def restarted(self, url: str) -> None:
+        self.told.append(("restarted", url))
+
+
 class FakeEngines:
     def __init__(self) -> None:
+        self.engine = FakeEngine()
         self.urls = ["http://e0", "http://e1"]
         self.failing_starts = 0
 
@@ -155,3 +170,18 @@ def test_an_engine_that_a_sync_has_replaced_is_not_started_once_more() -> None:
 
     assert asyncio.run(sync_then_notice()) is None
     assert weights._engines.urls == ["http://e0", "http://e1-again"]
+
+
+def test_the_engine_is_told_which_engines_have_which_version() -> None:
+    """Also of one that came back while the learner was dead: it has none."""
+    learner = FakeLearner(WeightSyncError("no answer", ["http://e1"]))
+    weights, _, _ = weights_of(learner)
+    asyncio.run(weights.sync(3))
+    both = ["http://e0", "http://e1-again"]
+    told = weights._engines.engine.told  # type: ignore[attr-defined]
+    assert told == [("restarted", "http://e1-again"), ("serve", 3, both)]
+    asyncio.run(weights.restart("http://e0"))
+    assert told[2:] == [("restarted", "http://e0-again"), ("serve", 3, ["http://e0-again"])]
+    learner.errors = [LearnerDied("learner rank 0 died")]
+    asyncio.run(weights.restart("http://e0-again"))
+    assert told[4:] == [("restarted", "http://e0-again-again")]

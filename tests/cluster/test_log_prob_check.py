@@ -91,6 +91,24 @@ def weights_of(engines: ScoringEngines, *overrides: str) -> tuple[EngineWeights,
     return weights, learner, console
 
 
+def test_an_adapter_is_compared_again_when_it_may_add_something() -> None:
+    """The first one adds nothing: an engine that leaves it out agrees."""
+    engines = ScoringEngines()
+    weights, learner, _ = weights_of(engines, "learner.lora.rank=4", "learner.lora.sync=adapter")
+    for version in range(4):
+        asyncio.run(weights.sync(version))
+    assert engines.asked == ["http://e0", "http://e1"] * 2 and learner.calls == 2
+    asyncio.run(weights.restart("http://e1"))
+    for version in range(4, 8):
+        asyncio.run(weights.sync(version))
+    assert engines.asked[4:] == ["http://e1-again"] * 2
+    weights, _, _ = weights_of(engines, "learner.lora.rank=4", "learner.lora.sync=adapter")
+    asyncio.run(weights.sync(0))
+    engines.wrong = ("http://e0",)
+    with pytest.raises(LogProbMismatch, match="http://e0"):
+        asyncio.run(weights.sync(1))
+
+
 def test_every_engine_is_compared_once_and_a_new_one_at_its_first_sync() -> None:
     engines = ScoringEngines()
     weights, learner, console = weights_of(engines)

@@ -20,6 +20,7 @@ SMALL = {
 }
 STACKED = MODELS["gpt-oss-20b"]
 RANK = "learner.lora.rank=4"
+SYNC = "learner.lora.sync=adapter"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,31 @@ RANK = "learner.lora.rank=4"
         ([RANK, "learner.lora.targets=[mlp,mlp]"], "each once"),
         ([RANK, "learner.lora.targets=[router]"], "learner.lora.targets=['router']: name one or more"),
         (["learner.lora.alpha=8"], "learner.lora.alpha=8.0: nothing reads it .* learner.lora.rank above 0"),
+        (["learner.lora.sync=adapter"], "learner.lora.sync=adapter: nothing reads it"),
+        ([RANK, "learner.lora.sync=none"], "learner.lora.sync=none must be one of merged, adapter"),
+        ([RANK, SYNC, "rollout.engine.backend=transformers"], "backend=transformers: SGLang's servers alone"),
+        ([RANK, SYNC, "rollout.engine.quantization=fp8"], "rollout.engine.quantization=fp8: .* Set it to null, or"),
+        ([RANK, SYNC, "weight_sync.round_to=int8"], "weight_sync.round_to=int8: syncs bring the weights"),
+        ([RANK, SYNC, "trainer.deterministic=true"], "with learner.lora.sync=adapter which requests share a forward"),
+        (
+            [
+                RANK,
+                SYNC,
+                "rollout.engine.tensor_parallel_size=2",
+                "rollout.engine.attention_data_parallel_size=2",
+            ],
+            "attention_data_parallel_size=2: SGLang then lets no adapter be unloaded",
+        ),
+        (
+            [
+                RANK,
+                SYNC,
+                "rollout.engine.speculative.algorithm=STANDALONE",
+                "rollout.engine.speculative.draft_model_path=/draft",
+                "weight_sync.method=tensor",
+            ],
+            "speculative.algorithm=STANDALONE: SGLang has adapters beside NGRAM",
+        ),
         ([RANK, "learner.mtp.train=true"], "does not go with learner.mtp.train=true"),
         ([RANK, "learner.moe_router_bias_update_rate=0.001"], "the router belongs to the frozen model"),
         ([RANK, "learner.fp8.recipe=blockwise"], "does not go with learner.fp8.recipe=blockwise"),
@@ -49,6 +75,13 @@ def test_settings_that_do_not_fit_are_named(overrides: list[str], said: str) -> 
     ("hf_config", "overrides", "said"),
     [
         (SMALL, ["learner.lora.targets=[experts]"], "family qwen3: experts: the model has none"),
+        (
+            MODELS["qwen3-30b-a3b"],
+            [SYNC],
+            "learner.lora.sync=adapter does not fit family qwen3_moe .*experts: SGLang adapts these in a mixture",
+        ),
+        (MODELS["deepseek-v3"], [SYNC, "learner.lora.targets=[attention]"], "latent attention"),
+        (MODELS["seed-oss-36b"], [SYNC], "SGLang has no class of its own"),
         (STACKED, [], "experts: adapters do not know experts that are stored as one tensor"),
         (
             SMALL,

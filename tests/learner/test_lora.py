@@ -98,6 +98,7 @@ def compare_layout(world: int, settings: dict[str, Any], directory: Path, contro
     found["reference"] = float(np.abs(log_probs(reference=True) - expected["base"]).max())
     found["log_probs after the reference"] = float(np.abs(log_probs() - expected["log_probs"]).max())
     merged = {name: tensor.clone() for bucket in learner.export_weights() for name, tensor in bucket}
+    check_export(learner, expected["factors"])
     gradients: dict[str, torch.Tensor] = {}
     step = learner._step
 
@@ -125,6 +126,17 @@ def compare_layout(world: int, settings: dict[str, Any], directory: Path, contro
     stepped = _adamw_step(expected, norm)
     found["step"] = max(float((after[name] - factor).abs().max()) for name, factor in stepped.items())
     return found
+
+
+def check_export(learner: Any, factors: dict[str, torch.Tensor]) -> None:
+    """The first and the last rank get every factor bit for bit, and the others none."""
+    receivers = sorted({0, torch.distributed.get_world_size() - 1})
+    sent = {name: tensor.clone() for bucket in learner.export_adapter(receivers) for name, tensor in bucket}
+    if torch.distributed.get_rank() not in receivers:
+        assert not sent
+        return
+    assert sent.keys() == factors.keys()
+    assert all(torch.equal(sent[name], factor) for name, factor in factors.items())
 
 
 def _adamw_step(expected: dict[str, Any], norm: float) -> dict[str, torch.Tensor]:

@@ -315,6 +315,14 @@ def test_adapters_need_no_reference_and_hardly_any_states() -> None:
     assert found.critic == found.parameters + found.gradients + found.optimizer
 
 
+def test_an_adapter_sync_sends_the_factors_alone() -> None:
+    """The seven matrices of each of 64 layers have 131,072 inputs and outputs together, with 32 numbers for each."""
+    architecture = preset("qwen2.5-32b")
+    merged, alone = (LoraConfig(rank=32, sync=sync) for sync in ("merged", "adapter"))
+    assert memory.weight_sync_bytes(architecture, learner_32b(lora=merged)) == 2 * memory.parameter_count(architecture)
+    assert memory.weight_sync_bytes(architecture, learner_32b(lora=alone)) == 2 * 64 * 32 * 131_072
+
+
 def test_pinned_pieces_are_those_of_the_learner() -> None:
     from megatron_retool.learner.offload import BLOCK_BYTES
 

@@ -346,6 +346,13 @@ def test_weights_travel_slower_through_files() -> None:
     assert WeightSyncConfig().bucket_bytes > 0
 
 
+@pytest.mark.parametrize("method", ["tensor", "disk"])
+def test_an_adapter_travels_in_a_fraction_of_the_time(method: str) -> None:
+    lora = ("learner.lora.rank=32", f"weight_sync.method={method}")
+    merged, alone = (recipe(*lora, f"learner.lora.sync={sync}")[1].weight_sync for sync in ("merged", "adapter"))
+    assert 0 < alone < merged / 30
+
+
 def test_a_run_is_its_steps_validations_and_checkpoints() -> None:
     config, step, workload = recipe("trainer.test_freq=5", "trainer.save_freq=30", "trainer.val_before_train=true")
     machines = parse_machines("H200x8")

@@ -1,8 +1,10 @@
-"""SGLang plugin: an adapter (LoRA) that does not fit the model is refused when it is loaded; an unloaded one is gone.
+"""SGLang plugin: adapters (LoRA) may come as safetensors in a request, and are looked at when they are loaded.
 
-SGLang looks at its tensors only when a request first needs them, in the scheduler, which ends the whole engine. SGLang
-finds this plugin through the entry point beside this file, that is, only in processes which have this directory on
-their path.
+SGLang looks at an adapter's tensors only when a request first needs them, in the scheduler; if one does not fit, the
+whole engine ends. Here it is refused, and the engine goes on. What was unloaded is forgotten.
+
+SGLang finds this plugin through the entry point beside this file, that is, only in processes which have this directory
+on their path.
 """
 
 from __future__ import annotations
@@ -17,11 +19,21 @@ def register() -> None:
     manager = "sglang.srt.lora.lora_manager.LoRAManager."
     for name in ("load_lora_weights", "load_lora_weights_from_tensors"):
         HookRegistry.register(manager + name, check_loaded, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", unpacked, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.unload_lora_adapter",
         forget_unloaded,
         HookType.AROUND,
     )
+
+
+def unpacked(payload: Any, *arguments: Any, **kwargs: Any) -> Any:
+    """Tensors by name, where the message has them as one safetensors file."""
+    if isinstance(payload, dict) and isinstance(file := payload.get("safetensors"), bytes):
+        from safetensors.torch import load
+
+        return load(file)
+    return payload
 
 
 async def forget_unloaded(original: Any, manager: Any, request: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -31,7 +43,8 @@ async def forget_unloaded(original: Any, manager: Any, request: Any, *arguments:
 
 
 def check_loaded(result: None, manager: Any, lora_ref: Any, *arguments: Any, **kwargs: Any) -> None:
-    """Give back what was just loaded and raise ValueError where it does not fit; SGLang answers with the message."""
+    """Make what was just loaded the engine's own. Where it does not fit, drop it and raise ValueError, whose message
+    SGLang answers with."""
     adapter = manager.loras[lora_ref.lora_id]
     try:
         problem = misfit(manager, adapter)
@@ -41,6 +54,9 @@ def check_loaded(result: None, manager: Any, lora_ref: Any, *arguments: Any, **k
         del manager.loras[lora_ref.lora_id]
         manager.configs.pop(lora_ref.lora_id, None)
         raise ValueError(f"adapter {lora_ref.lora_name} does not fit the model: {problem}")
+    for layer in adapter.layers:
+        # Until then they lie in the file, which may go when the answer is there.
+        layer.weights.update({name: weight.clone() for name, weight in layer.weights.items()})
 
 
 def misfit(manager: Any, adapter: Any) -> str | None:

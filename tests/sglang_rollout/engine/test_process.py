@@ -68,6 +68,12 @@ def test_an_engine_is_told_of_the_adapters_that_it_may_get(model_directory, tmp_
     assert "--enable-lora" not in make_engine(model_directory, tmp_path, device=device).command()
 
 
+def test_weights_that_no_sync_brings_back_are_kept_where_the_engine_sleeps(model_directory, tmp_path):
+    for colocated, stay in ((True, True), (True, False), (False, True)):
+        engine = make_engine(model_directory, tmp_path, device="cuda", colocated=colocated, weights_stay=stay)
+        assert ("--enable-weights-cpu-backup" in engine.command()) == (colocated and stay)
+
+
 @pytest.mark.parametrize(
     ("model", "targets", "reason"),
     [
