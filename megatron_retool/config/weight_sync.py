@@ -28,7 +28,8 @@ class WeightSyncConfig:
     GPU, or where engines have another than the learner."""
     check_log_probs: bool = True
     """At a run's first sync, and at the next one after an engine or the learner was restarted: compare log-probs of
-    a fixed text, engine against learner, and stop where they are not of the same model."""
+    a fixed text, engine against learner, and stop where they are not of the same model. With learner.lora.sync=adapter
+    once more a sync later: a fresh adapter adds nothing."""
     max_log_prob_difference: float | None = positive(None)
     """Mean difference that check_log_probs admits, as a share of the log-probs' own spread (0: the same model, 1.4: any
     other); null: by precision, 0.005 in float32, 0.15 in bfloat16 or float16, 0.4 where FP8 takes part, none with

@@ -39,7 +39,8 @@ from megatron_retool.cuda_toolkit import cuda_environment, has_driver
 from megatron_retool.ports import free_port
 from megatron_retool.routed_experts import expert_dtype
 from sglang_rollout.engine.base import EngineClientError, EngineError, EngineStartError
-from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS, BlockingClient
+from sglang_rollout.engine.blocking_client import BlockingClient
+from sglang_rollout.engine.client import KEEP_ALIVE_SECONDS
 from sglang_rollout.engine.key import engine_key
 
 logger = logging.getLogger(__name__)

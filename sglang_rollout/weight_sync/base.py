@@ -33,7 +33,7 @@ import torch
 from conversion.model.block_fp8 import SCALE_SUFFIXES
 from conversion.model.rules import BUFFER_SUFFIXES
 from sglang_rollout.engine.base import EngineClientError, SyncReport
-from sglang_rollout.engine.client import BlockingClient
+from sglang_rollout.engine.blocking_client import BlockingClient
 from sglang_rollout.weight_sync.checksums import ExpectedChecksums
 from sglang_rollout.weight_sync.errors import WeightSyncError
 
