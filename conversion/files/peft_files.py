@@ -21,7 +21,8 @@ from conversion.model.weight_map import Mapping as WeightMapping
 from megatron_retool.runs.files import atomic_write, write_text
 from megatron_retool.untrusted import quoted
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Of the names of tensors in peft's files."""
 
 
 def write_peft(directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, base: str) -> None:
@@ -34,21 +35,25 @@ def write_peft(directory: Path, tensors: Mapping[str, Tensor], rank: int, alpha:
         base: what its base model is, a directory or a name.
     """
     directory.mkdir()
-    named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+    named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     with atomic_write(directory / WEIGHTS_NAME) as file:  # not save_file, whose files no other user may read
         file.write(save(named, metadata={"format": "pt"}))
-    config = {
+    write_text(directory / CONFIG_NAME, json.dumps(peft_config(tensors, rank, alpha, base), indent=2) + "\n")
+
+
+def peft_config(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[str, Any]:
+    """adapter_config.json of an adapter whose tensors have ``names``; the rest as in ``write_peft``."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
-    write_text(directory / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
 
 
 class PeftFiles:
@@ -86,7 +91,7 @@ class PeftFiles:
             PeftFilesError: a tensor is missing, superfluous, of another shape or no float.
         """
         shapes = factor_shapes(mappings, targets, self.rank)
-        expected = {_PREFIX + name: shape for name, shape in shapes.items()}
+        expected = {PREFIX + name: shape for name, shape in shapes.items()}
         missing, more = sorted(expected.keys() - self._names), sorted(self._names - expected.keys())
         for names, what in ((missing, "lacks"), (more, "also has")):
             if names:
@@ -113,9 +118,9 @@ class PeftFiles:
         found = []
         for factor in factor_mappings(mapping, self.rank):
             name, first = peft_tensor(factor.hf_names[0])
-            tensor = self._file.get_slice(_PREFIX + name)[first : first + factor.hf_shapes[0][0]].float()
+            tensor = self._file.get_slice(PREFIX + name)[first : first + factor.hf_shapes[0][0]].float()
             if not bool(torch.isfinite(tensor).all()):
-                raise PeftFilesError(f"{self._path}: {_PREFIX + name} holds a number that is not finite")
+                raise PeftFilesError(f"{self._path}: {PREFIX + name} holds a number that is not finite")
             found.append(tensor)
         return found
 

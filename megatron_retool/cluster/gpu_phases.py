@@ -8,7 +8,7 @@
 | saving | KV cache released | weights and optimizer there | the same |
 
 "away" is in host memory. After training the engines' weights are empty, so a weight sync always comes before the next
-generation.
+generation; with learner.lora.sync=adapter a copy of them waits in host memory too, and the sync brings the adapter.
 """
 
 from __future__ import annotations

@@ -323,8 +323,7 @@ def weight_sync_seconds(
     The export assembles bucket by bucket where all other shards arrive (nothing arrives where one rank has everything):
     on rank 0, or with "tensor" beside every engine at once, from the same node where that holds a whole model.  Then
     "tensor" hands buckets over on the device, "distributed" broadcasts them, "disk" writes the model once and every
-    engine reads it.  An adapter alone is one bucket, which "distributed" sends to each engine once for each of its
-    ranks, in base64.
+    engine reads it.  An adapter alone is one bucket, which "distributed" sends to one engine after another, in base64.
     """
     size = weight_sync_bytes(architecture, config.learner)
     alone = config.learner.lora.sends_adapter
@@ -340,8 +339,7 @@ def weight_sync_seconds(
         reads = config.rollout.engine.count / machines.nodes
         return gather + size * (1 + reads) / assumptions.storage_bandwidth
     reach = machines.count if method == "distributed" else min(machines.count, machines.per_node)
-    engine = config.rollout.engine
-    copies = engine.count * engine.tensor_parallel_size * 4 / 3 if alone and method == "distributed" else 1
+    copies = config.rollout.engine.count * 4 / 3 if alone and method == "distributed" else 1
     send = copies * size / (machines.bandwidth_between(reach) * assumptions.link_efficiency)
     return gather + send + buckets * assumptions.bucket_seconds
 

@@ -519,6 +519,8 @@ def check_engine(config: Config) -> None:
             _check_parts(f"{label}: what its {name}(…) returned", part, ScoringClient)
         if name == "client" and hasattr(part, "rank"):
             _check_parts(f"{label}: what its {name}(…) returned", part, RankingClient)
+        if name == "client" and config.rollout.engine.adapters.max_rank:
+            _check_parts(f"rollout.engine.adapters.max_rank above 0 with {label}", part, AdapterClient)
         if name == "client" and config.trainer.profiler.engines:
             _check_parts(f"trainer.profiler.engines=true with {label}", part, ProfilingClient)
 

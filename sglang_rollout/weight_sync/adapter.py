@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import pickle
 import shutil
 import tempfile
@@ -19,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
+from conversion.files.peft_files import PREFIX, peft_config, write_peft
 from megatron_retool.config import LoraConfig
 from sglang_rollout.engine.base import EngineRejected, SyncReport
 from sglang_rollout.engine.policy_adapter import adapter_name
 from sglang_rollout.weight_sync.base import Bucket, ServerWeightSync, is_local
 from sglang_rollout.weight_sync.errors import WeightSyncError
-
-_PREFIX = "base_model.model."
 
 
 class AdapterWeightSync(ServerWeightSync):
@@ -36,7 +34,7 @@ class AdapterWeightSync(ServerWeightSync):
     Args:
         settings: learner.lora.
         method: of weight_sync. tensor: files on this node, which the engine reads from memory. disk: files in
-            ``directory``. distributed: tensors within the request, once for each tensor-parallel rank.
+            ``directory``. distributed: tensors within the request.
         directory: on a file system that learner and engines share; holds a version while it is loaded.
 
     With ``verify`` tensors always travel within the request, with a checksum of each, which every rank compares.
@@ -60,7 +58,7 @@ class AdapterWeightSync(ServerWeightSync):
         self._probe()
         dtype = self._engine_dtype()
         factors = {
-            _PREFIX + name: tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
+            name: tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
             for bucket in buckets
             for name, tensor in bucket
         }
@@ -92,33 +90,23 @@ class AdapterWeightSync(ServerWeightSync):
     def _load_files(self, version: int, factors: dict[str, torch.Tensor]) -> None:
         if self._method == "disk":
             self._directory.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._directory if self._method == "disk" else None))
+        root = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._directory if self._method == "disk" else None))
         try:
-            save_file(factors, place / "adapter_model.safetensors")
-            (place / "adapter_config.json").write_text(json.dumps(self._peft_config(factors)))
+            settings, place = self._settings, root / "files"
+            write_peft(place, factors, settings.rank, settings.alpha, "")
             self._load(version, "/load_lora_adapter", dict.fromkeys(self.engines, {"lora_path": str(place)}))
         finally:
             # Engines have copied it: checked_adapters.py.
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(root, ignore_errors=True)
 
     def _messages(self, factors: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
         # Not pickled tensors: torch's way of it sends descriptors of this process, and Megatron changes the other one.
-        payload = base64.b64encode(pickle.dumps({"safetensors": save(factors)})).decode()
-        body: dict[str, Any] = {"config_dict": self._peft_config(factors)}
+        named = {PREFIX + name: tensor for name, tensor in factors.items()}
+        payload = base64.b64encode(pickle.dumps({"safetensors": save(named)})).decode()
+        body: dict[str, Any] = {"config_dict": peft_config(factors, self._settings.rank, self._settings.alpha, "")}
         if self.verify:
-            body["expected_checksums"] = {name: _sha256(tensor) for name, tensor in factors.items()}
-        return {
-            url: body | {"serialized_named_tensors": [payload] * int(self._infos[url].get("tp_size") or 1)}
-            for url in self.engines
-        }
-
-    def _peft_config(self, factors: Iterable[str]) -> dict[str, Any]:
-        return {
-            "peft_type": "LORA",
-            "r": self._settings.rank,
-            "lora_alpha": self._settings.alpha,
-            "target_modules": sorted({name.split(".")[-3] for name in factors}),
-        }
+            body["expected_checksums"] = {name: _sha256(tensor) for name, tensor in named.items()}
+        return dict.fromkeys(self.engines, body | {"serialized_named_tensors": [payload]})
 
     def _load(self, version: int, path: str, bodies: dict[str, dict[str, Any]]) -> None:
         name = adapter_name(version)

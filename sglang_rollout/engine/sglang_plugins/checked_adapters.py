@@ -19,7 +19,7 @@ def register() -> None:
     manager = "sglang.srt.lora.lora_manager.LoRAManager."
     for name in ("load_lora_weights", "load_lora_weights_from_tensors"):
         HookRegistry.register(manager + name, check_loaded, HookType.AFTER)
-    HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", unpacked, HookType.AFTER)
+    HookRegistry.register("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", unpacked, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.unload_lora_adapter",
         forget_unloaded,
@@ -27,8 +27,11 @@ def register() -> None:
     )
 
 
-def unpacked(payload: Any, *arguments: Any, **kwargs: Any) -> Any:
-    """Tensors by name, where the message has them as one safetensors file."""
+def unpacked(original: Any, worker: Any, messages: list[Any]) -> Any:
+    """This rank's tensors by name. One message is for every rank, and may have them as one safetensors file."""
+    from sglang.srt.runtime_context import get_parallel
+
+    payload = original(worker, messages * get_parallel().tp_size if len(messages) == 1 else messages)
     if isinstance(payload, dict) and isinstance(file := payload.get("safetensors"), bytes):
         from safetensors.torch import load
 

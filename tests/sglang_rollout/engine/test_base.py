@@ -50,6 +50,13 @@ def test_an_engine_that_cannot_record_is_refused_where_it_is_to(tmp_path):
         check_engine(load_config(None, [*settings, "rollout.engine.backend=transformers"]))
 
 
+def test_an_engine_that_loads_no_adapters_is_refused_where_it_is_to(tmp_path):
+    settings = "rollout.engine.adapters.max_rank=8"
+    check_engine(load_config(None, [settings]))
+    with pytest.raises(ExtensionError, match=r"adapters\.max_rank above 0 with .*load_adapter is no method"):
+        check_engine(config_with(tmp_path, "Client.load_adapter = None", settings))
+
+
 def test_anybodys_engine_with_its_own_settings(tmp_path):
     config = config_with(tmp_path, "", "rollout.engine.backend_kwargs={greeting: good day}")
     check_engine(config)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2ForCausalLM
 
 from megatron_retool.config import Config, load_config
 from sglang_rollout.backends.sglang_engine import SGLangEngine
@@ -19,6 +20,7 @@ from sglang_rollout.engine.policy_adapter import PolicyAdapter
 from sglang_rollout.engine.process import SGLangServer
 from sglang_rollout.weight_sync import adapter as adapter_module
 from sglang_rollout.weight_sync.errors import WeightSyncError
+from sglang_rollout.weight_sync.tensor import TensorWeightSync
 from tests.sglang_rollout.agent import markov_policy
 from tests.sglang_rollout.engine.test_engine_adapters import BOUND, GREEDY, PROMPT, difference, expected, write_adapter
 
@@ -219,3 +221,22 @@ def test_an_engine_gets_room_for_the_policys_adapter_where_a_learner_sends_it(di
     )
     both = command(True, *larger)
     assert rank(both) == "32" and {"q_proj", "down_proj"} <= set(both)
+
+
+@pytest.mark.slow
+def test_one_message_is_for_all_ranks_of_an_engine(directory: Path, tmp_path: Path) -> None:
+    size = "rollout.engine.tensor_parallel_size=2"
+    engine = SGLangEngine(config_of(directory, size, "weight_sync.method=distributed", "weight_sync.verify=true"))
+    server = engine.server(
+        0, model_path=str(directory / "base"), host="127.0.0.1", log_file=tmp_path / "engine.log", tokenizer=False,
+        weights_from_sync=True, gpu_ids=None,
+    )  # fmt: skip
+    with server:
+        push(engine, server.base_url, directory, "one", 1)
+        with_client(engine, server.base_url, lambda client: engine.serve(1, [server.base_url]))
+        found = with_client(engine, server.base_url, lambda client: client.score(PROMPT))
+        assert difference(found, expected(directory, "one", PROMPT)) < BOUND
+        # Without adapters, weights go to each rank as before.
+        with TensorWeightSync([server.base_url], timeout_seconds=60) as sync:
+            model = Qwen2ForCausalLM.from_pretrained(directory / "base", dtype=torch.float32)
+            sync.push(markov_policy.buckets(model), 2)
