@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_retool.config import SamplingConfig
-from megatron_retool.target_sequences import RequestRefused
+from megatron_retool.target_sequences import Int64Array, RequestRefused
 from megatron_retool.tinker.requests import SampleRequest
 from megatron_retool.tinker.sampler import SampledTokens, SampleResult, TopTokens
 from megatron_retool.tinker.wire import MASKED
@@ -107,7 +107,7 @@ class EngineSampler:
                 raise EngineFailed(client.base_url, "it ended the request by itself", "/generate")
             return found
 
-        found = await self._asked(adapter, len(request.prompt) + most, generate)
+        found = await self._asked(adapter, request.prompt, len(request.prompt) + most, generate)
         top = None
         if request.top_sampled:
             rows = zip(found.top_ids or [], found.top_log_probs or [], strict=True)
@@ -132,7 +132,7 @@ class EngineSampler:
                 targets=None if targets is None else [row[row >= 0].tolist() for row in targets],
                 adapter=adapter,
             )
-            found = await self._asked(adapter, length, lambda client: client.score_text(wanted))
+            found = await self._asked(adapter, request.prompt, length, lambda client: client.score_text(wanted))
         answer: dict[str, Any] = {}
         hidden = max(request.scored_from, 1)
         if request.prompt_log_probs:
@@ -151,15 +151,16 @@ class EngineSampler:
             answer["target_log_probs"] = values
         return answer
 
-    async def _asked(self, adapter: str | None, tokens: int, ask: Any) -> Any:
-        """What ``ask(client)`` says of an engine that has a place and the adapter.
+    async def _asked(self, adapter: str | None, prompt: Int64Array, tokens: int, ask: Any) -> Any:
+        """What ``ask(client)`` says of an engine that has a place and the adapter, preferably the one that has the
+        prompt in its cache.
 
         Raises:
             RequestRefused, EngineClientError: see ``sample``.
         """
-        failures, avoid = 0, None
+        failures, avoid, group = 0, None, hash((adapter, prompt.tobytes()))
         while True:
-            lease = await self._engines.router.acquire(0, tokens, avoid)
+            lease = await self._engines.router.acquire(group, tokens, avoid)
             avoid = lease.engine
             try:
                 if adapter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +58,8 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result(30)
 
 
-def served_model(model: Path) -> ServedModel:
-    return ServedModel(
+def served_model(model: Path, **changes) -> ServedModel:
+    described = ServedModel(
         names=(NAME, "local/tiny"),
         tokenizer=str(model),
         vocabulary=VOCABULARY,
@@ -66,11 +67,18 @@ def served_model(model: Path) -> ServedModel:
         longest_sequence=CONTEXT,
         most_rank=8,
     )
+    return dataclasses.replace(described, **changes)
 
 
 @contextlib.contextmanager
 def served(
-    model: Path, directory: Path, config: TinkerConfig | None = None, *, port: int = 0, poll_seconds: float = 2.0
+    model: Path,
+    directory: Path,
+    config: TinkerConfig | None = None,
+    *,
+    port: int = 0,
+    poll_seconds: float = 2.0,
+    **changes,
 ) -> Iterator[Served]:
     config = config or TinkerConfig()
     trainer, sampler = InProcessTrainer(model), InProcessSampler(model)
@@ -80,7 +88,9 @@ def served(
 
     async def work() -> None:
         async with (
-            TinkerService(config, served_model(model), trainer, sampler, directory, sweep_seconds=0.2) as service,
+            TinkerService(
+                config, served_model(model, **changes), trainer, sampler, directory, sweep_seconds=0.2
+            ) as service,
             TinkerServer(service, port=port, api_key=config.api_key, poll_seconds=poll_seconds) as server,
         ):
             ready.append(Served(loop, trainer, sampler, service, server))
