@@ -29,7 +29,7 @@ compile cpu pyproject.toml --extra cpu "${tools[@]}" --constraint requirements/g
   --override requirements/left_out_on_cpu.txt
 compile gpu-torch --group gpu-torch --constraint requirements/gpu.txt
 compile docs_only --group docs_only --constraint requirements/gpu.txt
-for group in gpu-build sglang_only transformer_engine_only installer; do
+for group in gpu-build sglang_only transformer_engine_only cookbook_only installer; do
   compile "$group" --group "$group" --no-deps
 done
 compile trl --group trl

@@ -36,7 +36,7 @@ lists=("requirements/$flavour-torch.txt" "requirements/$flavour.txt" requirement
 if [[ "$flavour" == gpu ]]; then
   lists+=(requirements/gpu-build.txt)
 else
-  lists+=(requirements/{installer,transformer_engine_only,docs_only}.txt)
+  lists+=(requirements/{installer,transformer_engine_only,cookbook_only,docs_only}.txt)
 fi
 want="$flavour $(cat "${lists[@]}" pyproject.toml | sha256sum | cut -c1-16) $PWD"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$want" ]]; then
@@ -121,12 +121,13 @@ if [[ "$flavour" == gpu ]]; then
 else
   # torchvision breaks transformers' imports where it lacks its operators: only SGLang's server process gets to see it.
   # Megatron-Core takes other ways wherever it can import Transformer Engine: only tests that ask for it get to see it.
+  # The cookbook of Tinker runs in processes of its own.
   get_uv
   export NVTE_PROJECT_BUILDING=1
   install -r requirements/cpu-torch.txt
   # The list is complete: --no-deps keeps SGLang's CUDA packages out.
   install --no-deps -r requirements/cpu.txt
-  for name in sglang_only transformer_engine_only docs_only; do
+  for name in sglang_only transformer_engine_only cookbook_only docs_only; do
     install --no-deps --upgrade --target "$venv/$name" -r "requirements/$name.txt"
   done
 fi

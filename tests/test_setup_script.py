@@ -57,7 +57,9 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-CPU = sorted(["installer", "cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "docs_only", "."])
+CPU = sorted(
+    ["installer", "cpu-torch", "cpu", "sglang_only", "transformer_engine_only", "cookbook_only", "docs_only", "."]
+)
 GPU = sorted(["gpu-torch", "gpu-build", "gpu", "."])
 
 

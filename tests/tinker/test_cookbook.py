@@ -1,0 +1,94 @@
+"""Recipes of the cookbook 0.6.1, unchanged, against the server over the in-process trainer and sampler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_retool.config import TinkerConfig
+from tests.tinker.served import NAME, served
+
+COOKBOOK = Path(sys.prefix) / "cookbook_only"
+"""Where scripts/setup.sh puts requirements/cookbook_only.txt on hosts without a GPU."""
+ROOT = Path(__file__).parents[2]
+RECIPES = {
+    "supervised": ("sl_basic", []),
+    "arithmetic": (
+        "math_rl.train",
+        ["env=arithmetic", "loss_fn=importance_sampling", "groups_per_batch=4", "group_size=4", "max_steps=2"],
+    ),
+    "stable_reinforce": (
+        "math_rl.train",
+        ["env=arithmetic", "groups_per_batch=2", "group_size=4", "max_steps=1"],
+    ),
+    "gsm8k": (
+        "math_rl.train",
+        [
+            "env=gsm8k",
+            "loss_fn=importance_sampling",
+            "groups_per_batch=2",
+            "group_size=2",
+            "max_tokens=8",
+            "max_steps=1",
+        ],
+    ),
+    "preferences": ("preference.dpo.train", ["dataset=hhh", "batch_size=16", "max_steps=1"]),
+    "distillation": (
+        "distillation.on_policy_distillation",
+        [
+            "dataset=deepmath",
+            "groups_per_batch=2",
+            "group_size=2",
+            "max_tokens=8",
+            "max_steps=1",
+            f"teacher_model={NAME}",
+            "lora_rank=8",
+        ],
+    ),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the cookbook is not installed: bash scripts/setup.sh"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(model_directory: Path, tmp_path_factory: pytest.TempPathFactory):
+    settings = TinkerConfig(stable_reinforce="stand_in")
+    with served(model_directory, tmp_path_factory.mktemp("kept"), settings, most_rank=32, context=32768) as found:
+        yield found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_to_its_end(server, model_directory, tmp_path, recipe):
+    module, arguments = RECIPES[recipe]
+    # The cookbook reads the tokenizer of its model from a directory of that name.
+    (tmp_path / NAME).parent.mkdir()
+    (tmp_path / NAME).symlink_to(model_directory)
+    logs = tmp_path / "logs"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(COOKBOOK), str(ROOT)]),
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": "tml-local",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "tests.tinker.cookbook_recipe", f"tinker_cookbook.recipes.{module}"]
+    done = subprocess.run(
+        [*command, f"model_name={NAME}", f"log_path={logs}", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    assert steps
+    checkpoints = [json.loads(line) for line in (logs / "checkpoints.jsonl").read_text().splitlines()]
+    assert checkpoints[-1]["state_path"].startswith("tinker://")
