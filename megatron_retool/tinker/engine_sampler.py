@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sglang_rollout.engine.base import (
 from sglang_rollout.engine.pool import EnginePool
 from sglang_rollout.gateway.session_tree import seed_of
 
+logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Requests of one call that may fail on engines that are healthy."""
 
@@ -58,7 +60,10 @@ class EngineSampler:
         for url, loaded in [key for key in self._loaded if key[1] == name]:
             del self._loaded[url, loaded]
             if url in clients:
-                await clients[url].unload_adapter(name)
+                try:
+                    await clients[url].unload_adapter(name)
+                except EngineClientError:
+                    logger.warning("tinker: engine %s did not unload adapter %s", url, name, exc_info=True)
 
     def forget_engine(self, url: str) -> None:
         """Take no adapter for loaded by an engine that is restarted."""

@@ -28,13 +28,9 @@ class RunQueue:
     Args:
         share_seconds: after which a run makes way for one that waits.
         clock: seconds, rising.
-
-    Attributes:
-        running: the run whose job is being done.
     """
 
     def __init__(self, share_seconds: float = SHARE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
-        self.running: str | None = None
         self._share_seconds, self._clock = share_seconds, clock
         self._jobs: dict[str, deque[Job]] = {}
         self._present: str | None = None
@@ -72,8 +68,4 @@ class RunQueue:
                 self._more.clear()
                 await self._more.wait()
                 continue
-            self.running = job.run
-            try:
-                await job.work()
-            finally:
-                self.running = None
+            await job.work()

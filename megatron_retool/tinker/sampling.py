@@ -129,7 +129,7 @@ class Sampling:
             else:
                 async with self._adapters.use(path, self._checkpoints.directory(path)) as name:
                     result = await self._sampler.sample(name, request)
-            outcome = Outcome(result.to_wire(), is_protobuf=True)
+            outcome = Outcome(await asyncio.to_thread(result.to_wire), is_protobuf=True)
         except (RequestRefused, ApiError) as error:
             outcome = failure(str(error), by_user=True)
         except Exception as error:

@@ -30,12 +30,15 @@ from megatron_retool.untrusted import load_json
 from sglang_rollout.gateway.api import shown_key
 from sglang_rollout.gateway.errors import ApiError, invalid
 from sglang_rollout.gateway.fields import Json, flag
+from sglang_rollout.gateway.text_size import too_many_values
 
 PREFIX = "/api/v1"
 FILES = "/files"
 MOST_BODY_BYTES = 64 << 20
 """Of a forward_backward. Clients cut calls at 5 MB, but one datum may be longer."""
 MOST_JSON_BYTES = 32 << 20
+MOST_JSON_VALUES = 4_000_000
+"""Of a prompt and the targets that are to be scored; others take far less."""
 SMALL_BODY_BYTES = 16 << 10
 """JSON up to here is read at once; more is read in a thread, so that no other call waits."""
 POLL_SECONDS = 20.0
@@ -185,10 +188,7 @@ class TinkerServer:
 
     async def _json(self, http: web.Request) -> Json:
         body = await self._body(http)
-        try:
-            found = load_json(body) if len(body) <= SMALL_BODY_BYTES else await asyncio.to_thread(load_json, body)
-        except ValueError as error:
-            raise invalid("body", f"no JSON: {error}") from error
+        found = _loaded(body) if len(body) <= SMALL_BODY_BYTES else await asyncio.to_thread(_loaded, body)
         if not isinstance(found, dict):
             raise invalid("body", "expected an object")
         return found
@@ -273,6 +273,15 @@ class TinkerServer:
 
     async def _download(self, http: web.Request) -> web.StreamResponse:
         return web.FileResponse(self._service.downloads.find(http.match_info["token"], http.match_info["name"]))
+
+
+def _loaded(body: bytes) -> Any:
+    if too_many_values(body, MOST_JSON_VALUES):
+        raise invalid("body", f"it has more than {MOST_JSON_VALUES} values")
+    try:
+        return load_json(body)
+    except ValueError as error:
+        raise invalid("body", f"no JSON: {error}") from error
 
 
 def _path(http: web.Request) -> Any:

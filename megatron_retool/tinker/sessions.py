@@ -8,7 +8,7 @@ import dataclasses
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_retool.tinker.run_store import RunStore, SamplerRecord, SessionRecord
@@ -129,12 +129,6 @@ class Sessions:
         session, sampler = found
         session.last_sign = self._clock()
         return sampler
-
-    def samplers(self) -> Iterator[SamplerRecord]:
-        """Those of sessions that have not ended."""
-        for session, sampler in self._samplers.values():
-            if not session.record.finished:
-                yield sampler
 
     async def _write(self, session: Session) -> None:
         async with session.writing:

@@ -47,16 +47,16 @@ def message_sizes(messages: Sequence[Message], longest_result: int) -> list[int]
     return sizes
 
 
-def too_many_values(body: bytes) -> bool:
-    """Whether ``body``, JSON, has more than ``MOST_JSON_VALUES`` values, found without decoding it."""
-    if len(body) <= MOST_JSON_VALUES:
+def too_many_values(body: bytes, most: int = MOST_JSON_VALUES) -> bool:
+    """Whether ``body``, JSON, has more than ``most`` values, found without decoding it."""
+    if len(body) <= most:
         return False
     # Without escaped quotes, those that are left begin and end texts by turns.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if bare.count(b'"') > 2 * MOST_JSON_VALUES:
+    if bare.count(b'"') > 2 * most:
         return True
     outside = b"".join(bare.split(b'"')[::2])
-    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > MOST_JSON_VALUES
+    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > most
 
 
 _SHOWN = ("content", "reasoning_content", "tool_calls")

@@ -28,7 +28,7 @@ def make_model(directory: Path) -> Path:
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,  # SGLang pads others on a CPU, and takes no adapters then
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -162,6 +162,7 @@ def test_keys_hosts_and_bodies(server):
     assert answered(url, {}, {"Origin": "http://evil.example"})[0] == 403
     assert answered(url, b"{")[1]["detail"].startswith("body: no JSON")
     assert answered(url, b"[]") == (400, {"detail": "body: expected an object"})
+    assert answered(url, b"[" + b"0," * 5_000_000 + b"0]")[1]["detail"] == "body: it has more than 4000000 values"
     assert answered(f"{server.url}/api/v1/nothing", {})[0] == 404
     assert answered(f"{server.url}/api/v1/healthz", {}, method="POST")[0] == 405
     large = answered(url, b"x", {"Content-Length": str(1 << 30)})

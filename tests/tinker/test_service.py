@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_retool.config import TinkerConfig
 from megatron_retool.tinker import training_run
+from megatron_retool.tinker.messages import MESSAGES
 from megatron_retool.tinker.requests import read_create_model
 from megatron_retool.tinker.service import TinkerService
+from megatron_retool.tinker.wire import tensor_message
 from sglang_rollout.gateway.errors import ApiError
 from tests.tinker.in_process import InProcessSampler, InProcessTrainer
 from tests.tinker.served import NAME, served_model
@@ -121,3 +124,34 @@ def test_a_checkpoint_expires(model_directory, tmp_path):
         await until(lambda: not service.checkpoints.directory(found.path).exists())
 
     lives(model_directory, tmp_path, work)
+
+
+def test_a_trainer_that_died_ends_the_server(model_directory, tmp_path):
+    class Died(RuntimeError): ...
+
+    async def main() -> None:
+        trainer = InProcessTrainer(model_directory)
+        service = TinkerService(
+            TinkerConfig(),
+            served_model(model_directory),
+            trainer,
+            InProcessSampler(model_directory),
+            tmp_path,
+            fatal=(Died,),
+        )
+        async with service:
+            session = (await service.sessions.create([], None, "")).record.id
+            body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}}
+            model_id = (await service.training.create(read_create_model(body)))["model_id"]
+            dies = asyncio.create_task(service.until_it_dies())
+            message = MESSAGES["ForwardBackwardRequest"](model_id=model_id, seq_id=1, loss_fn="cross_entropy")
+            datum = message.data.add()
+            datum.model_input.add().text.tokens = np.array([1, 2], np.int32).tobytes()
+            datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor_message(np.array([2, 3])))
+            trainer.broken = Died("rank 0 is gone")
+            answer = await service.training.forward_backward(message.SerializeToString())
+            assert b"rank 0 is gone" in await result(service, answer)
+            with pytest.raises(Died, match="rank 0 is gone"):
+                await asyncio.wait_for(dies, 10)
+
+    asyncio.run(main())
