@@ -31,13 +31,18 @@ def server_config(config: Config, directory: Path) -> Config:
         )
     if engine.backend != "sglang":
         raise ConfigError(f"rollout.engine.backend={engine.backend} loads no adapters: set it to sglang")
+    if learner.lora.path is not None:
+        raise ConfigError(
+            f"learner.lora.path={learner.lora.path}: every run begins with an adapter of its own: set it to null"
+        )
     lora = learner.lora if learner.lora.rank else dataclasses.replace(learner.lora, rank=RANK)
     targets = [each for each in lora.targets if each != "experts"]
     if "experts" in lora.targets and Architecture.from_pretrained(config.model.path, config.model.families).is_moe:
         raise ConfigError(
             "learner.lora.targets names experts, whose adapters the engines do not load: set it to [attention, mlp]"
         )
-    lora = dataclasses.replace(lora, targets=targets)
+    # Snapshots are sent as they are saved, and never by a weight sync.
+    lora = dataclasses.replace(lora, targets=targets, sync="merged")
     adapters = dataclasses.replace(engine.adapters, max_rank=max(lora.rank, engine.adapters.max_rank), targets=targets)
     engine = dataclasses.replace(engine, adapters=adapters)
     place = directory.absolute()

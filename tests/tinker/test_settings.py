@@ -42,6 +42,10 @@ def test_what_clients_are_told_of_the_model(model_directory, tmp_path):
     [
         (["cluster.gpus_per_node=2", "cluster.placement=colocated"], "cluster.placement=colocated lets learner and"),
         (["rollout.engine.backend=transformers"], "rollout.engine.backend=transformers loads no adapters"),
+        (
+            ["learner.lora.rank=4", "learner.lora.path=files"],
+            "learner.lora.path=files: every run begins with an adapter",
+        ),
         (["tinker.api_key=secret"], "tinker.api_key does not begin with tml-"),
         (["tinker.names=['']"], "tinker.names has an empty name"),
     ],
