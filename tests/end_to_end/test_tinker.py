@@ -1,0 +1,78 @@
+"""`megatron-retool tinker` as a person starts it: Megatron-Core learns, SGLang samples, the public client asks."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.conftest import kill_driver, wait_until_gone
+from tests.serving.processes import lines_until, start
+from tests.tinker.served import NAME, make_model
+
+tinker = pytest.importorskip("tinker", reason="the client of Tinker is not installed (pyproject.toml, extra test)")
+from tinker import types  # noqa: E402
+
+from tests.tinker.test_public_client import lesson, log_probs, loss_of, taught  # noqa: E402
+
+IDS = [(7 * place) % 60 + 20 for place in range(24)]
+PROMPT = types.ModelInput.from_ints(IDS)
+
+
+def server(root: Path):
+    """The process, its marker and its URL."""
+    words = [
+        "tinker", str(root / "model"), "--directory", str(root / "kept"), "--port", "0",
+        f"tinker.names={NAME}", "learner.dtype=float32", "learner.lora.rank=8", "rollout.engine.dtype=float32",
+        "rollout.engine.max_total_tokens=4096", "rollout.engine.max_running_requests=16",
+        "rollout.engine.random_seed=1",
+    ]  # fmt: skip
+    process, marker = start(*words)
+    text = lines_until(process, "TINKER_BASE_URL=")
+    return process, marker, text.partition("TINKER_BASE_URL=")[2].split()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_client_trains_and_samples_and_goes_on_after_a_kill(tmp_path: Path):
+    make_model(tmp_path / "model")
+    process, marker, url = server(tmp_path)
+    try:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        run = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
+        losses = taught(run, IDS, 6)
+        assert losses[-1] < 0.8 * losses[0]
+
+        sampler = client.create_sampling_client(model_path=run.save_weights_for_sampler("first").result().path).result()
+        learned = log_probs(run, IDS)
+        sampled = np.array(sampler.compute_logprobs(PROMPT).result()[1:])
+        np.testing.assert_allclose(sampled, learned, atol=2e-5)
+        taught(run, IDS, 2)
+        assert np.abs(log_probs(run, IDS) - learned).max() > 1e-2
+        assert sampler.compute_logprobs(PROMPT).result()[1:] == sampled.tolist()
+
+        seeded = types.SamplingParams(max_tokens=6, seed=3)
+        once, again = (sampler.sample(PROMPT, 3, seeded).result() for _ in range(2))
+        assert [each.tokens for each in once.sequences] == [each.tokens for each in again.sequences]
+        assert len({tuple(each.tokens) for each in once.sequences}) == 3
+
+        with pytest.raises(tinker.RequestFailedError, match="there is no such loss"):
+            run.forward_backward([lesson(IDS)], "hinge").result()
+
+        path = run.save_state("middle").result().path
+        expected = taught(run, IDS, 2)
+    finally:
+        kill_driver(process, marker)
+    process, marker, url = server(tmp_path)
+    try:
+        client = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        resumed = client.create_training_client_from_state_with_optimizer(path).result()
+        np.testing.assert_allclose(taught(resumed, IDS, 2), expected, rtol=1e-6)
+        assert loss_of(resumed.forward([lesson(IDS)], "cross_entropy").result()) < expected[-1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert not wait_until_gone(marker, 10)
+    finally:
+        process.kill()
