@@ -230,6 +230,24 @@ def gae(
     return Advantages(advantages, returns)
 
 
+@advantage_estimators.register("reverse_kl")
+def reverse_kl(batch: AdvantageInputs, *, reward_weight: float = 0.0, normalize_by_std: bool = True) -> Advantages:
+    """On-policy distillation: log of the reference policy, the teacher, minus log of the policy, at each sampled token.
+
+    Its expectation under the policy is minus the KL from policy to teacher at that place, so a step on it is one of
+    policy gradient on the reverse KL, token by token without what comes later (Gu et al. 2024, MiniLLM, without its
+    long-term part; Agarwal et al. 2024, GKD, from the policy's own samples alone).
+
+    Args:
+        reward_weight: how much of ``grpo``'s advantage is added.
+    """
+    assert batch.old_log_probs is not None
+    assert batch.ref_log_probs is not None
+    advantages = torch.where(batch.loss_mask, batch.ref_log_probs - batch.old_log_probs, 0.0)
+    of_rewards, returns = grpo(batch, normalize_by_std=normalize_by_std)
+    return Advantages(advantages + reward_weight * of_rewards, returns)
+
+
 def _of_responses(batch: AdvantageInputs, relative: Tensor) -> Advantages:
     return Advantages(batch.per_token(relative), batch.per_token(batch.scores))
 

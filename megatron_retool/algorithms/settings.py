@@ -17,6 +17,7 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
         "reinforce_plus_plus": (),
         "reinforce_plus_plus_baseline": (Need.GROUPS,),
         "gae": (Need.CRITIC,),
+        "reverse_kl": (Need.REFERENCE,),
     },
     "policy_loss": {"clip": (), "gspo": (), "cispo": (), "policy_gradient": ()},
     "loss_aggregation": {
@@ -31,7 +32,8 @@ BUILT_IN: Mapping[str, Mapping[str, tuple[Need, ...]]] = {
 
 READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "advantage": {
-        "normalize_by_std": ("grpo",),
+        "normalize_by_std": ("grpo", "reverse_kl"),
+        "reward_weight": ("reverse_kl",),
         "gamma": ("reinforce_plus_plus", "gae"),
         "gae_lambda": ("gae",),
         "gae_reward": ("gae",),

@@ -40,7 +40,6 @@ from megatron_retool.monitor.memory import peak_memory
 from megatron_retool.monitor.phases import Phase
 from megatron_retool.monitor.profile_table import RankProfile
 from megatron_retool.ports import free_port
-from megatron_retool.registry import Need
 from megatron_retool.runs.checkpoints import SaveError
 from megatron_retool.target_sequences import OptimizerStep, RequestRefused, TargetSequence, TokenLoss, TokenOutputs
 from megatron_retool.trajectory import TrajectoryBatch
@@ -126,7 +125,7 @@ class LearnerWorker:
             total_optimizer_steps=total_optimizer_steps,
             hf_dir=self.config.model.path,
             mcore_dir=self.config.model.mcore_path,
-            with_reference=not critic and Need.REFERENCE in self.config.algorithm.needs,
+            with_reference=not critic and self.config.algorithm.keeps_reference,
             role="critic" if critic else "actor",
         )
         return socket.gethostname()

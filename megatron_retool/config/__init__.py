@@ -21,6 +21,7 @@ from megatron_retool.config.base import ConfigError
 from megatron_retool.config.cluster import ClusterConfig
 from megatron_retool.config.data import DataConfig
 from megatron_retool.config.demo import DemoConfig
+from megatron_retool.config.distillation import DistillationConfig, TeacherConfig
 from megatron_retool.config.learner import (
     CriticConfig,
     Fp8Config,
@@ -68,6 +69,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DemoConfig",
+    "DistillationConfig",
     "DynamicSamplingConfig",
     "EarlyStoppingConfig",
     "EngineConfig",
@@ -94,6 +96,7 @@ __all__ = [
     "SearchConfig",
     "SearchServiceConfig",
     "TinkerConfig",
+    "TeacherConfig",
     "ToolsConfig",
     "TrainerConfig",
     "ValSamplingConfig",

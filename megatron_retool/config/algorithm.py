@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from megatron_retool.config.base import (
     number,
     positive,
 )
+from megatron_retool.config.distillation import DistillationConfig
 from megatron_retool.registry import Extension, ExtensionError, Need, load_object
 
 if TYPE_CHECKING:
@@ -111,12 +112,14 @@ class AlgorithmConfig:
     """Advantages, losses, KL and rollout correction: docs/algorithms.md has the definitions."""
 
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, or one's own:
-    path/to/file.py:function or package.module:function."""
+    """grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, reverse_kl (on-policy distillation,
+    see distillation), or one's own: path/to/file.py:function or package.module:function."""
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the estimator; those that it has in common with this section are filled from here."""
     normalize_by_std: bool = True
     """grpo: divide by the standard deviation of the group's rewards."""
+    reward_weight: float = not_negative(0.0)
+    """reverse_kl: how much of grpo's advantage counts beside the teacher; 0: the reward is only measured."""
     gamma: float = fraction(1.0)
     """Discount from one sampled token to the next."""
     gae_lambda: float = fraction(0.95)
@@ -174,6 +177,8 @@ class AlgorithmConfig:
     """More responses for hard prompts."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """What is done against the mismatch of engine and learner."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """Teachers that score the policy's responses."""
 
     @property
     def estimator(self) -> Extension[AdvantageEstimator]:
@@ -221,6 +226,11 @@ class AlgorithmConfig:
             if getattr(self, name):
                 asked.setdefault(Need.REFERENCE, f"algorithm.{name}={getattr(self, name)}")
         return asked
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the learner keeps the initial policy: it is asked for, and no teacher stands in its place."""
+        return Need.REFERENCE in self.needs and not self.distillation.teachers
 
     def _needs_of(self, name: str) -> Collection[Need]:
         """What the object that setting ``name`` names needs of the run; ExtensionError as ``Registry.bind``.
@@ -285,6 +295,27 @@ class AlgorithmConfig:
                 f"{self.adaptive_kl_target} adapts it: set one of them"
             )
 
+    def _check_distillation(self, needs: Mapping[Need, str]) -> None:
+        self.distillation.check()
+        teachers = "algorithm.distillation.teachers"
+        if self.distillation.teachers and Need.REFERENCE not in needs:
+            raise ConfigError(
+                f"{teachers} score responses for nothing: set algorithm.advantage=reverse_kl, or kl_in_loss or "
+                "kl_in_reward above 0, or leave them out"
+            )
+        if self.advantage != "reverse_kl":
+            return
+        if not self.distillation.teachers:
+            raise ConfigError(
+                f"algorithm.advantage=reverse_kl without {teachers} would teach the policy to stay as it was: name a "
+                "teacher's url"
+            )
+        if self.dynamic_sampling.enable and not self.reward_weight:
+            raise ConfigError(
+                "algorithm.advantage=reverse_kl learns from groups of equal reward too, which "
+                "algorithm.dynamic_sampling.enable=true would drop: set it to false"
+            )
+
     def check(self) -> None:
         """Raise ConfigError where settings of this section contradict each other."""
         if self.kl_in_loss and self.kl_in_reward:
@@ -306,6 +337,7 @@ class AlgorithmConfig:
             needs, before_update = self.needs, self._needs_of("advantage")
         except ExtensionError as error:
             raise ConfigError(str(error)) from error
+        self._check_distillation(needs)
         if Need.CRITIC in needs and self.dynamic_sampling.enable:
             raise ConfigError(
                 f"{needs[Need.CRITIC]} with algorithm.dynamic_sampling.enable=true would withhold groups of equal "

@@ -86,8 +86,9 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"{algorithm.needs[Need.GROUPS]} compares answers of a group: rollout.train.n must be at least 2"
         )
-    if Need.REFERENCE in algorithm.needs:
+    if algorithm.keeps_reference:
         learner.lora.check_reference()
+    _check_teachers(config)
     responses = config.data.train_batch_size * rollout.train.n
     if responses % learner.mini_batch_size:
         raise ConfigError(
@@ -119,6 +120,18 @@ def validate(config: Config) -> None:
             "rollout.staleness > 0 generates while the learner trains, which cluster.placement=colocated cannot: "
             "choose disaggregated, or staleness 0"
         )
+
+
+def _check_teachers(config: Config) -> None:
+    """Raise ConfigError where teachers would score another distribution than the one that is sampled."""
+    train = config.rollout.train
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    for name, value in whole.items() if config.algorithm.distillation.teachers else ():
+        if getattr(train, name) != value:
+            raise ConfigError(
+                f"algorithm.distillation.teachers score at temperature 1 over the whole vocabulary, and "
+                f"rollout.train.{name}={getattr(train, name)} samples from another distribution: set it to {value}"
+            )
 
 
 def _check_readers(config: Config) -> None:

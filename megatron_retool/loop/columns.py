@@ -36,7 +36,7 @@ _WITHOUT_LEARNER = ("rollout_corr/rollout_ppl", "rollout_corr/rollout_log_ppl", 
 
 
 async def add_log_probs(
-    run: Deployment, batch: TrajectoryBatch, timer: StepTimer
+    run: Deployment, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], timer: StepTimer
 ) -> tuple[TrajectoryBatch, dict[str, float]]:
     """old_log_probs and entropy with the training kernels; ref_log_probs where they are needed; critic's values;
     routing_flips where the engine's experts were replayed.
@@ -54,7 +54,7 @@ async def add_log_probs(
             batch = batch.with_columns(old_log_probs=batch.rollout_log_probs)
     else:
         batch, metrics = await add_old_log_probs(run, batch, timer)
-    batch = await add_ref_log_probs(run, batch, timer)
+    batch = await add_ref_log_probs(run, batch, trajectories, timer)
     if run.critic is not None:
         with timer.phase(Phase.VALUES):
             batch = batch.with_columns(values=await run.critic.values(batch))
@@ -76,11 +76,19 @@ async def add_old_log_probs(
     return batch, result["metrics"]
 
 
-async def add_ref_log_probs(run: Deployment, batch: TrajectoryBatch, timer: StepTimer) -> TrajectoryBatch:
-    """ref_log_probs, where something asks for them."""
+async def add_ref_log_probs(
+    run: Deployment, batch: TrajectoryBatch, trajectories: Sequence[Trajectory], timer: StepTimer
+) -> TrajectoryBatch:
+    """ref_log_probs, where something asks for them: of the initial policy, or of the rows' teachers.
+
+    ``trajectories`` are the batch's rows.
+    """
     if Need.REFERENCE not in run.config.algorithm.needs:
         return batch
     with timer.phase(Phase.REFERENCE):
+        if run.teachers is not None:
+            sources = [str(each.extra_info.get("data_source", "unknown")) for each in trajectories]
+            return batch.with_columns(ref_log_probs=await run.teachers.log_probs(batch, sources))
         reference = await run.learner.log_probs(batch, reference=True, sampling=run.config.rollout.train)
         return batch.with_columns(ref_log_probs=reference["log_probs"])
 
@@ -169,6 +177,9 @@ def add_advantages(
         )
         metrics = {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coefficient}
         state.kl = state.kl.updated(measured, batch.num_rollouts)
+    if config.algorithm.distillation.teachers and "old_log_probs" in columns:
+        ratios = (columns["old_log_probs"] - columns["ref_log_probs"])[loss_mask.bool()].double()
+        metrics["distillation/reverse_kl"] = float(ratios.mean()) if len(ratios) else 0.0
     metrics |= reward_metrics(batch, None if token_rewards is None else token_rewards.numpy())
     inputs = AdvantageInputs(
         rewards=torch.from_numpy(batch.rewards[first]),

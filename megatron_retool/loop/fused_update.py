@@ -67,7 +67,7 @@ async def learn_fused(
     config, step = run.config, state.step
     first, *others = mini_batch_rows(config, batch, step)
     rest = np.sort(np.concatenate(others)) if others else np.zeros(0, np.int64)
-    batch = await add_ref_log_probs(run, batch, timer)
+    batch = await add_ref_log_probs(run, batch, kept, timer)
     found: dict[str, npt.NDArray[np.float32]] = {}
     rest_has_loss = False
     if not len(rest):

@@ -211,7 +211,7 @@ async def learn(run: Deployment, state: TrainerState, kept: list[Trajectory], ti
     if source_of(run.config, batch).fused:
         batch, metrics, updates = await learn_fused(run, state, batch, kept, timer)
     else:
-        batch, metrics = await add_log_probs(run, batch, timer)
+        batch, metrics = await add_log_probs(run, batch, kept, timer)
         with timer.phase(Phase.ADVANTAGE):
             batch, correction_metrics, beyond_limit = correct_rollout(run.config, batch, kept, step - 1)
             batch, kl_metrics = add_advantages(batch, kept, state)

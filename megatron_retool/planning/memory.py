@@ -413,7 +413,7 @@ def learner_memory(
     """
     learner, needs = config.learner, config.algorithm.needs
     adapters = adapters_of(learner)
-    with_reference = Need.REFERENCE in needs and adapters is None
+    with_reference = config.algorithm.keeps_reference and adapters is None
     micro_batches = max(1, learner.mini_batch_size // layout.data)
     found = []
     with_predictors = architecture.with_predictors() if learner.mtp.train else architecture

@@ -381,7 +381,7 @@ def predict_step(
     log_probs = learner_time(*arguments, training=False).scaled(share_of_log_probs(config))
     update = learner_time(*arguments, training=True)
     algorithm = config.algorithm
-    reference = learner_time(*arguments, training=False) if Need.REFERENCE in algorithm.needs else None
+    reference = learner_time(*arguments, training=False) if algorithm.keeps_reference else None
     passes = 3 if adapters_of(learner) is None else 2  # of frozen weights no gradient is computed
     model_flops = passes * forward_flops(
         architecture, workload.total_lengths(workload.responses), round(workload.responses * workload.lengths.mean)

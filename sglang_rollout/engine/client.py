@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class SGLangClient:
         timeout_seconds: limit of one /generate call.
         routing: gives that of the served model, for requests that want routed experts; called when the first answers.
         policy: the adapter that requests without one of their own get; None: they get the engine's model.
+        headers: that every request shows; None: the key of this run's own engines.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class SGLangClient:
         timeout_seconds: float = 3600.0,
         routing: Callable[[], RoutingShape] | None = None,
         policy: PolicyAdapter | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._policy = policy
         self.base_url = base_url.rstrip("/")
         self.retries = retries
         self.timeout_seconds = timeout_seconds
         self.routing = routing
+        self._headers = headers
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -137,11 +140,7 @@ class SGLangClient:
         raise AssertionError("unreachable")
 
     async def score(self, input_ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """``ScoringClient.score``: a prefill, and a greedy token that is dropped. ``adapter``: of ``GenerateRequest``.
-
-        Raises:
-            EngineFailed: also for the last id of the vocabulary, in whose place SGLang scores the first.
-        """
+        """``ScoringClient.score``: a prefill, and a greedy token that is dropped."""
         return (await self._scored(input_ids, adapter=adapter))[0]
 
     async def rank(self, input_ids: Sequence[int], count: int, adapter: str | None = None) -> RankedText:
@@ -210,9 +209,34 @@ class SGLangClient:
         except (KeyError, TypeError, IndexError) as error:
             reason = f"no log-probs of the input: {str(answer)[:300]}"
             raise EngineFailed(self.base_url, reason, "/generate") from error
-        if ids != list(input_ids)[start:]:
-            raise EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
+        own = list(input_ids)[start:]
+        if ids != own:
+            await self._score_last_id(body, ids, own, log_probs)
         return log_probs, meta
+
+    async def _score_last_id(
+        self, body: Mapping[str, Any], ids: Sequence[int], own: Sequence[int], log_probs: list[float]
+    ) -> None:
+        """Put in the log-probs of the vocabulary's last id, in whose place SGLang scores the first.
+
+        Raises:
+            EngineFailed: the engine scored another text.
+        """
+        places = [place for place, token in enumerate(own) if place >= len(ids) or ids[place] != token]
+        (last, *others) = sorted({own[place] for place in places})
+        wrong = EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
+        if others or len(ids) != len(own) or last != max(own) or any(ids[place] for place in places):
+            raise wrong
+        answer = await self.request(
+            "/generate", {**body, "token_ids_logprob": [last]}, self.timeout_seconds, retries=self.retries
+        )
+        try:
+            rows = answer["meta_info"]["input_token_ids_logprobs"][1:]
+            found = [{int(entry[1]): float(entry[0]) for entry in rows[place]}[last] for place in places]
+        except (KeyError, TypeError, IndexError) as error:
+            raise wrong from error
+        for place, value in zip(places, found, strict=True):
+            log_probs[place] = value
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         """``AdapterClient.load_adapter``"""
@@ -314,7 +338,7 @@ class SGLangClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
                 auto_decompress=False,
-                headers=authorization(),
+                headers=authorization() if self._headers is None else self._headers,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)

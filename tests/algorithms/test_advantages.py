@@ -224,3 +224,25 @@ def test_errors_name_what_is_wrong():
         run("best")
     with pytest.raises(ValueError, match="equally long"):
         run("grpo", groups=GROUPS[:2])
+
+
+def test_reverse_kl_is_the_teachers_log_ratio_and_as_much_of_the_rewards_as_asked():
+    from megatron_retool.algorithms.advantages import AdvantageInputs, advantage_estimators
+
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([True, False, True, True, True, True])
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, -1.0]),
+        group_ids=torch.tensor([0, 0]),
+        loss_mask=mask,
+        sequence_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
+        old_log_probs=-torch.rand(6, generator=generator),
+        ref_log_probs=-torch.rand(6, generator=generator),
+    )
+    teacher = torch.where(mask, inputs.ref_log_probs - inputs.old_log_probs, 0.0)
+    found = advantage_estimators.bind("reverse_kl", {}).attempt(inputs)
+    torch.testing.assert_close(found.advantages, teacher)
+    grpo = advantage_estimators.bind("grpo", {}).attempt(inputs)
+    both = advantage_estimators.bind("reverse_kl", {"reward_weight": 0.5}).attempt(inputs)
+    torch.testing.assert_close(both.advantages, teacher + 0.5 * grpo.advantages)
+    torch.testing.assert_close(both.returns, grpo.returns)

@@ -1,0 +1,177 @@
+"""Teachers of on-policy distillation: servers that score the policy's own responses, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_retool.config import ConfigError, DistillationConfig, TeacherConfig
+from megatron_retool.errors import OperationError
+from megatron_retool.trajectory import TrajectoryBatch
+from sglang_rollout.engine.base import EngineClientError, EngineFailed, EngineTimeout, EngineUnavailable, ScoreRequest
+from sglang_rollout.engine.client import SGLangClient
+
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 1.0, 60.0
+PROBES = (
+    "The sum of 17 and 25 is 42.\n\ndef f(x):\n    return x ** 2\n",
+    'Wait, let me check: \\frac{1}{2} + 0.75 = 1.25, so {"name": "code_interpreter"} it is.',
+    "Über naïve façades: 東京, Привет, 🎲\t1234567890",
+)
+"""Texts that tokenizers with another vocabulary or another way to cut digits, spaces and scripts encode differently."""
+FloatArray = npt.NDArray[np.float32]
+
+
+class TeacherFailure(OperationError):
+    """A teacher does not score what it is asked. The message names it and what to do."""
+
+
+class Teachers:
+    """All teachers of a run. An asynchronous context manager, of one event loop.
+
+    Args:
+        encode: the policy's tokenizer: a text's ids, without special tokens around them.
+
+    Raises:
+        ConfigError: on entry: a teacher has another tokenizer, or none where check_tokenizer is true.
+        TeacherFailure: on entry: a teacher does not answer.
+    """
+
+    def __init__(self, config: DistillationConfig, encode: Callable[[str], list[int]]) -> None:
+        self._config = config
+        self._encode = encode
+        self._teachers: dict[str, _Teacher] = {}
+        self._clients: list[_Teacher] = []
+
+    async def __aenter__(self) -> Teachers:
+        self._clients = [_Teacher(settings, self._config) for settings in self._config.teachers]
+        self._teachers = {
+            source: teacher for teacher in self._clients for source in teacher.settings.data_sources or [""]
+        }
+        try:
+            if self._config.check_tokenizer:
+                await asyncio.gather(*(teacher.check_tokenizer(self._encode) for teacher in self._clients))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for teacher in self._clients:
+            await teacher.client.close()
+
+    async def log_probs(self, batch: TrajectoryBatch, data_sources: Sequence[str]) -> FloatArray:
+        """The teachers' log-probs of the batch's responses: float32 [T], 0 outside the loss mask.
+
+        Args:
+            data_sources: of each row.
+
+        Raises:
+            ConfigError: no teacher teaches a row's data source.
+            TeacherFailure: a teacher fails again and again.
+        """
+        found = np.zeros(batch.num_response_tokens, np.float32)
+        starts = np.cumsum(batch.response_lengths) - batch.response_lengths
+        prompts = np.split(batch.prompt_ids, np.cumsum(batch.prompt_lengths)[:-1])
+
+        async def score(row: int) -> None:
+            part = slice(int(starts[row]), int(starts[row] + batch.response_lengths[row]))
+            sampled = np.flatnonzero(batch.loss_mask[part])
+            if not len(sampled):
+                return
+            ids = [*prompts[row].tolist(), *batch.response_ids[part][: sampled[-1] + 1].tolist()]
+            start = len(prompts[row]) + int(sampled[0])
+            scores = await self._teacher_of(data_sources[row]).score(ids, start)
+            found[part][sampled] = np.asarray(scores, np.float32)[sampled - sampled[0]]
+
+        tasks = [asyncio.ensure_future(score(row)) for row in range(len(batch))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return found
+
+    def _teacher_of(self, data_source: str) -> _Teacher:
+        teacher = self._teachers.get(data_source) or self._teachers.get("")
+        if teacher is None:
+            raise ConfigError(
+                f"algorithm.distillation.teachers: no teacher names the data source {data_source!r}: add it to one's "
+                "data_sources, or leave one's empty"
+            )
+        return teacher
+
+
+class _Teacher:
+    """One server."""
+
+    def __init__(self, settings: TeacherConfig, config: DistillationConfig) -> None:
+        self.settings = settings
+        self._retries, self._timeout = config.retries, config.timeout_seconds
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        key = settings.api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.client = SGLangClient(settings.url, retries=0, timeout_seconds=config.timeout_seconds, headers=headers)
+
+    async def score(self, ids: list[int], start: int) -> list[float]:
+        """log-probs of ``ids`` from ``start`` on, given those before each.
+
+        Raises:
+            TeacherFailure: it refuses the text, or does not answer after all retries.
+        """
+        async with self._places:
+            request = ScoreRequest(ids, start)
+            found = await self._asked("score", functools.partial(self.client.score_text, request))
+        scores: list[float] = found.log_probs
+        if len(scores) != len(ids) - start or not np.isfinite(scores).all():
+            raise TeacherFailure(
+                f"the teacher {self.settings.url} gave {len(scores)} log-probs of {len(ids) - start} tokens, or one "
+                "that is not finite"
+            )
+        return scores
+
+    async def check_tokenizer(self, encode: Callable[[str], list[int]]) -> None:
+        """See ``Teachers``."""
+        for text in PROBES:
+            try:
+                answer = await self._asked("tokenize", functools.partial(self._tokenized, text))
+                tokens = [int(token) for token in answer["tokens"]]
+            except (TeacherFailure, KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"the teacher {self.settings.url} encodes no text for a comparison of tokenizers ({error}): start "
+                    "it with its tokenizer, or set algorithm.distillation.check_tokenizer=false if you know that it "
+                    "has the policy's"
+                ) from error
+            own = encode(text)
+            if tokens != own:
+                place = len(os.path.commonprefix([own, tokens]))
+                raise ConfigError(
+                    f"the teacher {self.settings.url} has another tokenizer than the policy: token {place} of "
+                    f"{text[:30]!r}… is {tokens[place : place + 1]} there and {own[place : place + 1]} here. Its "
+                    "log-probs are of other tokens: take a teacher of the same family"
+                )
+
+    async def _tokenized(self, text: str) -> Any:
+        return await self.client.request("/tokenize", {"prompt": text, "add_special_tokens": False}, self._timeout)
+
+    async def _asked(self, what: str, ask: Callable[[], Any]) -> Any:
+        delay = FIRST_DELAY_SECONDS
+        for attempt in range(self._retries + 1):
+            try:
+                return await ask()
+            except (EngineUnavailable, EngineTimeout, EngineFailed) as error:
+                last = error
+            except EngineClientError as error:
+                raise TeacherFailure(f"the teacher {self.settings.url} refuses to {what}: {error.reason}") from error
+            if attempt < self._retries:
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LONGEST_DELAY_SECONDS)
+        raise TeacherFailure(
+            f"the teacher {self.settings.url} did not {what} in {self._retries + 1} attempts: {last.reason}. Start it "
+            "again; the run goes on from its last checkpoint"
+        ) from last
