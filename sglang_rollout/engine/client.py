@@ -222,10 +222,12 @@ class SGLangClient:
         Raises:
             EngineFailed: the engine scored another text.
         """
-        places = [place for place, token in enumerate(own) if place >= len(ids) or ids[place] != token]
-        (last, *others) = sorted({own[place] for place in places})
         wrong = EngineFailed(self.base_url, "log-probs of other ids than those of the input", "/generate")
-        if others or len(ids) != len(own) or last != max(own) or any(ids[place] for place in places):
+        if len(ids) != len(own):
+            raise wrong
+        places = [place for place, token in enumerate(own) if ids[place] != token]
+        last, *others = sorted({own[place] for place in places})
+        if others or last != max(own) or any(ids[place] for place in places):
             raise wrong
         answer = await self.request(
             "/generate", {**body, "token_ids_logprob": [last]}, self.timeout_seconds, retries=self.retries
