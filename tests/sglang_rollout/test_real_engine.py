@@ -133,6 +133,16 @@ def make_prompts(tokenizer, count: int) -> list[Prompt]:
     return [Prompt(ids, group_id, {"data_source": "test"}) for group_id in range(count)]
 
 
+def test_the_last_id_of_the_vocabulary_is_scored_as_any_other(engine, model_directory):
+    """SGLang itself gives the first id's log-prob in its place."""
+    model = Qwen2ForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
+    serve(engine, model)
+    last = model.config.vocab_size - 1
+    ids = [1, 5, last, 7, 2, last, 9]
+    found = on_client(engine, lambda client: client.score(ids))
+    np.testing.assert_allclose(found, hf_log_probs(model, ids[:1], ids[1:]), atol=1e-5)
+
+
 def check(trajectories, tokenizer) -> None:
     """What every trajectory must satisfy, whatever happened on the way."""
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
