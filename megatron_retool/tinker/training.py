@@ -253,8 +253,10 @@ class Training:
 
     async def _accumulate(self, run: TrainingRun, number: int, batch: _Batch) -> Outcome:
         await self._prepare(run)
-        await run.begin_call(number, changes=not batch.forward_only)
-        outputs = await self._trainer.accumulate(run.id, batch.sequences, batch.loss, forward_only=batch.forward_only)
+        async with run.call(number, changes=not batch.forward_only):
+            outputs = await self._trainer.accumulate(
+                run.id, batch.sequences, batch.loss, forward_only=batch.forward_only
+            )
         run.gathered |= not batch.forward_only
         return Outcome(await asyncio.to_thread(_written, outputs, batch.reports_elements), is_protobuf=True)
 
@@ -263,9 +265,9 @@ class Training:
 
     async def _step(self, run: TrainingRun, number: int, step: OptimizerStep) -> Answer:
         await self._prepare(run)
-        await run.begin_call(number, changes=True)
+        async with run.call(number, changes=True):
+            found = await self._trainer.apply(run.id, step)
         run.gathered = False
-        found = await self._trainer.apply(run.id, step)
         metrics = {f"{_METRICS.get(name, name)}:mean": value for name, value in found.items()}
         return {"type": "optim_step", "metrics": metrics}
 
@@ -274,13 +276,13 @@ class Training:
 
     async def _save(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:
         await self._prepare(run)
-        await run.begin_call(number, changes=False)
         checkpoint = self._checkpoint(run, "weights", request.name or f"step-{number}", request, with_optimizer=True)
 
         async def fill(directory: Path) -> None:
             await self._trainer.save_run(run.id, directory, with_optimizer=True)
 
-        await self._checkpoints.write(checkpoint, fill, overwrite=request.overwrite)
+        async with run.call(number, changes=False):
+            await self._checkpoints.write(checkpoint, fill, overwrite=request.overwrite)
         # Gathered gradients are in no checkpoint.
         await run.note(saved=str(checkpoint.path), unsaved_calls=int(run.gathered))
         return {"type": "save_weights", "path": str(checkpoint.path)}
@@ -290,7 +292,6 @@ class Training:
 
     async def _save_for_sampler(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:
         await self._prepare(run)
-        await run.begin_call(number, changes=False)
         if request.name is None and request.sampling_session_seq_id is None:
             raise invalid("path", "give a name, or the number of a sampling session (sampling_session_seq_id)")
         name = request.name or f"unnamed-{number}"
@@ -302,7 +303,8 @@ class Training:
         async def fill(directory: Path) -> None:
             await self._trainer.write_adapter(run.id, directory)
 
-        await self._checkpoints.write(checkpoint, fill)
+        async with run.call(number, changes=False):
+            await self._checkpoints.write(checkpoint, fill)
         if request.name is not None:
             return {"type": "save_weights_for_sampler", "path": str(checkpoint.path)}
         session = self._sessions.find(run.record.session_id)
@@ -324,7 +326,6 @@ class Training:
 
     async def _save_external(self, run: TrainingRun, number: int, request: SaveWeights) -> Answer:
         await self._prepare(run)
-        await run.begin_call(number, changes=False)
         assert request.name is not None
         checkpoint = self._checkpoint(run, "external_weights", request.name, request)
 
@@ -333,13 +334,14 @@ class Training:
             if request.recipients:
                 await asyncio.to_thread(encrypt_files, directory, request.recipients)
 
-        await self._checkpoints.write(checkpoint, fill)
+        async with run.call(number, changes=False):
+            await self._checkpoints.write(checkpoint, fill)
         return {"type": "save_weights_external", "path": str(checkpoint.path)}
 
     async def _load_into(self, run: TrainingRun, number: int, request: LoadWeights) -> Answer:
         run.check_open()
-        await run.begin_call(number, changes=True)
-        await self._load(run, request)
+        async with run.call(number, changes=True):
+            await self._load(run, request)
         return {"type": "load_weights", "path": str(request.path), "model_id": run.id}
 
     async def _load(self, run: TrainingRun, request: LoadWeights) -> None:

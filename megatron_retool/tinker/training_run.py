@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any
 
 from megatron_retool.target_sequences import RequestRefused
@@ -77,14 +79,19 @@ class TrainingRun:
         async with self._writing:
             await asyncio.to_thread(self._store.write_run, self.record)
 
-    async def begin_call(self, number: int, *, changes: bool) -> None:
-        """Note that a call is being done. What ``changes`` weights, optimizer or gradients counts as lost from now on,
-        should the server end before the next save."""
+    @contextlib.asynccontextmanager
+    async def call(self, number: int, *, changes: bool) -> AsyncIterator[None]:
+        """Note that a call is done in the block. What ``changes`` weights, optimizer or gradients counts as lost from
+        now on, should the server end before the next save; a call that is refused has changed nothing."""
+        before = self.record.unsaved_calls
         await self.note(
-            next_call=max(self.record.next_call, number + 1),
-            unsaved_calls=self.record.unsaved_calls + changes,
-            last_request=now(),
+            next_call=max(self.record.next_call, number + 1), unsaved_calls=before + changes, last_request=now()
         )
+        try:
+            yield
+        except RequestRefused:
+            await self.note(unsaved_calls=before)
+            raise
 
     def skip_missing(self) -> list[Job]:
         """Jobs that have waited too long for a call before them, which never came."""

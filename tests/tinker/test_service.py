@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_retool.config import TinkerConfig
+from megatron_retool.target_sequences import RequestRefused
 from megatron_retool.tinker import training_run
 from megatron_retool.tinker.messages import MESSAGES
 from megatron_retool.tinker.requests import read_create_model
@@ -49,6 +50,14 @@ def lives(model: Path, kept: Path, work, **settings) -> None:
 
 async def result(service: TinkerService, answer) -> bytes:
     return (await service.promises.wait(answer["request_id"], 20)).payload
+
+
+def lesson_of(model_id: str, number: int) -> bytes:
+    message = MESSAGES["ForwardBackwardRequest"](model_id=model_id, seq_id=number, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().text.tokens = np.array([1, 2], np.int32).tobytes()
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor_message(np.array([2, 3])))
+    return bytes(message.SerializeToString())
 
 
 def test_a_session_without_a_sign_of_life_ends_with_its_runs(model_directory, tmp_path):
@@ -105,6 +114,24 @@ def test_calls_after_one_that_is_lost_fail_instead_of_waiting(model_directory, t
     lives(model_directory, tmp_path, work)
 
 
+def test_a_call_that_is_refused_leaves_nothing_unsaved(model_directory, tmp_path):
+    async def work(service, trainer, session, model_id):
+        run = service.training.find(model_id)
+        trainer.broken = RequestRefused("a loss of one's own says no")
+        assert b"says no" in await result(service, await service.training.forward_backward(lesson_of(model_id, 1)))
+        assert (run.record.unsaved_calls, run.record.next_call) == (0, 2)
+        await result(service, await service.training.forward_backward(lesson_of(model_id, 2)))
+        assert (run.record.unsaved_calls, run.gathered) == (1, True)
+        body = {"model_id": model_id, "seq_id": 3, "path": "with-gradients"}
+        await result(service, await service.training.save_weights(body))
+        assert run.record.unsaved_calls == 1, "gathered gradients are in no checkpoint"
+        await result(service, await service.training.optim_step({"model_id": model_id, "seq_id": 4, "adam_params": {}}))
+        await result(service, await service.training.save_weights({**body, "seq_id": 5, "path": "without"}))
+        assert (run.record.unsaved_calls, run.record.saved) == (0, f"tinker://{model_id}/weights/without")
+
+    lives(model_directory, tmp_path, work)
+
+
 def test_a_server_has_room_for_some_runs(model_directory, tmp_path):
     async def work(service, trainer, session, model_id):
         body = {"session_id": session, "model_seq_id": 1, "base_model": NAME, "lora_config": {"rank": 2}}
@@ -144,12 +171,8 @@ def test_a_trainer_that_died_ends_the_server(model_directory, tmp_path):
             body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}}
             model_id = (await service.training.create(read_create_model(body)))["model_id"]
             dies = asyncio.create_task(service.until_it_dies())
-            message = MESSAGES["ForwardBackwardRequest"](model_id=model_id, seq_id=1, loss_fn="cross_entropy")
-            datum = message.data.add()
-            datum.model_input.add().text.tokens = np.array([1, 2], np.int32).tobytes()
-            datum.loss_fn_inputs["target_tokens"].CopyFrom(tensor_message(np.array([2, 3])))
             trainer.broken = Died("rank 0 is gone")
-            answer = await service.training.forward_backward(message.SerializeToString())
+            answer = await service.training.forward_backward(lesson_of(model_id, 1))
             assert b"rank 0 is gone" in await result(service, answer)
             with pytest.raises(Died, match="rank 0 is gone"):
                 await asyncio.wait_for(dies, 10)
