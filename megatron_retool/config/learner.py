@@ -138,7 +138,7 @@ class LoraConfig:
     begin with, in place of fresh ones. Their rank, alpha and targets have to be these."""
     sync: str = choice("merged", "adapter")
     """What a weight sync sends. merged: all weights, adapters merged into them, which every engine takes. adapter: the
-    adapters alone, a hundredth of the bytes and less; requests under way end on the version they began with."""
+    adapters alone, of a large model a hundredth of the bytes; requests under way end on the version they began with."""
 
     @property
     def sends_adapter(self) -> bool:

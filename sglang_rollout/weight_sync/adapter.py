@@ -35,7 +35,7 @@ class AdapterWeightSync(ServerWeightSync):
         settings: learner.lora.
         method: of weight_sync. tensor: files on this node, which the engine reads from memory. disk: files in
             ``directory``. distributed: tensors within the request.
-        directory: on a file system that learner and engines share; holds a version while it is loaded.
+        directory: on a file system that learner and engines share; holds a version until the engines have read it.
 
     With ``verify`` tensors always travel within the request, with a checksum of each, which every rank compares.
     """

@@ -32,6 +32,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "deterministic": ("rollout.engine.random_seed=1",),
     "FP8": ("rollout.engine.quantization=fp8",),
+    "adapters": ("rollout.engine.adapters.max_rank=32", "rollout.engine.adapters.targets=[attention]"),
 }
 
 
@@ -109,6 +110,9 @@ def test_sglang_takes_the_arguments(
         "enable_deterministic_inference": kind == "deterministic",
         "max_running_requests": engine.max_running_requests,
         "mem_fraction_static": engine.mem_fraction_static,
+        "enable_lora": True if kind == "adapters" else None,
+        "max_lora_rank": 32 if kind == "adapters" else None,
+        "lora_backend": "csgmv",
     }
     assert {name: found[name] for name in expected} == expected
     if engine.context_length is not None:
